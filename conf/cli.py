@@ -35,9 +35,20 @@ EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
 
 # What the user's machine, not our code, is to blame for: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR,
-    errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG, errno.EIO, errno.ENXIO, errno.ENODEV,
-}  # fmt: skip
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ENXIO,
+    errno.ENODEV,
+}
 
 
 Entry: TypeAlias = "Callable[[Any], int | None]"  # takes an object of the command's settings class

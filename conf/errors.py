@@ -27,14 +27,14 @@ class CommandError(Exception):
 
 
 class UsageError(CommandError, ValueError):
-    """What the user gave is wrong: a key, a value, a name, a model; the message names it and the valid choices.
+    """A mistake in the user's input: a key, a value, a name, a model; the message names it and the valid choices.
 
     The same call fails again until the arguments change.
     """
 
 
 class EnvironmentProblem(CommandError, RuntimeError):
-    """What the machine or a folder lacks: space, a package, a GPU, an undamaged file, a lock that nobody else holds.
+    """A lack of the machine or a folder: space, a package, a GPU, an undamaged file, a lock that nobody else holds.
 
     The arguments are right: the same call succeeds once the environment is repaired, or another program has ended.
     """

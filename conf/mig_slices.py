@@ -15,7 +15,7 @@ from conf.errors import UsageError
 
 
 class Slice(NamedTuple):
-    """What a profile has: `sms` multiprocessors, and `memory` of the `of` parts of memory, L2 cache and bandwidth."""
+    """A profile: `sms` multiprocessors, and `memory` of the `of` parts of memory, L2 cache and bandwidth."""
 
     sms: int
     memory: int

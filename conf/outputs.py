@@ -29,9 +29,26 @@ if TYPE_CHECKING:
 # What a data folder consists of; other names in it belong to the user. `warehouse.layout` takes its paths from here.
 DATA_FORMAT = "gpufarm-data"
 OWN_FOLDERS = (
-    "runs", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale", "compactions", "models", "features",
-    "snapshots", "growth", "reports", "locks", "damaged", "environments", "comparisons", "replays", "machines",
-)  # fmt: skip
+    "runs",
+    "telemetry",
+    "kernels",
+    "ranks",
+    "collocations",
+    "jobs",
+    "stale",
+    "compactions",
+    "models",
+    "features",
+    "snapshots",
+    "growth",
+    "reports",
+    "locks",
+    "damaged",
+    "environments",
+    "comparisons",
+    "replays",
+    "machines",
+)
 # And what SQLite and DuckDB put beside them.
 OWN_FILES = ("format.json", "queue.sqlite", "service.sqlite", "warehouse.duckdb")
 
@@ -68,7 +85,7 @@ def checked_output(
 
 def checked_report(
     report: str | os.PathLike[str], *, key: str, like: str, data: Sequence[str | os.PathLike[str]]
-) -> Path:  # fmt: skip
+) -> Path:
     """Return the path of a page that a command will write, checked to be writable before any work.
 
     Args:

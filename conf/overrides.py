@@ -96,9 +96,7 @@ def _unreadable(argument: str) -> str | None:
     return None
 
 
-def load_config(
-    name: str, arguments: Sequence[str | Override], settings: type | None = None
-) -> DictConfig:  # fmt: skip
+def load_config(name: str, arguments: Sequence[str | Override], settings: type | None = None) -> DictConfig:
     """Compose a command's settings with `KEY=VALUE` arguments into a `DictConfig` whose values are of their kinds.
 
     Of a key that is given twice the last value counts, so that a script's own arguments can be overridden. The values

@@ -61,7 +61,7 @@ def working_folder() -> str | None:
 
 
 def search_working_folder() -> None:
-    """Let imports find modules of the working folder, last of all unless it is on the path already."""
+    """Make imports find modules of the working folder, last of all unless it is on the path already."""
     try:
         here = os.getcwd()
     except FileNotFoundError:

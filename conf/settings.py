@@ -21,9 +21,16 @@ Settings = TypeVar("Settings")
 _HELP, _KIND, _CHOICES, _BUILD, _GROUP = "help", "kind", "choices", "build", "group"
 _SECTION, _GIVEN = "section", "given"
 _WORDS: dict[Any, str] = {
-    bool: "bool", int: "int", float: "number", str: "text", type(None): "null", list: "list", Mapping: "mapping",
-    tuple[str, ...]: "list of text", tuple[int, ...]: "list of int",
-}  # fmt: skip
+    bool: "bool",
+    int: "int",
+    float: "number",
+    str: "text",
+    type(None): "null",
+    list: "list",
+    Mapping: "mapping",
+    tuple[str, ...]: "list of text",
+    tuple[int, ...]: "list of int",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def group(
     help: str,
     build: Callable[[Mapping[str, Any]], Any] | None = None,
     schema: type | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return a dataclass field whose value is chosen with `NAME=CHOICE` from the files of `conf/NAME/`."""
     return dataclasses.field(default=None, metadata={_HELP: help, _GROUP: ConfigGroup(default, build, schema)})
 

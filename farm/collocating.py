@@ -96,9 +96,14 @@ class Groups:
 
 
 def pool_of(
-    spaces: Sequence[Space], device: DeviceSpec, *, seed: int, policy: str, limits: Limits = NO_LIMITS,
+    spaces: Sequence[Space],
+    device: DeviceSpec,
+    *,
+    seed: int,
+    policy: str,
+    limits: Limits = NO_LIMITS,
     progress: Progress = lambda done, of: None,
-) -> list[PoolMember]:  # fmt: skip
+) -> list[PoolMember]:
     """Return the pool: as many configs of each space, with forecasts for the device. Raises `UsageError`."""
     from farm.choosing.forecast import Forecaster
 

@@ -1,4 +1,4 @@
-"""What the description of a GPU model says, and what follows from it, for `python -m farm.doctor device=NAME`.
+"""The description of a GPU model and its consequences, for `python -m farm.doctor device=NAME`.
 
 Start reading at `described_device`; `spec_of` is the description that forecasts take. Torch-free.
 """

@@ -180,9 +180,15 @@ class Dispatcher:
         for _ in range(_REFUSED_AT_ONCE):
             for share in shares:
                 leased = self._queue.lease(
-                    worker, 1, self._now(), LEASE_S, job_id=self._job_id, device=self._device_key, share=share,
+                    worker,
+                    1,
+                    self._now(),
+                    LEASE_S,
+                    job_id=self._job_id,
+                    device=self._device_key,
+                    share=share,
                     held=self._leased.values(),
-                )  # fmt: skip
+                )
                 if leased:
                     break
             else:

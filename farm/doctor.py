@@ -37,7 +37,7 @@ _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings(Checked):
-    """What to examine.
+    """The parts to examine.
 
     usage: python -m farm.doctor [KEY=VALUE ...]
 
@@ -87,8 +87,18 @@ def _repair(data: str | None, output_format: str) -> int:
     report = repair(folder)
     if output_format == "json":
         moved = [{"path": str(path), "moved_to": str(new), "reason": why} for path, (new, why) in report.moved.items()]
-        print(json.dumps({"data": str(folder.root), "moved": moved, "mended": report.mended,
-                          "queued": report.queued, "left": report.left}, indent=2))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "data": str(folder.root),
+                    "moved": moved,
+                    "mended": report.mended,
+                    "queued": report.queued,
+                    "left": report.left,
+                },
+                indent=2,
+            )
+        )
     else:
         print("\n".join(report.lines(folder.root)))
     return 1 if report.left else 0

@@ -139,8 +139,13 @@ def _no_night_told(folder: DataFolder, settings: GrowSettings) -> Iterator[None]
         yield
     except (CommandError, OSError) as error:
         message: dict[str, Any] = {
-            "cycle": None, "outcome": "failed", "said": str(error), "report": None, "data": str(folder.root), "run": {}
-        }  # fmt: skip
+            "cycle": None,
+            "outcome": "failed",
+            "said": str(error),
+            "report": None,
+            "data": str(folder.root),
+            "run": {},
+        }
         _hand_on(message, settings, Service())
         raise
 
@@ -185,9 +190,15 @@ def _dry_run(settings: GrowSettings) -> int:
         queue = held.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
         with _StatusLine(False) as status:
             plan = make_plan(
-                folder, queue, cycles, settings, machine, environment, again,
+                folder,
+                queue,
+                cycles,
+                settings,
+                machine,
+                environment,
+                again,
                 progress=lambda done, of: status(f"choosing: {done:,} of {of:,} candidates"),
-            )  # fmt: skip
+            )
     print(device_line)
     if again:
         print(f"{machine.source} again first, as stale: {len(again):,}")

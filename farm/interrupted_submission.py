@@ -33,8 +33,9 @@ class Submission:
         first, last = min(indices), max(indices)
         held = self._file.all(
             "SELECT task_index FROM tasks WHERE task_index BETWEEN ? AND ? "
-            "AND job_seq = (SELECT seq FROM jobs WHERE job_id = ?)", (first, last, self._job_id),
-        )  # fmt: skip
+            "AND job_seq = (SELECT seq FROM jobs WHERE job_id = ?)",
+            (first, last, self._job_id),
+        )
         if not held and len(indices) == last - first + 1:
             self._note(first, last)
             return
@@ -69,8 +70,9 @@ class Submission:
             )
         self._file.change(
             f"DELETE FROM configs WHERE {here} AND NOT EXISTS (SELECT 1 FROM tasks "
-            "WHERE tasks.job_seq = configs.job_seq AND tasks.task_index = configs.task_index)", (seq, low, high),
-        )  # fmt: skip
+            "WHERE tasks.job_seq = configs.job_seq AND tasks.task_index = configs.task_index)",
+            (seq, low, high),
+        )
 
     def _restore(self, seq: int) -> None:
         if self._job_before is None:
@@ -87,8 +89,9 @@ class Submission:
         )
         self._file.change(
             "UPDATE tasks SET state = 'cancelled', due = NULL WHERE job_seq = ? AND state IN ('queued', 'waiting') "
-            "AND (SELECT cancelled_at FROM jobs WHERE seq = job_seq) IS NOT NULL", (seq,),
-        )  # fmt: skip
+            "AND (SELECT cancelled_at FROM jobs WHERE seq = job_seq) IS NOT NULL",
+            (seq,),
+        )
 
     def _shrink(self) -> None:
         """Shrink the file if most of it is free now; otherwise later tasks reuse the space."""

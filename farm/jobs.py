@@ -44,7 +44,7 @@ __all__ = [
     "TaskError",
     "UnreadableTask",
     "job_id_for",
-]  # fmt: skip
+]
 
 MAX_ATTEMPTS = 3
 BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
@@ -133,8 +133,9 @@ class Queue:
             seq = self._upsert_job(job)
             revived = self._file.change(
                 "UPDATE tasks SET state = 'queued', attempt = 0, due = NULL, error = NULL, error_at = NULL "
-                "WHERE job_seq = ? AND state = 'cancelled'", (seq,),
-            )  # fmt: skip
+                "WHERE job_seq = ? AND state = 'cancelled'",
+                (seq,),
+            )
             self._file.change("UPDATE jobs SET cancelled_at = NULL, ready = 1 WHERE seq = ?", (seq,))
         added = existing = 0
         pairs = iter(configs)
@@ -159,8 +160,9 @@ class Queue:
             with self._file.transaction(durable=True):
                 self._file.change(
                     "UPDATE jobs SET complete = ((SELECT sum(count) FROM tallies WHERE job_seq = seq) >= n) "
-                    "WHERE seq = ?", (seq,),
-                )  # fmt: skip
+                    "WHERE seq = ?",
+                    (seq,),
+                )
         except KeyboardInterrupt:
             on_interrupt()
             submission.undo()
@@ -214,9 +216,9 @@ class Queue:
         with self._file.transaction(durable=True):
             self._file.change("UPDATE jobs SET cancelled_at = ?, ready = 0 WHERE seq = ?", (now, seq))
             return self._file.change(
-                "UPDATE tasks SET state = 'cancelled', due = NULL "
-                "WHERE job_seq = ? AND state IN ('queued', 'waiting')", (seq,),
-            )  # fmt: skip
+                "UPDATE tasks SET state = 'cancelled', due = NULL WHERE job_seq = ? AND state IN ('queued', 'waiting')",
+                (seq,),
+            )
 
     # Working
 
@@ -244,8 +246,9 @@ class Queue:
             self._queue_what_is_due(now, held)
             ready = self._file.all(
                 f"SELECT seq FROM jobs INDEXED BY jobs_ready WHERE ready = 1 AND {_OF} "
-                "ORDER BY priority DESC, submitted_at, seq", (only, device),
-            )  # fmt: skip
+                "ORDER BY priority DESC, submitted_at, seq",
+                (only, device),
+            )
             for (seq,) in ready:
                 wanted = limit - len(tasks)
                 if wanted <= 0:
@@ -280,8 +283,9 @@ class Queue:
                 seq = self._seq(task.job_id)
                 released += self._file.change(
                     f"UPDATE tasks SET state = {_UNLESS_CANCELLED.format('queued')}, "
-                    f"attempt = attempt - 1, due = NULL, worker = NULL WHERE {_HELD}", self._held(task),
-                )  # fmt: skip
+                    f"attempt = attempt - 1, due = NULL, worker = NULL WHERE {_HELD}",
+                    self._held(task),
+                )
                 self._file.change("UPDATE jobs SET ready = cancelled_at IS NULL WHERE seq = ?", (seq,))
         return released
 
@@ -442,7 +446,7 @@ class Queue:
                 "ELSE family END ELSE family END FROM configs JOIN jobs ON seq = job_seq WHERE job_seq = ?",
                 (MIXED_FAMILY, self._seq(job_id)),
             )
-        )  # fmt: skip
+        )
 
     def _queue_what_is_due(self, now: float, held: Collection[Lease]) -> None:
         """Queue tasks whose backoff or lease has ended; set aside those without an attempt left."""
@@ -495,8 +499,9 @@ class Queue:
         """Return the config hashes of the tasks of this device that are neither done nor cancelled."""
         rows = self._file.all(
             "SELECT config_json FROM tasks JOIN configs USING (job_seq, task_index) JOIN jobs ON seq = job_seq "
-            "WHERE device = ? AND state NOT IN ('done', 'cancelled')", (device,),
-        )  # fmt: skip
+            "WHERE device = ? AND state NOT IN ('done', 'cancelled')",
+            (device,),
+        )
         return frozenset(filter(None, (config_hash_of_text(text) for (text,) in rows)))
 
     def next_device(self, job_id: str | None = None) -> str | None:
@@ -505,8 +510,9 @@ class Queue:
         row = self._file.one(
             "SELECT device FROM jobs WHERE (?1 IS NULL OR seq = ?1) AND EXISTS (SELECT 1 FROM tallies "
             "WHERE job_seq = seq AND state IN ('queued', 'waiting', 'leased', 'exhausted') AND count > 0) "
-            "ORDER BY priority DESC, submitted_at, seq LIMIT 1", (only,),
-        )  # fmt: skip
+            "ORDER BY priority DESC, submitted_at, seq LIMIT 1",
+            (only,),
+        )
         return None if row is None else row[0]
 
     def progress(self, now: float, job_id: str | None = None, window_s: float = 300.0) -> list[JobProgress]:
@@ -517,8 +523,9 @@ class Queue:
             tallies.setdefault(seq, []).append(tuple(tally))
         jobs = self._file.all(
             f"SELECT seq, complete, cancelled_at IS NOT NULL, {JOB_COLUMNS} FROM jobs "
-            "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq", (only,),
-        )  # fmt: skip
+            "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq",
+            (only,),
+        )
         progress = []
         for seq, complete, cancelled, *row in jobs:
             counts = counts_of(tallies.get(seq, []))
@@ -526,16 +533,17 @@ class Queue:
             if counts.pending:
                 recent, first_at = self._file.only(
                     "SELECT count(*), min(finished_at) FROM tasks INDEXED BY tasks_finished "
-                    "WHERE job_seq = ? AND finished_at >= ?", (seq, now - window_s),
-                )  # fmt: skip
+                    "WHERE job_seq = ? AND finished_at >= ?",
+                    (seq, now - window_s),
+                )
             progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
         return progress
 
     def _tallies(self, seq: int | None, device: str | None) -> list[tuple]:
         return self._file.all(
-            "SELECT job_seq, state, status, count FROM tallies JOIN jobs ON seq = job_seq "
-            f"WHERE count > 0 AND {_OF}", (seq, device),
-        )  # fmt: skip
+            f"SELECT job_seq, state, status, count FROM tallies JOIN jobs ON seq = job_seq WHERE count > 0 AND {_OF}",
+            (seq, device),
+        )
 
     def errors(self, job_id: str, limit: int = 10) -> list[TaskError]:
         """Return the latest failed attempts of the job's tasks, newest first."""

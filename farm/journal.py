@@ -219,9 +219,12 @@ def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
         case "done" | "failed" as state:
             before = cycles[name].steps[entry["step"]]
             step = replace(
-                before, state=state, ended_at=at, payload=entry["payload"],
+                before,
+                state=state,
+                ended_at=at,
+                payload=entry["payload"],
                 failures=before.failures + (state == "failed"),
-            )  # fmt: skip
+            )
         case event:
             raise ValueError(f"unknown event {event!r}")
     cycles[name] = replace(cycles[name], steps={**cycles[name].steps, step.name: step})

@@ -127,8 +127,10 @@ def entry(settings: KueueSettings) -> int:
     api = functools.cache(lambda: KueueApi(config))  # once it answers
     return keep_asking(
         lambda service, _ended: decide_pending(api(), service),
-        server=settings.server, once=settings.once, every_s=settings.every_s,
-    )  # fmt: skip
+        server=settings.server,
+        once=settings.once,
+        every_s=settings.every_s,
+    )
 
 
 def configuration(url: str | None) -> Any:
@@ -212,9 +214,13 @@ def _mark_active(api: KueueApi, check: Mapping[str, Any], name: str) -> None:
     if any(value_at(one, "type", str) == "Active" and one.get("status") == "True" for one in conditions):
         return
     active = {
-        "type": "Active", "status": "True", "reason": "Active", "message": "gpufarm's controller answers",
-        "lastTransitionTime": _now(), "observedGeneration": value_at(check, "metadata.generation", int) or 1,
-    }  # fmt: skip
+        "type": "Active",
+        "status": "True",
+        "reason": "Active",
+        "message": "gpufarm's controller answers",
+        "lastTransitionTime": _now(),
+        "observedGeneration": value_at(check, "metadata.generation", int) or 1,
+    }
     api.apply_status(api.check, {"name": name}, {"conditions": [active]})
 
 

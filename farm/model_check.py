@@ -136,9 +136,13 @@ def _ask(
     python, variables = environment
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
     with subprocess.Popen(
-        [python, "-m", "farm.model_check"], env={**os.environ, **variables},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-    ) as process:  # fmt: skip
+        [python, "-m", "farm.model_check"],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
         try:
             output, in_time = _answer(process, asked, patience_s), True
         except subprocess.TimeoutExpired:

@@ -69,9 +69,12 @@ class _Tally:
             return None
         ((key, count),) = self.reasons.most_common(1)
         return FailedJob(
-            job_id=job_id, by_status=dict(self.by_status), reason=self.examples[key], count=count,
+            job_id=job_id,
+            by_status=dict(self.by_status),
+            reason=self.examples[key],
+            count=count,
             of=sum(self.by_status.values()),
-        )  # fmt: skip
+        )
 
 
 class JobOutcomes:

@@ -31,15 +31,25 @@ def task_of_row(row: Sequence[Any]) -> Task | UnreadableTask:
     try:
         config, *partners = configs_of_text(config_json)
         return Task(
-            job_id=job_id, task_index=task_index, attempt=attempt, config=config,
-            partners=tuple(partners), settings=settings_of_text(settings_json), device=device_from_key(device),
-        )  # fmt: skip
+            job_id=job_id,
+            task_index=task_index,
+            attempt=attempt,
+            config=config,
+            partners=tuple(partners),
+            settings=settings_of_text(settings_json),
+            device=device_from_key(device),
+        )
     except UsageError as error:
         mapping = _mapping_of(config_json)
         return UnreadableTask(
-            job_id=job_id, task_index=task_index, attempt=attempt, family=_family_of(mapping, family),
-            problem=str(error), config=mapping, simulated=_is_simulated(device),
-        )  # fmt: skip
+            job_id=job_id,
+            task_index=task_index,
+            attempt=attempt,
+            family=_family_of(mapping, family),
+            problem=str(error),
+            config=mapping,
+            simulated=_is_simulated(device),
+        )
 
 
 def text_of_config(config: TrialConfig) -> str:

@@ -243,7 +243,7 @@ class RayExecutor:
         self._running[self._seats[worker].actor.run.remote(task, upcoming)] = (worker, task)
 
     def _wait_for_gpus(self, worker: str | None, task: Task) -> None:
-        """Let a task wait for GPUs of one node: that of its worker, or the largest."""
+        """Make a task wait for GPUs of one node: that of its worker, or the largest."""
         nodes = {seat.node.node_id: seat.node for seat in self._seats.values()}
         nodes |= {one.node.node_id: one.node for one in self._waiting}
         node = max(nodes.values(), key=self._gpus_of)

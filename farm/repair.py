@@ -57,8 +57,10 @@ class RepairReport:
         lines += [f"{job_id}: {count:,} tasks queued again" for job_id, count in self.queued.items()]
         lines += [f"left as it is: {line}" for line in self.left]
         total = sum(self.queued.values())
-        lines.append(f"{root}: {len(self.moved):,} files moved aside, {total:,} tasks queued again"
-                     + ("; `python -m farm.work` runs them" if total else ""))  # fmt: skip
+        lines.append(
+            f"{root}: {len(self.moved):,} files moved aside, {total:,} tasks queued again"
+            + ("; `python -m farm.work` runs them" if total else "")
+        )
         return lines
 
 

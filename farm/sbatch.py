@@ -157,9 +157,7 @@ def training_command(text: str, called: Sequence[str], begins_in: Path) -> Train
     return commands[0]
 
 
-def added_options(
-    estimates: Mapping[str, Estimate], features: Mapping[str, str], given: Sequence[str]
-) -> list[str]:  # fmt: skip
+def added_options(estimates: Mapping[str, Estimate], features: Mapping[str, str], given: Sequence[str]) -> list[str]:
     """Return the options that the estimates add to those that are given."""
     fitting = [name for name, done in estimates.items() if done.fits_device]
     done = estimates[(fitting or list(estimates))[0]]

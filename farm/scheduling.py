@@ -1,4 +1,4 @@
-"""What the programs beside a scheduler share: the loop in which they ask the service, and their words.
+"""Parts that the programs beside a scheduler share: the loop in which they ask the service, and their words.
 
 Start reading at `keep_asking`. `farm.slurm`, `farm.sbatch` and `farm.kueue` are these programs.
 """
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 
 
-def keep_asking(
-    look: Callable[[Client, threading.Event], None], *, server: str, once: bool, every_s: float
-) -> int:  # fmt: skip
+def keep_asking(look: Callable[[Client, threading.Event], None], *, server: str, once: bool, every_s: float) -> int:
     """Call `look` with a client of the service and the event that ends it, again and again until SIGTERM or Ctrl-C.
 
     Returns the exit code. Raises `EnvironmentProblem` with `once`, where `look` does; else it is printed.
@@ -47,11 +45,6 @@ def keep_asking(
     return 0
 
 
-def needed_mib(done: Estimate) -> float:
-    """Return the memory in MiB that a job has to be given: its bound, where there is one."""
-    return done.upper_mib or done.peak_memory_mib
-
-
 def figures_of(done: Estimate) -> str:
     """Return an estimate's memory in words, such as `7,196 MiB, bound 8,664 MiB`."""
-    return f"{done.peak_memory_mib:,.0f} MiB, bound {needed_mib(done):,.0f} MiB"
+    return f"{done.peak_memory_mib:,.0f} MiB, bound {done.needed_mib:,.0f} MiB"

@@ -74,7 +74,7 @@ def space_within_limits(values: Mapping[str, Any]) -> Space:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialsSettings(Checked):
-    """What trials run on and how. `device` may still be `auto`; `choose_device` resolves it."""
+    """The devices of trials, and how they run. `device` may still be `auto`; `choose_device` resolves it."""
 
     device: DeviceChoice = group(
         "auto", "what trials run on; a device description means: simulate it", device_choice, DeviceKeys
@@ -89,13 +89,13 @@ class TrialsSettings(Checked):
 
     @property
     def trial_settings(self) -> TrialSettings:
-        """What a worker has to know of the trials."""
+        """The settings of trials that a worker needs."""
         return TrialSettings(window=self.window, telemetry=self.telemetry, kernels=self.kernels, **vars(self.trial))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSettings(TrialsSettings):
-    """What is sampled, and how."""
+    """The space that is sampled, and how."""
 
     arch: Space | None = added_group(space_within_limits)
     seed: int = key(0, "with the space, it decides every sampled configuration", "int >= 0")
@@ -164,8 +164,11 @@ class SubmitSettings(SampledSettings):
             given = [("families", self.families is not None), ("sharing", self.sharing != SHARING[0])]
             yield from (f"{name} goes with collocate=pairs" for name, present in given if present)
         else:
-            together = [("batch_sizes", self.batch_sizes is not None), ("parallel", self.parallel is not None),
-                        ("kernels.steps", self.kernels.steps > 0)]  # fmt: skip
+            together = [
+                ("batch_sizes", self.batch_sizes is not None),
+                ("parallel", self.parallel is not None),
+                ("kernels.steps", self.kernels.steps > 0),
+            ]
             yield from (f"{name} does not go with collocate" for name, present in together if present)
             if self.sharing == "mps" and self.device.backend == "cpu":
                 yield "sharing=mps is of NVIDIA GPUs; trials on the CPU share its cores"
@@ -173,7 +176,7 @@ class SubmitSettings(SampledSettings):
             if self.arch is not None:
                 yield "give +arch=FAMILY or arch=[A,B], not both"
             if not self.families or len(set(self.families)) < len(self.families):
-                yield "families must name some families, each once"
+                yield f"families must name some of these, each once: {', '.join(family_names())}"
         elif self.arch is None:
             yield f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}"
 
@@ -192,16 +195,22 @@ class SubmitSettings(SampledSettings):
 
     @property
     def trial_settings(self) -> TrialSettings:
-        """What a worker has to know of the trials."""
+        """The settings of trials that a worker needs."""
         return dataclasses.replace(super().trial_settings, sharing=self.sharing)
 
     def identity(self) -> dict[str, Any]:
         """Return the submission's identity: everything that determines its runs, without n and priority."""
         # Left out where there are none: jobs from before the key keep their ids.
         pairs = {} if self.batch_sizes is None else {"batch_sizes": list(self.batch_sizes)}
-        space = self.space.to_mapping() if self.collocate is None else {
-            "together": SIZES[self.collocate], "pool": POOL, "spaces": [space.to_mapping() for space in self.spaces],
-        }  # fmt: skip
+        space = (
+            self.space.to_mapping()
+            if self.collocate is None
+            else {
+                "together": SIZES[self.collocate],
+                "pool": POOL,
+                "spaces": [space.to_mapping() for space in self.spaces],
+            }
+        )
         return {
             "space": space,
             "seed": self.seed,

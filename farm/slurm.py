@@ -100,7 +100,7 @@ class SlurmSettings(Checked):
 
 @dataclass(frozen=True)
 class DirectiveRow:
-    """What the plugin fills in: GPUs of a node, whether the job fits a GPU model, features of those, a comment."""
+    """The plugin's entries: GPUs of a node, whether the job fits a GPU model, features of those, a comment."""
 
     gpus: int
     fits: str
@@ -122,8 +122,10 @@ def entry(settings: SlurmSettings) -> int:
     write_table(settings.path, rows)  # one that cannot be written is told at once
     return keep_asking(
         lambda service, ended: _answer_wanted(settings, rows, service, ended),
-        server=settings.server, once=settings.once, every_s=settings.every_s,
-    )  # fmt: skip
+        server=settings.server,
+        once=settings.once,
+        every_s=settings.every_s,
+    )
 
 
 def _answer_wanted(

@@ -25,9 +25,18 @@ from farm.dimensions import (
 from farm.space_limits import refused_values
 
 __all__ = [
-    "Choice", "Constant", "Dimension", "Range", "Scalar", "Space", "default_space", "own_space", "parse_space",
-    "space_of_mapping", "valid_keys",
-]  # fmt: skip
+    "Choice",
+    "Constant",
+    "Dimension",
+    "Range",
+    "Scalar",
+    "Space",
+    "default_space",
+    "own_space",
+    "parse_space",
+    "space_of_mapping",
+    "valid_keys",
+]
 
 
 def parse_space(family: str, mapping: Mapping[str, Any]) -> Space:

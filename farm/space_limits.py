@@ -150,8 +150,11 @@ def _is_switch(dimension: Dimension) -> bool:
 def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
     """Return the config, or the reasons why there is none."""
     values = module.repair(values, _middle)
-    required = {f.name for f in dataclasses.fields(module.Config)
-                if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING}  # fmt: skip
+    required = {
+        f.name
+        for f in dataclasses.fields(module.Config)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
     if missing := sorted(required - values.keys()):
         return f"it leaves {', '.join(missing)} without a value"
     try:

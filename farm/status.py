@@ -76,8 +76,13 @@ def entry(settings: StatusSettings) -> None:
 def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence | None = None) -> dict[str, Any]:
     """Return what format=json prints (see the top of this file); `presence`, if the caller has compared already."""
     report: dict[str, Any] = {
-        "data": str(folder.root), "at": _iso(now), "dispatcher": None, "runs_gone": {}, "runs_unknown": {}, "jobs": []
-    }  # fmt: skip
+        "data": str(folder.root),
+        "at": _iso(now),
+        "dispatcher": None,
+        "runs_gone": {},
+        "runs_unknown": {},
+        "jobs": [],
+    }
     folder.open()  # also where there is no queue: a folder that cannot be read is not an empty one
     presence = presence or presence_of(folder)
     for side, tasks in (("runs_gone", presence.gone), ("runs_unknown", presence.unknown)):

@@ -150,16 +150,26 @@ def _texts(
     """Yield the tasks of the indices `start` <= i < `stop` as the queue holds them, after recording their code."""
     if settings.collocate is None:
         sampled = sample_range(
-            settings.space, settings.seed, start, stop, settings.policy, settings.limits, rejections,
+            settings.space,
+            settings.seed,
+            start,
+            stop,
+            settings.policy,
+            settings.limits,
+            rejections,
             settings.batch_sizes,
-        )  # fmt: skip
+        )
         yield from map(text_of_config, record_submitted(sampled))
         return
     device = spec_of(settings.device)
     pool = pool_of(
-        settings.spaces, device, seed=settings.seed, policy=settings.policy, limits=settings.limits,
+        settings.spaces,
+        device,
+        seed=settings.seed,
+        policy=settings.policy,
+        limits=settings.limits,
         progress=progress or (lambda done, of: None),
-    )  # fmt: skip
+    )
     on_gpu = settings.device.backend != "cpu"
     memory_mib = device.memory_mib * (settings.device.memory_fraction or 1.0) if on_gpu else None
     groups = Groups(pool, SIZES[settings.collocate], memory_mib, settings.seed)

@@ -100,9 +100,16 @@ def work(
             if lock is not None:
                 held.enter_context(_held(lock, service))
                 _QueueWork(
-                    folder=folder, queue=queue, cluster=cluster, stop=stop, service=service,
-                    outcomes=outcomes, job_id=job_id, wait=wait, trust=trust,
-                ).run()  # fmt: skip
+                    folder=folder,
+                    queue=queue,
+                    cluster=cluster,
+                    stop=stop,
+                    service=service,
+                    outcomes=outcomes,
+                    job_id=job_id,
+                    wait=wait,
+                    trust=trust,
+                ).run()
         except ClusterLost as lost:
             service.events.emit("left", how="the cluster was lost")
             print(f"error: {lost_words(lost)}", file=sys.stderr)
@@ -251,9 +258,15 @@ class _QueueWork:
                 with Progress(label, partial(_totals, self.queue, names), quiet=self.service.quiet) as progress:
                     executor = make_executor(device_from_key(key), self.cluster)
                     Dispatcher(
-                        self.folder, self.queue, executor, key, progress, service=self.service, trust=self.trust,
+                        self.folder,
+                        self.queue,
+                        executor,
+                        key,
+                        progress,
+                        service=self.service,
+                        trust=self.trust,
                         outcomes=self.outcomes,
-                    ).run(self.stop)  # fmt: skip
+                    ).run(self.stop)
                 compacted = False
             elif self.wait:
                 if not compacted:

@@ -142,7 +142,11 @@ def _entries(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]
         for place, config in enumerate(configs):
             plan = family.layers(config)
             of_layers = [(1, layer.output_elements, layer.parameters, layer.flops) for layer in plan]
-            yield np.full(len(plan), place), np.array([_kind(layer) for layer in plan]), np.array(of_layers, float).T
+            yield (
+                np.full(len(plan), place),
+                np.array([_kind(layer) for layer in plan], int),
+                np.array(of_layers, float).reshape(-1, 4).T,
+            )
         return
     blocks: dict[str, list[tuple[int, ...]]] = defaultdict(list)  # each behind its config's place
     for place, config in enumerate(configs):
@@ -162,7 +166,7 @@ def _entries(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]
 
 
 def _kind(layer: Layer) -> int:
-    """The place in `KINDS`; of many configs, an activation's is an array of names."""
+    """Return the place in `KINDS`; of many configs, the kind of an activation is an array of names."""
     return _KIND_OF.get(layer.kind if isinstance(layer.kind, str) else "activation", KINDS.index("other"))
 
 

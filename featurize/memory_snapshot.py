@@ -14,6 +14,9 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.step_trace import Block, StepTrace
 
 _POOL = (0, 0)  # the default memory pool, in which everything lies but CUDA graphs
+# The viewer fails where entries have categories and none is of this one (torch/utils/viz/MemoryViz.js, at the end of
+# `annotate_snapshot`).
+_OF_SEGMENTS = "unknown"
 _LINE = 0  # frames are operators and modules, which have no line
 
 
@@ -94,28 +97,32 @@ class RecordingAllocator(CachingAllocator):
             blocks = []
             for piece in segment.blocks:
                 taken = by_address.get(piece.address) if piece.state != "inactive" else None
-                blocks.append({
-                    "address": piece.address,
-                    "size": piece.size,
-                    "requested_size": piece.requested,
-                    "state": "active_pending_free" if piece.address in retired and taken else piece.state,
-                    "frames": taken.shared["frames"] if taken is not None else [],
-                })  # fmt: skip
+                blocks.append(
+                    {
+                        "address": piece.address,
+                        "size": piece.size,
+                        "requested_size": piece.requested,
+                        "state": "active_pending_free" if piece.address in retired and taken else piece.state,
+                        "frames": taken.shared["frames"] if taken is not None else [],
+                    }
+                )
             active = [block for block in blocks if block["state"] != "inactive"]
-            segments.append({
-                "device": 0,
-                "address": segment.address,
-                "total_size": segment.size,
-                "allocated_size": sum(b["size"] for b in active if b["state"] == "active_allocated"),
-                "active_size": sum(b["size"] for b in active),
-                "requested_size": sum(b["requested_size"] for b in active),
-                "stream": segment.stream,
-                "segment_type": segment.pool,
-                "segment_pool_id": _POOL,
-                "is_expandable": segment.expandable,
-                "frames": [],
-                "blocks": blocks,
-            })  # fmt: skip
+            segments.append(
+                {
+                    "device": 0,
+                    "address": segment.address,
+                    "total_size": segment.size,
+                    "allocated_size": sum(b["size"] for b in active if b["state"] == "active_allocated"),
+                    "active_size": sum(b["size"] for b in active),
+                    "requested_size": sum(b["requested_size"] for b in active),
+                    "stream": segment.stream,
+                    "segment_type": segment.pool,
+                    "segment_pool_id": _POOL,
+                    "is_expandable": segment.expandable,
+                    "frames": [],
+                    "blocks": blocks,
+                }
+            )
         return {
             "segments": segments,
             "device_traces": [self._entries],
@@ -127,7 +134,7 @@ class RecordingAllocator(CachingAllocator):
         """Return what every entry of the event under way has."""
         number = len(self._at)
         if number >= len(self._trace.events):
-            return {"stream": stream, "frames": [], "category": ""}
+            return {"stream": stream, "frames": [], "category": _OF_SEGMENTS}
         event = self._trace.events[number]
         block = self._trace.blocks[event.block]
         return {"stream": stream, "frames": _frames(block, event.step, event.phase), "category": block.kind}
@@ -137,7 +144,15 @@ class RecordingAllocator(CachingAllocator):
         for seen in self.segment_events[self._segments_seen :]:
             place = {"device_free": self._free_bytes()} if seen.action == "oom" else {"addr": seen.address}
             self._entries.append(
-                {**shared, "action": seen.action, "size": seen.size, "stream": seen.stream, **place, **self._clock()}
+                {
+                    **shared,
+                    "action": seen.action,
+                    "size": seen.size,
+                    "stream": seen.stream,
+                    **place,
+                    **self._clock(),
+                    "category": _OF_SEGMENTS,
+                }
             )
         self._segments_seen = len(self.segment_events)
 

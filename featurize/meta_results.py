@@ -23,7 +23,7 @@ _FOREACH = frozenset(
 _UNKNOWN = object()
 _ITSELF = object()  # the first argument, which stays as it is but for its values
 _PLAIN = frozenset({type(None), bool, str, int, float})
-_TOLD_BY_SCHEMA = frozenset({bool, int, float})  # elements of lists: an operator takes them as one type
+_NUMBERS = frozenset({bool, int, float})
 _META = torch.device("meta")
 
 
@@ -59,16 +59,19 @@ def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
         out = func(*args, **kwargs)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = _ITSELF if _is_first(out, args, key[2]) else _recipe(out, (*args, *kwargs.values()))
+        _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, (*args, *kwargs.values()))
         return out
     if known is _ITSELF:
         return args[0]
     return func(*args, **kwargs) if known is None else _make(known)
 
 
-def _is_first(out: object, args: tuple, before: tuple) -> bool:
-    """Return whether a result is the first argument, of the same shape as before the call."""
-    return isinstance(out, Tensor) and bool(args) and out is args[0] and out.is_meta and _key(args)[:2] == before[:2]
+def _is_first(out: object, func: OpOverload, args: tuple, before: tuple) -> bool:
+    """Return whether a result is the first argument, as it was before the call but for its values."""
+    if not (isinstance(out, Tensor) and out.is_meta and args and out is args[0]):
+        return False
+    # Others, as `set_`, may point the argument to other memory under the same shape.
+    return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
 def _key(values) -> tuple:
@@ -83,8 +86,8 @@ def _key(values) -> tuple:
         elif kind in _PLAIN:
             parts.append((kind, value))
         elif kind is tuple or kind is list:
-            plain = not value or type(value[0]) in _TOLD_BY_SCHEMA
-            parts.append(tuple(value) if plain else _key(value))
+            plain = not value or type(value[0]) in _NUMBERS
+            parts += (tuple(value), tuple(map(type, value))) if plain else (_key(value),)
         elif kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
             parts.append(value)
         else:

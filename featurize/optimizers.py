@@ -71,7 +71,7 @@ def make_optimizer(
             more["foreach"] = None
         if "fused" in known.implementations and implementation == "fused":
             more["fused"] = True
-    with _fused_on_meta():
+    with _fused_on_meta(_parameters(given)):
         return _MAKERS[name](given, lr=LEARNING_RATE, **more)
 
 
@@ -257,12 +257,19 @@ class OptimizerOnHost:
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step; also the fused implementation on meta tensors, which torch reserves for real devices. Counters on the host,
-    one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long as all else."""
-    module, name = sys.modules[type(optimizer).__module__], "_get_value"
+    """Step; also the fused implementation on meta tensors, which torch reserves for real devices.
+
+    There, counters on the host, one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long
+    as all else. Both replace parts of PyTorch: no other thread may trace meanwhile.
+    """
+    parameters = _parameters(optimizer.param_groups)
+    if not any(p.is_meta for p in parameters):
+        optimizer.step()
+        return
+    module, name = sys.modules.get(type(optimizer).__module__), "_get_value"
     read = getattr(module, name, None)  # each optimizer of PyTorch's imports its own
     reads = contextlib.nullcontext() if read is None else replaced(module, name, functools.partial(_host_value, read))
-    with _fused_on_meta(), reads:
+    with _fused_on_meta(parameters), reads:
         optimizer.step()
 
 
@@ -282,10 +289,11 @@ def state_tensors(optimizer: HasState) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
-def _fused_on_meta() -> Iterator[None]:
+def _fused_on_meta(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     name = "_get_fused_kernels_supported_devices"
     known = getattr(torch_optimizer, name, None)
-    if known is None:  # a release that does not ask
+    # There are releases that do not ask. Real training may go on in another thread: nothing of it is replaced.
+    if known is None or not any(p.is_meta for p in parameters):
         yield
         return
     with replaced(torch_optimizer, name, lambda: [*known(), "meta"]):

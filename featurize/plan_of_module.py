@@ -21,19 +21,44 @@ SAMPLES = 2  # batch norm in training refuses a single value a channel
 
 # class -> kind; subclasses (timm has many) count as what they are derived from, others go by their own names.
 _KIND_OF = {
-    nn.Linear: "linear", nn.Conv2d: "conv2d", nn.BatchNorm1d: "batchnorm1d", nn.BatchNorm2d: "batchnorm2d",
-    nn.LayerNorm: "layernorm", nn.GroupNorm: "groupnorm", nn.Embedding: "embedding", nn.MaxPool2d: "max_pool2d",
-    nn.AvgPool2d: "avg_pool2d", nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d", nn.Dropout: "dropout",
-    nn.ZeroPad2d: "pad2d", nn.Softmax: "softmax", nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.PReLU: "prelu",
-    nn.ELU: "elu", nn.SELU: "selu", nn.GELU: "gelu", nn.Tanh: "tanh", nn.SiLU: "silu", nn.Softplus: "softplus",
+    nn.Linear: "linear",
+    nn.Conv2d: "conv2d",
+    nn.BatchNorm1d: "batchnorm1d",
+    nn.BatchNorm2d: "batchnorm2d",
+    nn.LayerNorm: "layernorm",
+    nn.GroupNorm: "groupnorm",
+    nn.Embedding: "embedding",
+    nn.MaxPool2d: "max_pool2d",
+    nn.AvgPool2d: "avg_pool2d",
+    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
+    nn.Dropout: "dropout",
+    nn.ZeroPad2d: "pad2d",
+    nn.Softmax: "softmax",
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.PReLU: "prelu",
+    nn.ELU: "elu",
+    nn.SELU: "selu",
+    nn.GELU: "gelu",
+    nn.Tanh: "tanh",
+    nn.SiLU: "silu",
+    nn.Softplus: "softplus",
     nn.Mish: "mish",
-}  # fmt: skip
+}
 # Classes of timm that are derived from nn.Module, by name.
 _KIND_OF_NAME = {
-    "Swish": "silu", "GELUTanh": "gelu", "QuickGELU": "gelu", "Tanh": "tanh", "Mish": "mish", "PReLU": "prelu",
-    "DropPath": "dropout", "DropBlock2d": "dropout", "FastAdaptiveAvgPool": "adaptive_avg_pool2d",
-    "AvgPool2dSame": "avg_pool2d", "MaxPool2dSame": "max_pool2d",
-}  # fmt: skip
+    "Swish": "silu",
+    "GELUTanh": "gelu",
+    "QuickGELU": "gelu",
+    "Tanh": "tanh",
+    "Mish": "mish",
+    "PReLU": "prelu",
+    "DropPath": "dropout",
+    "DropBlock2d": "dropout",
+    "FastAdaptiveAvgPool": "adaptive_avg_pool2d",
+    "AvgPool2dSame": "avg_pool2d",
+    "MaxPool2dSame": "max_pool2d",
+}
 _WHOLE = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)  # also with an activation inside
 _SILENT = (nn.Identity, nn.Flatten, nn.Unflatten)  # hand their input through
 _CONVOLUTIONS = {F.conv1d: "conv1d", F.conv2d: "conv2d", F.conv3d: "conv3d"}

@@ -54,7 +54,6 @@ class Recorder(TorchDispatchMode):
         self.among_ranks: Callable[..., object] | None = None
         self.paused = False  # what runs is not recorded: it belongs to another rank
         self.decided = 0  # operators whose results known values decided
-        self.ran: list[tuple] | None = None  # operators and the shapes of their results, while somebody compares them
         self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
 
@@ -138,9 +137,6 @@ class Recorder(TorchDispatchMode):
             self.decided += 1
             return decided
         out = meta_result(func, traits.name, args, kwargs)
-        if self.ran is not None:
-            outputs = out if isinstance(out, tuple | list) else (out,)
-            self.ran.append((func, *(one.shape for one in outputs if isinstance(one, Tensor))))
         if self.among_ranks is not None and traits.name == "aten::empty":
             return out  # a buffer of a wrapper, most likely: no model reads it
         if traits.mutates or self.follows_values():

@@ -103,9 +103,13 @@ class StepsInALoop:
             return [events[index] for index in range(begin, end) if index not in late]
 
         in_loop = (
-            *usual(0, second.begins), *brought, *given_back, *usual(second.begins, second.lets_go), *let_go,
+            *usual(0, second.begins),
+            *brought,
+            *given_back,
+            *usual(second.begins, second.lets_go),
+            *let_go,
             *usual(second.lets_go, len(events)),
-        )  # fmt: skip
+        )
         blocks += [blocks[event.block] for event in batch]
         return replace(trace, events=in_loop, blocks=self._recorder.named_by_lifetime(blocks, in_loop))
 

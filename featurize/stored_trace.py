@@ -21,9 +21,18 @@ _STEPS = 3
 _KINDS_OF_BLOCKS = (*BLOCK_KINDS, BUCKET, GATHERED, UNREDUCED, COMMUNICATION, MASTER)
 _AXIS = re.compile(r"([1-9]\d{0,5}x[1-9]\d{0,5})?")  # ranks, and how far they are apart; empty: all
 _STORED = (
-    "operators", "events", "blocks", "parameters", "parameter_bytes", "compute_capability", "assumed", "notes",
-    "widest_head", "graph_input_bytes", "collectives",
-)  # fmt: skip
+    "operators",
+    "events",
+    "blocks",
+    "parameters",
+    "parameter_bytes",
+    "compute_capability",
+    "assumed",
+    "notes",
+    "widest_head",
+    "graph_input_bytes",
+    "collectives",
+)
 _SIGNED = ("Event.nbytes", "Operator.bytes_read", "Operator.bytes_written", "Operator.sources")
 
 

@@ -25,6 +25,7 @@ from featurize.parallel.layout import Parallel
 from featurize.parallel.repeated_passes import DoesNotRepeat
 from featurize.releases import complete
 from featurize.replacing import without_collection
+from featurize.second_step import TraceAgain
 from featurize.step_trace import StepTrace
 from featurize.tracing import Tracing
 from featurize.training import Training, TrainingSettings
@@ -57,9 +58,14 @@ def trace_config(
 
     def trace() -> StepTrace:
         return trace_step(
-            lambda: family.build(config), lambda on: family.batch(config, on), loss=loss_of(config), settings=config,
-            device=spec, training_loop=training_loop, parallel=config.layout,
-        )  # fmt: skip
+            lambda: family.build(config),
+            lambda on: family.batch(config, on),
+            loss=loss_of(config),
+            settings=config,
+            device=spec,
+            training_loop=training_loop,
+            parallel=config.layout,
+        )
 
     return trace_cache.traced(trace_cache.config_key(config, config.layout), spec, training_loop, trace)
 
@@ -124,16 +130,34 @@ def trace_step(
 
         def of_rank(number: int, every_pass: bool) -> StepTrace:
             return trace_step(
-                built, inputs, target, loss, device=spec, settings=settings, training_loop=training_loop,
-                batches=batches, parallel=parallel, rank=number, every_pass=every_pass,
-            )  # fmt: skip
+                built,
+                inputs,
+                target,
+                loss,
+                device=spec,
+                settings=settings,
+                training_loop=training_loop,
+                batches=batches,
+                parallel=parallel,
+                rank=number,
+                every_pass=every_pass,
+            )
 
         return trace_ranks(of_rank, parallel, rank)
     traced = functools.partial(
-        _traced, model, inputs=inputs, target=target, loss=loss, settings=settings, spec=spec,
-        training_loop=training_loop, batches=batches, parallel=parallel, rank=rank or 0,
+        _traced,
+        model,
+        inputs=inputs,
+        target=target,
+        loss=loss,
+        settings=settings,
+        spec=spec,
+        training_loop=training_loop,
+        batches=batches,
+        parallel=parallel,
+        rank=rank or 0,
         every_pass=every_pass is not False,
-    )  # fmt: skip
+    )
     had_compiler = "torch._dynamo" in sys.modules
     trace = traced()
     if not had_compiler and "torch._dynamo" in sys.modules:
@@ -143,6 +167,14 @@ def trace_step(
 
 
 def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
+    while True:
+        try:
+            return _traced_once(model, **request)
+        except TraceAgain as again:  # at most once for each of its reasons
+            request |= again.request
+
+
+def _traced_once(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
         tracing = Tracing(entered=entered, **request)
         try:
@@ -150,7 +182,7 @@ def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepT
                 tracing.build(model)
                 tracing.run()
                 return tracing.result()
-        except (CommandError, TraceError, DoesNotRepeat):
+        except (CommandError, TraceError, DoesNotRepeat, TraceAgain):
             raise
         except Exception as error:  # a model may raise anything
             operator, module = origin(error)

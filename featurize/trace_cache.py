@@ -7,6 +7,8 @@ none: `config_key` for trial configs, `learn.traced` for modules.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
@@ -32,19 +34,30 @@ _jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes 
 def config_key(config: TrialConfig, parallel: object = None) -> str | None:
     """Return the text that tells a trial config's step from all others; None where it names somebody's own code, which
     may change."""
-    if code_fields(config.family) and data_refusal(config) is not None:
+    state = torch_state()
+    if state is None or (code_fields(config.family) and data_refusal(config) is not None):
         return None
-    return f"{canonical_json(config.to_mapping())} {parallel!r} {torch_state()}"
+    return f"{canonical_json(config.to_mapping())} {parallel!r} {state}"
 
 
-def torch_state() -> str:
-    """Return what this process has set in torch that a trace may follow."""
+def torch_state() -> str | None:
+    """Return what this process has set in torch and timm that a trace may follow; None with hooks of all modules, whose
+    code no text tells."""
     import torch
+    from torch.nn.modules import module
 
+    if module._has_any_global_hook():
+        return None
+    of_timm = sys.modules.get("timm.layers.config")
+    fused = os.environ.get("TIMM_FUSED_ATTN", 1) if of_timm is None else of_timm._USE_FUSED_ATTN
     cuda = torch.backends.cuda
     sdp = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
-    flags = torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled("cuda")
-    return f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {sdp} {flags}"
+    flags = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+    )
+    return f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {sdp} {flags} {fused}"
 
 
 def traced(
@@ -130,7 +143,9 @@ def _to_disk(key: str, made: Traces) -> None:
     from featurize.stored_trace import trace_to_json
 
     if all(trace.pipeline is None and trace.mix is None for trace in made.values()):
-        keep({
-            f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(trace)}
-            for (kernels, loop), trace in made.items()
-        })  # fmt: skip
+        keep(
+            {
+                f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(trace)}
+                for (kernels, loop), trace in made.items()
+            }
+        )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from conf.errors import UsageError
 from featurize import attention
@@ -21,12 +22,13 @@ from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DeviceSpec
 from featurize.float8 import PRICED, multiplies_8_bits, refuse_odd_tokens, require_8_bits
+from featurize.kept_state import State, undrawn
 from featurize.parallel.layout import Parallel
 from featurize.parallel.play_rank import played_rank, settings_of_ranks
 from featurize.parallel.rank import Rank
 from featurize.quantized import replace_bitsandbytes
 from featurize.recorder import Recorder
-from featurize.second_step import SecondStep
+from featurize.second_step import SecondStep, TraceAgain, kept_by
 from featurize.skeleton import BuiltOnMeta, build_on_meta, on_meta
 from featurize.step_mix import StepSequence
 from featurize.step_trace import BatchMix, StepTrace
@@ -47,6 +49,8 @@ class Tracing:
     Args:
         entered: Holds what is replaced in the process until the trace ends. All else as `featurize.trace.trace_step`
             has it.
+        targets: Of each shape of batches, where a model that was tried for them was changed by that; None: not known.
+        repeats: The second step may be made of the first.
     """
 
     inputs: Tensor | Inputs | Callable | None
@@ -60,12 +64,15 @@ class Tracing:
     rank: int
     every_pass: bool
     entered: contextlib.ExitStack
+    targets: Sequence[Tensor | None] | None = None
+    repeats: bool = True
 
     def __post_init__(self) -> None:
         self.doing = "the model cannot be built on the meta device"
         self._notes: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
         self._heads = [0]
+        self._kept: State | None = None  # what the model and its loss keep, where that is known before the first step
 
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
@@ -92,9 +99,11 @@ class Tracing:
         self._met_at = [self._order.index(shape) for shape in range(len(shapes))]
         heads = self._heads
         policy = as_on_cuda(
-            AUTOCAST_DTYPES.get(self._training.precision), self.spec.architecture.attention,
-            recorder.values.assume, attends=lambda width: heads.append(int(width)),
-        )  # fmt: skip
+            AUTOCAST_DTYPES.get(self._training.precision),
+            self.spec.architecture.attention,
+            recorder.values.assume,
+            attends=lambda width: heads.append(int(width)),
+        )
         self.doing = "the model cannot be traced: it fails"
         training = self._step.settings
         alone = self.parallel is None and not self._compiled and len(shapes) == training.accumulation == 1
@@ -102,12 +111,9 @@ class Tracing:
         # The trace shows how its steps go in a usual loop, too.
         shows_a_loop = alone and not self.training_loop and training.holds_output
         self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
-        alike = alone and training.set_to_none and not training.optimizer_in_backward
-        self._second = SecondStep(recorder, self._step, self._in_a_loop) if alike else None
+        self.repeats &= alone and training.set_to_none and not training.optimizer_in_backward
         with recorder.modules(), policy as enter_policy, self._rank.intercept():
-            of_shape = []
-            for made, wanted in (given[at] for at in self._met_at):
-                of_shape.append((made, self._target_for(made, wanted)))
+            of_shape = self._with_targets([given[at] for at in self._met_at])
             self._wrap(*of_shape[0])
             self._play(of_shape, enter_policy)
             recorder.stop()
@@ -187,24 +193,39 @@ class Tracing:
 
     # -- the steps
 
-    def _target_for(self, inputs: Inputs, target: Tensor | None) -> Tensor | None:
-        """Return the target: what suits the model's output, where none is given and the output holds no loss. The model
-        runs for it, and where the second step follows from the first."""
-        recorder, step, second = self._recorder, self._step, self._second
+    def _with_targets(self, batches: Sequence[tuple[Inputs, Tensor | None]]) -> Sequence[tuple[Inputs, Tensor | None]]:
+        """Return batches with targets: what suits the model's output, where none is given and the output holds no loss.
+
+        The model runs for that, and where its parameters are lazy, without gradients and unrecorded. Raises
+        `TraceAgain` where this changes what it keeps.
+        """
+        if self.targets is not None:
+            return [(inputs, target) for (inputs, _), target in zip(batches, self.targets, strict=True)]
+        step = self._step
+        lazy = any(map(is_lazy, step.model.parameters()))  # the first forward pass makes them
+        if not lazy and not any(self._needs_target(*batch) for batch in batches):
+            return batches
+        before = self._kept = kept_by(step)
+        with torch.no_grad(), undrawn(), self._recorder.watched():
+            made = [(inputs, self._tried(inputs, target)) for inputs, target in batches]
+        if before is not None and not before.stays(kept_by(step)):
+            raise TraceAgain(targets=[target for _, target in made])
+        return made
+
+    def _needs_target(self, inputs: Inputs, target: Tensor | None) -> bool:
+        """Return whether no target is given, and no labels with which the output holds a loss."""
         labels = self.loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None
-        if second is None and (target is not None or labels):  # that the output holds a loss need not be seen
-            return target
+        return target is None and not labels
+
+    def _tried(self, inputs: Inputs, target: Tensor | None) -> Tensor | None:
+        """Run the model, and return the target: the given one, or one that suits the output."""
+        recorder, step = self._recorder, self._step
         recorder.values.learn(step.model.buffers())
         recorder.values.learn(tensors_of(inputs), default=1)
-        compared = contextlib.nullcontext() if second is None else second.tried()
-        with torch.set_grad_enabled(second is not None), compared, recorder.watched():
-            output = call(step.model, step.converted(inputs))
-        if target is None and not (labels or (self.loss is None and own_loss(output) is not None)):
-            target = targets_for(output, self.loss)
-        if second is not None:
-            with second.tried(), recorder.watched():
-                step.loss(output, target)
-        return target
+        output = call(step.model, step.converted(inputs))
+        if not self._needs_target(inputs, target) or (self.loss is None and own_loss(output) is not None):
+            return target
+        return targets_for(output, self.loss)
 
     def _wrap(self, inputs: Inputs, target: Tensor | None) -> None:
         """Wrap the model as its job does, and note what exists before the first step."""
@@ -223,15 +244,18 @@ class Tracing:
         step.on_phase = self._enter
         step.on_hold, step.on_updated = self._hold, self._updated
         self._sequence: StepSequence | None = None
+        self._second: SecondStep | None = None
         if len(of_shape) == 1:
-            second = self._second
+            second = None
+            if self.repeats:
+                second = SecondStep(recorder, step, self._in_a_loop, self._kept or kept_by(step))
+            self._second = second
             keeps = second is not None or self._rank.keeps_operators
             self._run_step(1, *of_shape[0], keep_operators=keeps)
             if second is not None and second.goes_alike():
                 second.run(tuple(tensors_of(of_shape[0])) if self.training_loop else ())
                 recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
             else:
-                self._second = None
                 self._run_step(STEPS, *of_shape[0])
             return
         self._sequence = StepSequence(

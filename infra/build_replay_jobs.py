@@ -29,9 +29,20 @@ Sample = tuple[int, ...] | Callable[[int], dict[str, Any]]
 # A step without gradients takes about a third of one that trains.
 EVALUATION = 1 / 3
 ESTIMATED = (
-    "horus_mib", "faketensor_mib", "ours_mib", "ours_p50_mib", "ours_p90_mib", "ours_bound_mib", "ours_smact",
-    "ours_smocc", "ours_drama", "busy", "smact", "smocc", "drama",
-)  # fmt: skip
+    "horus_mib",
+    "faketensor_mib",
+    "ours_mib",
+    "ours_p50_mib",
+    "ours_p90_mib",
+    "ours_bound_mib",
+    "ours_smact",
+    "ours_smocc",
+    "ours_drama",
+    "busy",
+    "smact",
+    "smocc",
+    "drama",
+)
 
 
 def _torchvision(name: str, **settings: Any) -> Any:
@@ -48,13 +59,29 @@ def _hugging_face(kind: str, model: str, **sizes: Any) -> Any:
 
 
 def _xlnet(width: int, layers: int) -> Callable[[], Any]:
-    return partial(_hugging_face, "XLNetConfig", "XLNetForSequenceClassification", vocab_size=32_000, d_model=width,
-                   n_layer=layers, n_head=width // 64, d_inner=4 * width)  # fmt: skip
+    return partial(
+        _hugging_face,
+        "XLNetConfig",
+        "XLNetForSequenceClassification",
+        vocab_size=32_000,
+        d_model=width,
+        n_layer=layers,
+        n_head=width // 64,
+        d_inner=4 * width,
+    )
 
 
 def _bert(width: int, layers: int) -> Callable[[], Any]:
-    return partial(_hugging_face, "BertConfig", "BertForMaskedLM", vocab_size=28_996, hidden_size=width,
-                   num_hidden_layers=layers, num_attention_heads=width // 64, intermediate_size=4 * width)  # fmt: skip
+    return partial(
+        _hugging_face,
+        "BertConfig",
+        "BertForMaskedLM",
+        vocab_size=28_996,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+    )
 
 
 def _gpt2_large() -> Any:
@@ -188,8 +215,12 @@ def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
             answer = _asked(model, batch_size, estimator=name)
             figures[f"{name}_mib"] = None if answer is None else answer.peak_memory_mib
         if (ours := _asked(model, batch_size)) is not None:
-            figures |= {"ours_mib": ours.peak_memory_mib, "ours_p50_mib": ours.quantile_mib(0.5),
-                        "ours_p90_mib": ours.quantile_mib(0.9), "ours_bound_mib": ours.upper_mib}  # fmt: skip
+            figures |= {
+                "ours_mib": ours.peak_memory_mib,
+                "ours_p50_mib": ours.quantile_mib(0.5),
+                "ours_p90_mib": ours.quantile_mib(0.9),
+                "ours_bound_mib": ours.upper_mib,
+            }
     if (ours := _asked(model, batch_size, memory=False, loop="pipeline")) is not None:
         figures |= {"ours_smact": ours.smact, "ours_smocc": ours.smocc, "ours_drama": ours.drama}
     traced = _asked(model, batch_size, memory=False, estimator="trace")

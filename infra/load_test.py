@@ -67,7 +67,7 @@ async def load(port: int, bodies: Sequence[bytes], rate: float, at_half: object 
 
 async def _worker(
     port: int, bodies: Sequence[bytes], waiting: asyncio.Queue[tuple[int, float]], outcome: Outcome
-) -> None:  # fmt: skip
+) -> None:
     connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
     while True:
         place, due = await waiting.get()

@@ -18,9 +18,23 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # Beside torch: what the commands and tests import.
 NEEDED = (
-    "numpy", "pyyaml", "pyarrow", "jinja2", "hydra-core", "rich", "duckdb", "fsspec", "psutil", "nvidia-ml-py",
-    "lightgbm", "scikit-learn", "torch-geometric", "transformers", "pytest", "hypothesis",
-)  # fmt: skip
+    "numpy",
+    "pyyaml",
+    "pyarrow",
+    "jinja2",
+    "hydra-core",
+    "rich",
+    "duckdb",
+    "fsspec",
+    "psutil",
+    "nvidia-ml-py",
+    "lightgbm",
+    "scikit-learn",
+    "torch-geometric",
+    "transformers",
+    "pytest",
+    "hypothesis",
+)
 # What a user does, in this order; `DATA` is an empty folder of the release.
 COMMANDS = (
     "-m learn.estimate model=torch.nn:TransformerEncoderLayer 'arguments={d_model: 64, nhead: 4}' input=[8,32,64]",
@@ -55,8 +69,11 @@ def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-compile"]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    installing = ([sys.executable, "-m", "venv", str(folder)], [*pip, *options, f"torch=={version}"],
-                  [*pip, *constraints, *NEEDED])  # fmt: skip
+    installing = (
+        [sys.executable, "-m", "venv", str(folder)],
+        [*pip, *options, f"torch=={version}"],
+        [*pip, *constraints, *NEEDED],
+    )
     for command in installing:
         done = _run(command)
         if done.returncode:

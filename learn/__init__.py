@@ -71,15 +71,25 @@ __all__ = [
     "slowdowns",
 ]
 _LATER = {  # what a plain estimate does not need -> the module that has it
-    "Admission": "admission.admitting", "admit": "admission.admitting", "GpuState": "admission.gpu_state",
-    "FittedSlowdowns": "collocation.command", "fit_slowdowns": "collocation.command",
-    "GroupMemory": "collocation.profile", "group_memory": "collocation.profile", "JobProfile": "collocation.profile",
-    "Slowdown": "collocation.slowdown", "slowdowns": "collocation.answers",
-    "DeviceFit": "estimation.fits", "LargestBatch": "estimation.fits", "devices_that_fit": "estimation.fits",
+    "Admission": "admission.admitting",
+    "admit": "admission.admitting",
+    "GpuState": "admission.gpu_state",
+    "FittedSlowdowns": "collocation.command",
+    "fit_slowdowns": "collocation.command",
+    "GroupMemory": "collocation.profile",
+    "group_memory": "collocation.profile",
+    "JobProfile": "collocation.profile",
+    "Slowdown": "collocation.slowdown",
+    "slowdowns": "collocation.answers",
+    "DeviceFit": "estimation.fits",
+    "LargestBatch": "estimation.fits",
+    "devices_that_fit": "estimation.fits",
     "largest_batch": "estimation.fits",
-    "LayoutPlan": "planning.rows", "PlanRow": "planning.rows", "plan": "planning.plans",
+    "LayoutPlan": "planning.rows",
+    "PlanRow": "planning.rows",
+    "plan": "planning.plans",
     "estimate_script": "script.estimating",
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str) -> Any:

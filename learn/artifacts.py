@@ -172,9 +172,14 @@ def save_judged(
         "fitted_on": fitted_on,
     }
     path = save_artifact(
-        data, rows.target.name, estimator, meta, report,
-        now=now, extras=lambda folder: write_report(folder, evaluation, meta),
-    )  # fmt: skip
+        data,
+        rows.target.name,
+        estimator,
+        meta,
+        report,
+        now=now,
+        extras=lambda folder: write_report(folder, evaluation, meta),
+    )
     return path, meta
 
 

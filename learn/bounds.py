@@ -61,7 +61,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """What a job's memory stays below, whoever says so.
+    """A bound that a job's memory stays below, whoever gives it.
 
     Args:
         coverage: Share of jobs that stay below the bound, which is `quantiles_mib[coverage]`.

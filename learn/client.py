@@ -133,9 +133,12 @@ class Client:
         """Return the largest batch that fits a GPU model, as `learn.largest_batch` does."""
         fit = self.ask("POST", "/v1/fit", {"find": "largest_batch", "device": device, "by": by, **job})["fit"]
         return LargestBatch(
-            batch=fit["batch"], estimate=_estimate_or_none(fit["estimate"]), by=fit["by"],
-            beyond=_estimate_or_none(fit["beyond"]), tried={int(size): mib for size, mib in fit["tried"].items()},
-        )  # fmt: skip
+            batch=fit["batch"],
+            estimate=_estimate_or_none(fit["estimate"]),
+            by=fit["by"],
+            beyond=_estimate_or_none(fit["beyond"]),
+            tried={int(size): mib for size, mib in fit["tried"].items()},
+        )
 
     def admit(
         self,

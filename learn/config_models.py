@@ -37,9 +37,16 @@ if TYPE_CHECKING:
 FAMILIES = ("cnn", "mlp", "transformer")
 # GPU models of the cases: more would spread them thinner.
 DEVICES = (
-    "A100-SXM4-40GB", "B200-SXM-180GB", "H100-SXM5-80GB", "H200-SXM-141GB", "RTX-3090", "RTX-4090", "RTX-5090", "T4",
+    "A100-SXM4-40GB",
+    "B200-SXM-180GB",
+    "H100-SXM5-80GB",
+    "H200-SXM-141GB",
+    "RTX-3090",
+    "RTX-4090",
+    "RTX-5090",
+    "T4",
     "V100-SXM2-32GB",
-)  # fmt: skip
+)
 BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
 # Target -> the loop that a full estimate answers for: the fitted models' figures, and the trace's.
 FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
@@ -126,16 +133,23 @@ def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
             get_target("memory" if name == BOUND else name),
             tuple(
                 LabelledRow(
-                    run_id=f"row-{place:06d}", case=case, label=float(label), family=case.family, source="simulated",
-                    device=case.device, device_memory_mib=spec.memory_mib, card_mib=spec.memory_mib,
-                    group=group_key(config), module=module_of(config),
+                    run_id=f"row-{place:06d}",
+                    case=case,
+                    label=float(label),
+                    family=case.family,
+                    source="simulated",
+                    device=case.device,
+                    device_memory_mib=spec.memory_mib,
+                    card_mib=spec.memory_mib,
+                    group=group_key(config),
+                    module=module_of(config),
                 )
                 for place, ((case, config, spec), label) in enumerate(zip(described, labels[name], strict=True))
                 if np.isfinite(label)
             ),
         )
         for name in (*FAST_LOOPS, BOUND)
-    }  # fmt: skip
+    }
 
 
 def _without_input(records: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
@@ -197,7 +211,7 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
         "times_rough": name,
         "errors": _errors(point, rows.subset(test)),
         "known": {family: _known(rows.subset(rows.family == family).cases) for family in FAMILIES},
-    }  # fmt: skip
+    }
     if name == BOUND:
         times, family_of = rows.label[test] / point, rows.family[test]
         above = {family: conformal_score(np.sort(times[family_of == family]), LEVEL) for family in FAMILIES}

@@ -380,9 +380,13 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def _too_few(
-    target: Target, family: str | None, runs: list[dict[str, Any]], usable: int, counts: Mapping[str, int],
+    target: Target,
+    family: str | None,
+    runs: list[dict[str, Any]],
+    usable: int,
+    counts: Mapping[str, int],
     unreadable: Counter[str],
-) -> UsageError:  # fmt: skip
+) -> UsageError:
     """Return the error that names what was left out."""
     unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in runs)
     parts = [

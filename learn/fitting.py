@@ -139,9 +139,14 @@ def fit(
         require_target(get_estimator(settings.estimator), settings.target)
     progress("reading rows", 0, 0)
     rows = load_rows(
-        settings.data, settings.target, settings.family, settings.source, settings.device_name,
-        snapshot=settings.snapshot, trust=settings.trust,
-    )  # fmt: skip
+        settings.data,
+        settings.target,
+        settings.family,
+        settings.source,
+        settings.device_name,
+        snapshot=settings.snapshot,
+        trust=settings.trust,
+    )
     name = settings.estimator or default_estimator(rows)
     kind = get_estimator(name)
     traced = StepStore(settings.data)
@@ -151,9 +156,13 @@ def fit(
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
     steps, done = CV_FOLDS + 3, itertools.count()  # the held-out test, the fit on all rows, the report
     evaluation = evaluate(
-        name, rows, bins, settings.seed, lambda step: progress(step, next(done), steps),
+        name,
+        rows,
+        bins,
+        settings.seed,
+        lambda step: progress(step, next(done), steps),
         steps=traced,
-    )  # fmt: skip
+    )
     progress("fit on all rows", steps - 2, steps)
     estimator = kind(seed=settings.seed).fit(rows, traced)
 
@@ -172,9 +181,15 @@ def fit(
         )
     progress("drawing the report", steps - 1, steps)
     path, meta = save_judged(
-        settings.data, estimator, rows, evaluation, settings.seed, now, fitted_on="all",
+        settings.data,
+        estimator,
+        rows,
+        evaluation,
+        settings.seed,
+        now,
+        fitted_on="all",
         about={"warnings": notes, "snapshot": settings.snapshot},
-    )  # fmt: skip
+    )
     return Fit(path, meta, evaluation)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from featurize.batches import Inputs
 
+DEFAULT_DTYPE = "float32"  # of inputs that are given as shapes
 MOST_ELEMENTS = 2**56  # of an input: 16 bytes each, and products of a few of them, stay below 2**63
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from featurize.trial import TrialConfig
-from learn.inputs import batch_size_of, maker_of_batch, samples_of, torch_dtype, with_batch_size
+from learn.inputs import DEFAULT_DTYPE, batch_size_of, maker_of_batch, samples_of, torch_dtype, with_batch_size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -182,7 +182,7 @@ def of_module(
     batches: Sequence[Sequence[Any]],
     settings: TrainingSettings | None = None,
     *,
-    input_dtype: str = "float32",
+    input_dtype: str = DEFAULT_DTYPE,
     loss: Callable | None = None,
     name: str | None = None,
 ) -> TrainingJob:

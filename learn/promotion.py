@@ -154,7 +154,13 @@ def refit(
         notes.append(f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged")
     evaluation = replace(candidate, warnings=(*candidate.warnings, *notes))
     path, _ = save_judged(
-        folder, fitted, known, evaluation, seed, _after(current, now), fitted_on="train",
+        folder,
+        fitted,
+        known,
+        evaluation,
+        seed,
+        _after(current, now),
+        fitted_on="train",
         about={
             "warnings": list(evaluation.warnings),
             "fitted": "on the training rows alone; the held-out ones, a fifth of all configurations, never are",
@@ -162,7 +168,7 @@ def refit(
             "cycle": cycle,
             "promotion": promotion.to_mapping(),
         },
-    )  # fmt: skip
+    )
     return replace(promotion, candidate=path.name)
 
 

@@ -9,9 +9,7 @@ import copyreg
 import functools
 import hashlib
 import os
-import site
 import sys
-import sysconfig
 import traceback
 import types
 from collections import OrderedDict
@@ -30,7 +28,7 @@ from conf.units import MIB
 from featurize import trace_cache
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec, describe_device
-from featurize.disk_cache import PACKAGES
+from featurize.installed import is_installed, names_in
 from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from learn.job import TrainingJob, as_a_training_script
 
@@ -130,9 +128,15 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
 
         def made() -> StepTrace:
             return trace_step(
-                build, None if job.batches else job.batch, loss=job.loss, device=spec, settings=job.settings,
-                training_loop=job.training_loop, batches=job.batches, parallel=job.parallel,
-            )  # fmt: skip
+                build,
+                None if job.batches else job.batch,
+                loss=job.loss,
+                device=spec,
+                settings=job.settings,
+                training_loop=job.training_loop,
+                batches=job.batches,
+                parallel=job.parallel,
+            )
 
         try:
             trace = trace_cache.traced(key, spec, job.training_loop, made, traces)
@@ -144,9 +148,12 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
 
 
 _OF_RANKS = {
-    "gathered parameters": GATHERED, "unreduced gradients": UNREDUCED, "communication buffers": COMMUNICATION,
-    "gradient buckets": BUCKET, "master weights": MASTER,
-}  # fmt: skip
+    "gathered parameters": GATHERED,
+    "unreduced gradients": UNREDUCED,
+    "communication buffers": COMMUNICATION,
+    "gradient buckets": BUCKET,
+    "master weights": MASTER,
+}
 
 
 def breakdown(
@@ -198,9 +205,6 @@ _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-_INSTALLED = tuple({os.path.realpath(path) + os.sep for path in (
-    *site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
-)})  # fmt: skip
 
 
 def key_of(job: TrainingJob) -> tuple[str | None, Build]:
@@ -242,8 +246,10 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
         if not isinstance(model, nn.Module):
             return None, build
         build = BuiltOnMeta(model, build)
+    if (of_torch := trace_cache.torch_state()) is None:
+        return None, build
     digest = hashlib.sha256()
-    known = (model, rest, job.settings, repr(job.parallel), trace_cache.torch_state())
+    known = (model, rest, job.settings, repr(job.parallel), of_torch)
     try:
         _Teller(types.SimpleNamespace(write=digest.update), protocol=5).dump(known)
     except Exception:  # somebody's object may raise anything as it is pickled
@@ -254,19 +260,7 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
 def _is_of_library(value: object) -> bool:
     """Return whether an installed library holds this function or class under its own name."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
-    return _is_installed(module) and vars(module).get(getattr(value, "__qualname__", "")) is value
-
-
-@functools.cache
-def _is_installed(module: types.ModuleType | None) -> bool:
-    if module is None or module.__name__ == "__main__":
-        return False
-    if module.__name__.partition(".")[0] in PACKAGES:  # which `code_version` follows
-        return True
-    path = getattr(module, "__file__", None)
-    return module.__name__ in sys.builtin_module_names or (
-        path is not None and os.path.realpath(path).startswith(_INSTALLED)
-    )
+    return is_installed(module) and vars(module).get(getattr(value, "__qualname__", "")) is value
 
 
 @functools.cache
@@ -317,15 +311,20 @@ def _tensor(value: Tensor) -> Any:
         content = (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()
     shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
     state = {name: one for name, one in value.__dict__.items() if not name.startswith("_backward")}
-    return _told, (type(value).__qualname__, shape, content), state or None
+    # Their numbers are the process's: they count in their order.
+    hooks = [list(one.values()) for one in (value._backward_hooks, value._post_accumulate_grad_hooks) if one]
+    return _told, (type(value).__qualname__, shape, content), (state, hooks) if state or hooks else None
 
 
 def _class(kind: type) -> Any:
     module = sys.modules.get(kind.__module__)
     path = getattr(module, "__file__", None)
-    if not _is_installed(module):
-        state = {name: part for name, part in vars(kind).items()
-                 if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)}  # fmt: skip
+    if not is_installed(module):
+        state = {
+            name: part
+            for name, part in vars(kind).items()
+            if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)
+        }
         return _told, (kind.__module__, kind.__qualname__), (kind.__bases__, _ordered(state))
     forward = getattr(kind, "forward", None)
     own = forward if isinstance(forward, types.FunctionType) else None
@@ -334,16 +333,16 @@ def _class(kind: type) -> Any:
 
 def _function(function: types.FunctionType) -> Any:
     code = function.__code__
-    named = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
-    if _is_installed(sys.modules.get(function.__module__)):
+    named = {name: function.__globals__[name] for name in sorted(names_in(code)) if name in function.__globals__}
+    if is_installed(sys.modules.get(function.__module__)):
         places = [(name, _place(value)) for name, value in named.items()]
         return _told, (code.co_filename, code.co_firstlineno, len(code.co_code), places)
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     of_modules = [
         (name, attribute, vars(value)[attribute])
         for name, value in named.items()
-        if isinstance(value, types.ModuleType) and not _is_installed(value)
-        for attribute in sorted(_names(code) & vars(value).keys())
+        if isinstance(value, types.ModuleType) and not is_installed(value)
+        for attribute in sorted(names_in(code) & vars(value).keys())
     ]
     defaults = function.__defaults__, function.__kwdefaults__, vars(function)
     return _told, (_text_of(code),), (defaults, cells, _ordered(named), of_modules)
@@ -376,15 +375,11 @@ def _same(names: tuple[str, ...]) -> tuple[str, ...]:
 @functools.cache
 def _text_of(code: types.CodeType) -> str:
     constants = [
-        _text_of(one) if isinstance(one, types.CodeType)
-        else sorted(map(repr, one)) if isinstance(one, frozenset) else repr(one)
+        _text_of(one)
+        if isinstance(one, types.CodeType)
+        else sorted(map(repr, one))
+        if isinstance(one, frozenset)
+        else repr(one)
         for one in code.co_consts
-    ]  # fmt: skip
+    ]
     return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))
-
-
-@functools.cache
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Return all names that a function and those within it look up."""
-    inner = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)

@@ -18,9 +18,18 @@ from featurize.trial import config_from_mapping
 DEVICE = "NVIDIA H100 80GB HBM3"
 SPEC = load_device("H100-SXM5-80GB")
 CNN = {
-    "family": "cnn", "image_size": 32, "channels": 3, "classes": 10, "base_filters": 32, "depth": 3,
-    "topology": "uniform", "kernel_size": 3, "activation": "relu", "batch_size": 16, "batch_norm": True,
-}  # fmt: skip
+    "family": "cnn",
+    "image_size": 32,
+    "channels": 3,
+    "classes": 10,
+    "base_filters": 32,
+    "depth": 3,
+    "topology": "uniform",
+    "kernel_size": 3,
+    "activation": "relu",
+    "batch_size": 16,
+    "batch_norm": True,
+}
 
 
 def planted_history(
@@ -63,10 +72,14 @@ def planted_history(
     requests.append(("mark", 0, 0))
     change(requests)
     return {
-        "name": "planted", "config": dict(mapping), "conf": conf if recorded_conf is None else recorded_conf,
-        "torch_version": "2.11.0", "device_name": DEVICE, "total_bytes": 80 * 2**30,
+        "name": "planted",
+        "config": dict(mapping),
+        "conf": conf if recorded_conf is None else recorded_conf,
+        "torch_version": "2.11.0",
+        "device_name": DEVICE,
+        "total_bytes": 80 * 2**30,
         **_placed(requests, settings),
-    }  # fmt: skip
+    }
 
 
 def _placed(requests: list[tuple[str, int, int]], settings: AllocatorSettings) -> dict[str, Any]:
@@ -92,9 +105,13 @@ def _placed(requests: list[tuple[str, int, int]], settings: AllocatorSettings) -
             for freed in ("free_requested", "free_completed"):
                 entries.append({"action": freed, "size": size, "addr": address, "stream": 0})
     return {
-        "trace": entries, "marks": marks, "segments": [], "peak_reserved": allocator.peak_reserved_bytes,
-        "peak_allocated": allocator.peak_allocated_bytes, "ooms": 0,
-    }  # fmt: skip
+        "trace": entries,
+        "marks": marks,
+        "segments": [],
+        "peak_reserved": allocator.peak_reserved_bytes,
+        "peak_allocated": allocator.peak_allocated_bytes,
+        "ooms": 0,
+    }
 
 
 def recorded_segments(snapshot: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:

@@ -29,10 +29,23 @@ COMMANDS_ONLY = {
 
 VAGUE_NAMES = {"found", "said", "told", "what", "it"}
 CLEARLY_NAMED = (  # folders whose variables all say what they hold
-    "conf", "farm", "infra", "warehouse", "workers", "featurize", "learn",
-    "tests/bench", "tests/conf", "tests/contracts", "tests/farm", "tests/faults", "tests/gpu", "tests/infra",
-    "tests/warehouse", "tests/workers",
-)  # fmt: skip
+    "conf",
+    "farm",
+    "infra",
+    "warehouse",
+    "workers",
+    "featurize",
+    "learn",
+    "tests/bench",
+    "tests/conf",
+    "tests/contracts",
+    "tests/farm",
+    "tests/faults",
+    "tests/gpu",
+    "tests/infra",
+    "tests/warehouse",
+    "tests/workers",
+)
 
 
 def modules(package):
@@ -215,9 +228,12 @@ def vague_names(tree):
     Fields of classes are left out: a report, a journal and `stale` of older data folders have a key `said`.
     """
     fields = {
-        id(part.target) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-        for part in node.body if isinstance(part, ast.AnnAssign)
-    }  # fmt: skip
+        id(part.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for part in node.body
+        if isinstance(part, ast.AnnAssign)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and node.arg in VAGUE_NAMES:
             yield node.lineno, node.arg
@@ -237,6 +253,7 @@ def test_a_vague_name_is_found_wherever_it_is_bound():
 def test_variables_say_what_they_hold(folder):
     vague = [
         f"{path.relative_to(ROOT)}:{line} {name}"
-        for path in modules(folder) for line, name in vague_names(tree_of(path))
-    ]  # fmt: skip
+        for path in modules(folder)
+        for line, name in vague_names(tree_of(path))
+    ]
     assert not vague

@@ -141,10 +141,15 @@ def connection(tmp_path_factory):
         else:
             samples |= {"sensor": ["simulated"] * 3, "smact": [0.95] * 3}
         kernels = {
-            "phase": ["forward"], "operator": ["aten::addmm"], "dims": ['{"shapes":[[4096],[4096,1024],[1024,4096]]}'],
-            "kernel": ["ampere_sgemm_128x64_tn"], "duration_us": [1_800.0], "count": [6], "steps": [3],
+            "phase": ["forward"],
+            "operator": ["aten::addmm"],
+            "dims": ['{"shapes":[[4096],[4096,1024],[1024,4096]]}'],
+            "kernel": ["ampere_sgemm_128x64_tn"],
+            "duration_us": [1_800.0],
+            "count": [6],
+            "steps": [3],
             "timing": ["cupti"],
-        }  # fmt: skip
+        }
         writer.write(run, pa.table(samples), pa.table(kernels) if measured else None)
         if measured and not out_of_memory:
             reasons = json.dumps({"other_process": "up to 1 with 900 MiB, in 4 of 9 readings"})

@@ -15,7 +15,10 @@ IMPORTS = {"import_module", "__import__", "find_loader", "run_module", "run_path
 
 # Who may import by a name, and why the name is no data. Each entry is one function of one file.
 LOADERS = {
-    ("conf/children/keeper.py", "_execute"): "a program of its caller's, as the caller's user runs it",
+    ("conf/children/__main__.py", ""): "a preparation that our own code names, in a process of its own",
+    ("conf/children/server.py", "serve"): "modules that our own code names, over a socket that only it inherits",
+    ("conf/children/server.py", "_run"): "a function that our own code names, over a socket that only it inherits",
+    ("conf/children/server.py", "run_program"): "a program of its caller's, as the caller's user runs it",
     ("conf/commands.py", "settings_class"): "a literal of the table of commands",
     ("farm/__init__.py", ""): "a literal: conf/own_packages.py, before another package is imported",
     ("learn/__init__.py", ""): "a literal: conf/own_packages.py, before another package is imported",
@@ -158,9 +161,13 @@ def test_configs_become_code_names_only_where_the_user_speaks():
             if isinstance(node, ast.Call) and name_of(node.func) in granting:
                 callers.add(str(path.relative_to(ROOT)))
     assert callers == {
-        "featurize/own_code.py", "farm/model_check.py", "farm/sampling.py", "workers/trial.py",
-        "learn/commands/estimate.py", "learn/estimation/model_names.py",
-    }  # fmt: skip
+        "featurize/own_code.py",
+        "farm/model_check.py",
+        "farm/sampling.py",
+        "workers/trial.py",
+        "learn/commands/estimate.py",
+        "learn/estimation/model_names.py",
+    }
 
 
 @pytest.mark.parametrize(

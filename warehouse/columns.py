@@ -131,9 +131,24 @@ KERNELS = {
 }
 
 _AS_IN_RUNS = (
-    "source", "device_name", "device_uuid", "node", "peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib",
-    "peak_rss_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms", "steps", "quality",
-)  # fmt: skip
+    "source",
+    "device_name",
+    "device_uuid",
+    "node",
+    "peak_memory_mib",
+    "peak_reserved_mib",
+    "peak_allocated_mib",
+    "peak_rss_mib",
+    "smact",
+    "smocc",
+    "drama",
+    "gpu_util",
+    "power_w",
+    "energy_j",
+    "step_time_ms",
+    "steps",
+    "quality",
+)
 
 RANKS = {
     "run_id": "the run in the table runs",

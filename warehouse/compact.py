@@ -57,9 +57,12 @@ from warehouse.schema import TABLES
 from warehouse.small_files import read_files
 
 SORT_KEYS = {
-    "runs": ["run_id"], "telemetry": ["run_id", "t_ms"], "kernels": ["run_id", "kernel_row"],
-    "ranks": ["run_id", "rank_row"], "collocations": ["run_id", "member_row"],
-}  # fmt: skip
+    "runs": ["run_id"],
+    "telemetry": ["run_id", "t_ms"],
+    "kernels": ["run_id", "kernel_row"],
+    "ranks": ["run_id", "rank_row"],
+    "collocations": ["run_id", "member_row"],
+}
 ROW_GROUP_ROWS = 100_000
 _OWN_BYTES = 14 * 2**10  # of a small file are its columns' names, statistics and page headers, not rows
 _ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this old

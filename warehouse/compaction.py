@@ -67,8 +67,10 @@ class CompactionReport:
         lines = [f"{path}: {count} files merged" for path, count in self.merged.items()]
         lines += self.problems
         total = sum(self.merged.values())
-        lines.append(f"{total} files with {self.rows} rows merged into {len(self.merged)}; "
-                    f"{self.deleted_files} replaced files deleted")  # fmt: skip
+        lines.append(
+            f"{total} files with {self.rows} rows merged into {len(self.merged)}; "
+            f"{self.deleted_files} replaced files deleted"
+        )
         if self.kept_files:
             lines.append(f"{self.kept_files} replaced files kept, because the warehouse is open somewhere")
         return lines

@@ -56,8 +56,10 @@ _CONTEXT = {
     "transform": "cr:transform",
 }
 _KEYS = {
-    "runs": "runs/run_id", "jobs": "jobs/job_id", **{kind: f"{kind}/{one.row_id}" for kind, one in DETAILS.items()},
-}  # fmt: skip
+    "runs": "runs/run_id",
+    "jobs": "jobs/job_id",
+    **{kind: f"{kind}/{one.row_id}" for kind, one in DETAILS.items()},
+}
 
 
 def croissant(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,19 +117,9 @@ def damaged_among(
         return [damaged for damaged in pool.map(check, paths) if damaged is not None]
 
 
-def damaged_files(
-    folder: FolderLayout, *, kinds: Sequence[str] = tuple(_NEEDED), pages: bool = False
-) -> list[DamagedFile]:
-    """Return the unreadable files of a folder; `pages` decodes everything, which reads the whole folder.
-
-    `kinds` are the warehouse's tables and `compactions`.
-    """
-    return damaged_among(parquet_files(folder, kinds), pages=pages)
-
-
-def parquet_files(folder: FolderLayout, kinds: Sequence[str] = tuple(_NEEDED)) -> Iterator[Path]:
+def parquet_files(folder: FolderLayout) -> Iterator[Path]:
     """Yield the Parquet files of a folder, whether their rows count or not."""
-    for kind in kinds:
+    for kind in _NEEDED:
         pattern = "family=*/*.parquet" if kind in KINDS else "*/*.parquet" if kind == "compactions" else "*.parquet"
         yield from sorted((folder.root / kind).glob(pattern))
 

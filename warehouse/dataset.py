@@ -37,9 +37,21 @@ _METADATA = b"gpufarm_dataset"
 _FILE = re.compile(r"(?P<device>.+)-(?P<day>\d{4}-\d\d-\d\d|undated)-runs\.parquet")
 # Columns that are there without a value.
 _ALWAYS = (
-    "run_id", "family", "status", "source", "t_ms", "sensor", "phase", "kernel_row", "operator", "duration_us",
-    "rank_row", "member_row", "group_id", "member",
-)  # fmt: skip
+    "run_id",
+    "family",
+    "status",
+    "source",
+    "t_ms",
+    "sensor",
+    "phase",
+    "kernel_row",
+    "operator",
+    "duration_us",
+    "rank_row",
+    "member_row",
+    "group_id",
+    "member",
+)
 # A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
 _WHOLE = ("t_ms", "energy_j")
 _SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a dictionary would only cost
@@ -108,17 +120,18 @@ def is_loaded(job_id: str | None) -> bool:
 
 def to_bytes(part: DatasetPart, kind: str, table: pa.Table) -> bytes:
     """Return the content of a part's file: zstd, without empty columns. Equal rows give equal bytes."""
-    columns = [
-        name for name in table.column_names
-        if name in _ALWAYS or table.column(name).null_count < table.num_rows
-    ]  # fmt: skip
+    columns = [name for name in table.column_names if name in _ALWAYS or table.column(name).null_count < table.num_rows]
     table = table.select(columns).combine_chunks()
     if kind == "telemetry":
         table = table.cast(narrow(table.schema))
     described = {
-        "format": FORMAT, "schema_version": SCHEMA_VERSION, "kind": kind, "family": part.family,
-        "device": part.device, "day": part.day,
-    }  # fmt: skip
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "kind": kind,
+        "family": part.family,
+        "device": part.device,
+        "day": part.day,
+    }
     table = table.replace_schema_metadata({_METADATA: json.dumps(described, sort_keys=True)})
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, **writing(kind, table.schema))

@@ -20,9 +20,15 @@ from warehouse.columns import described
 from warehouse.schema import METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
 
 _ENVIRONMENT = (
-    "device_name", "driver_version", "torch_version", "cuda_version", "cudnn_version", "python_version",
-    "allocator_settings", "farm_version",
-)  # fmt: skip
+    "device_name",
+    "driver_version",
+    "torch_version",
+    "cuda_version",
+    "cudnn_version",
+    "python_version",
+    "allocator_settings",
+    "farm_version",
+)
 # How a run's figures came about: in a sentence, and in a paragraph of the section that says it in full.
 _LEVELS = {
     "measured": "measured on real GPUs",
@@ -111,9 +117,24 @@ def card(tables: Mapping[str, Sequence[pa.Table]]) -> str:
 
 # What `sections` reads of a row.
 SECTION_COLUMNS = (
-    *_ENVIRONMENT, "source", "device_uuid", "finished_at", "window_kind", "window_ended", "window_s", "warmup_s",
-    "family", "status", "config", "batch_size", "memory_fraction", "mig_profile", "precision", "optimizer", "quality",
-)  # fmt: skip
+    *_ENVIRONMENT,
+    "source",
+    "device_uuid",
+    "finished_at",
+    "window_kind",
+    "window_ended",
+    "window_s",
+    "warmup_s",
+    "family",
+    "status",
+    "config",
+    "batch_size",
+    "memory_fraction",
+    "mig_profile",
+    "precision",
+    "optimizer",
+    "quality",
+)
 
 
 def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[str]:

@@ -36,9 +36,18 @@ _BY = ("family", "device_name", "status")
 _KEY = ("config_hash", "family", "source", *_WHERE)
 # What two rows have in common that time the same work on the same GPU model and software.
 _KERNEL_KEY = (
-    "operator", "source", "device_name", "torch_version", "cuda_version", "cudnn_version", "phase", "dims", "dtype",
-    "kernel", "timing",
-)  # fmt: skip
+    "operator",
+    "source",
+    "device_name",
+    "torch_version",
+    "cuda_version",
+    "cudnn_version",
+    "phase",
+    "dims",
+    "dtype",
+    "kernel",
+    "timing",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +154,7 @@ def _counts(joined: duckdb.DuckDBPyConnection, side: str, which: str) -> tuple[R
     return tuple(RunCount(family=f, device_name=d, status=s, runs=n) for f, d, s, n in groups)
 
 
-def _changed_columns(
-    joined: duckdb.DuckDBPyConnection, sides: Sequence[WarehouseConnection]
-) -> dict[str, int]:  # fmt: skip
+def _changed_columns(joined: duckdb.DuckDBPyConnection, sides: Sequence[WarehouseConnection]) -> dict[str, int]:
     """Return how many runs of both sides differ in each column, the most frequent first."""
     ids = joined.sql("SELECT run_id FROM pairs WHERE was AND is_there AND NOT same").to_arrow_table()
     if not ids.num_rows:

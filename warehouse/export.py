@@ -44,7 +44,7 @@ _LARGEST = 5  # files named where the data set is too large
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Checked):
-    """What to export, and where to. Raises `UsageError` that names every bad key together.
+    """The rows to export, and the folder for them. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.export data=data/collect
       python -m warehouse.export out=/srv/set data=/srv/farm source=simulated families=[cnn,gpt] max_mb=100
@@ -173,8 +173,10 @@ def _runs(
         if settings.families is None or run["family"] in settings.families:
             runs[DatasetPart.of(run)].append((run["run_id"], public_row(run)))
     if not runs:
-        counts = {name: connection.execute(f"SELECT count(*) FROM runs WHERE {which}").fetchone()[0]
-                  for name, which in SOURCES.items()}  # fmt: skip
+        counts = {
+            name: connection.execute(f"SELECT count(*) FROM runs WHERE {which}").fetchone()[0]
+            for name, which in SOURCES.items()
+        }
         other_sources = ", ".join(f"source={name} has {count}" for name, count in counts.items() if count)
         raise UsageError(
             f"data holds no runs for source={settings.source}{' (on GPUs)' if settings.source == 'measured' else ''}; "

@@ -13,24 +13,51 @@ _ACTIVATIONS = {"swish": "silu"}
 # `:` separates key and value and `_` the pairs, and both keys and values hold `_` themselves.
 _KEYS = {
     "mlp": ("input", "output", "depth", "arch", "batch", "act", "dropout", "batchnorm"),
-    "cnn": ("input_channels", "num_classes", "depth", "arch", "base_filters", "batch", "input_size", "act", "dropout",
-            "batchnorm"),
-    "transformer": ("num_classes", "embedding_size", "num_layers", "num_heads", "ff_hidden_size", "dropout_rate",
-                    "seq_length", "input_size", "num_samples", "batch_size"),
-}  # fmt: skip
+    "cnn": (
+        "input_channels",
+        "num_classes",
+        "depth",
+        "arch",
+        "base_filters",
+        "batch",
+        "input_size",
+        "act",
+        "dropout",
+        "batchnorm",
+    ),
+    "transformer": (
+        "num_classes",
+        "embedding_size",
+        "num_layers",
+        "num_heads",
+        "ff_hidden_size",
+        "dropout_rate",
+        "seq_length",
+        "input_size",
+        "num_samples",
+        "batch_size",
+    ),
+}
 _FIRST_KEY = {"input": "mlp", "input_channels": "cnn", "num_classes": "transformer"}
 _UTILIZATION = {
-    "Avg GPUTL": "gpu_util", "Avg GRACT": "gract", "Avg SMACT": "smact", "Avg SMOCC": "smocc", "Avg FP32A": "fp32a",
+    "Avg GPUTL": "gpu_util",
+    "Avg GRACT": "gract",
+    "Avg SMACT": "smact",
+    "Avg SMOCC": "smocc",
+    "Avg FP32A": "fp32a",
     "Avg DRAMA": "drama",
-}  # fmt: skip
+}
 STATUS = {"SUCCESSFUL": "ok", "OOM_CRASH": "oom"}
 
 # What every one of these runs was trained with, and what the published generator left alone. Written out, so that a
 # config is complete as it is, and its hash the one that the farm would give it.
 TRAINING: Mapping[str, object] = {
-    "optimizer": "adam", "precision": "fp32", "activation_checkpointing": False, "cudnn_benchmark": False,
+    "optimizer": "adam",
+    "precision": "fp32",
+    "activation_checkpointing": False,
+    "cudnn_benchmark": False,
     "channels_last": False,
-}  # fmt: skip
+}
 _SMALLEST_MAP = 7  # the published generator pools no further
 _DENSE_LAYERS, _GROWTH_RATE = 4, 32  # of a dense block
 

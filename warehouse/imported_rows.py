@@ -1,4 +1,4 @@
-"""What all importers share: a file's rows, and their identity and columns in our tables.
+"""Parts that all importers share: a file's rows, and their identity and columns in our tables.
 
 Start reading at `ImportedFile`; `warehouse.ingest` lands one.
 """
@@ -78,7 +78,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _wide_cells() -> Iterator[None]:
-    """Let the csv module read cells as large as published files have."""
+    """Make the csv module read cells as large as published files have."""
     before = csv.field_size_limit(_CELL_CHARACTERS)
     try:
         yield
@@ -133,7 +133,7 @@ def run_row(place: int, run: Columns) -> ImportedRow:
     is_doubted = run.get("error_type") == DOUBT
     return ImportedRow(
         place, run, run["error"] if run["status"] == "invalid" else None, run["error"] if is_doubted else None
-    )  # fmt: skip
+    )
 
 
 def identity(source: str, run_id: str) -> Columns:
@@ -146,9 +146,11 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
     peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
     if peak is None or 0 < peak <= 1.1 * card:
         return None
-    return f"peak_memory_mib: {peak:,.6g} MiB, on a device of {card:,.0f} MiB" if peak > 0 else (
-        f"peak_memory_mib: {peak:,.6g} MiB is no need"
-    )  # fmt: skip
+    return (
+        f"peak_memory_mib: {peak:,.6g} MiB, on a device of {card:,.0f} MiB"
+        if peak > 0
+        else (f"peak_memory_mib: {peak:,.6g} MiB is no need")
+    )
 
 
 def run_ids(source: str, contents: Iterable[str]) -> list[str]:
@@ -176,9 +178,12 @@ def config_columns(config: Mapping[str, Any]) -> Columns:
 
 
 def imported_kernels(
-    source: str, path: Path, rows: Iterable[Mapping[str, Any]], read: Callable[[Any], Columns],
+    source: str,
+    path: Path,
+    rows: Iterable[Mapping[str, Any]],
+    read: Callable[[Any], Columns],
     content: Callable[[Mapping[str, Any]], str],
-) -> ImportedFile:  # fmt: skip
+) -> ImportedFile:
     """Return a file's rows of `kernels`.
 
     Args:

@@ -71,7 +71,7 @@ Progress = Callable[[str, int, int], None]  # (what is done, files done, files i
 
 @dataclass(frozen=True, kw_only=True)
 class IngestSettings(Checked):
-    r"""What to read. Raises `UsageError` for an unknown source, and for keys of another source.
+    r"""The source to read. Raises `UsageError` for an unknown source, and for keys of another source.
 
     source=dataset loads the runs that came with the project, with their telemetry and kernels; they stay
     `measured`.
@@ -254,9 +254,7 @@ def _land_details(folder: DataFolder, source: str, rows: Sequence[ImportedRow], 
     return len(new)
 
 
-def _land_pairs(
-    folder: DataFolder, settings: IngestSettings, files: Sequence[ImportedFile]
-) -> Iterator[FileReport]:  # fmt: skip
+def _land_pairs(folder: DataFolder, settings: IngestSettings, files: Sequence[ImportedFile]) -> Iterator[FileReport]:
     """Land the files' pairs in `collocations`, once the runs have landed.
 
     Raises `UsageError` for pairs of jobs of which none has figures alone.

@@ -71,11 +71,13 @@ class IntegrityReport:
             "files": self.files,
             "without_checksum": self.without_checksum,
             "damaged": [{"path": str(file.path), "reason": file.reason} for file in self.damaged],
-            "missing": [{"path": str(root / kind / listing.merged), "listing": str(listing.file), "rows": listing.rows}
-                        for kind, listing in self.lost],
+            "missing": [
+                {"path": str(root / kind / listing.merged), "listing": str(listing.file), "rows": listing.rows}
+                for kind, listing in self.lost
+            ],
             "runs_gone": {job_id: indexes.tolist() for job_id, indexes in self.presence.gone.items()},
             "runs_unknown": {job_id: len(indexes) for job_id, indexes in self.presence.unknown.items()},
-        }  # fmt: skip
+        }
 
 
 def examine(folder: DataFolder, *, workers: int | None = None, progress: Progress | None = None) -> IntegrityReport:

@@ -26,8 +26,20 @@ from conf.plain_text import first_line
 from warehouse.imported_rows import Columns, ImportedFile, imported_kernels
 
 SOURCE = "neusight"
-COLUMNS = ("op", "device", "latency_ms", "dims", "kernel", "warps_per_sm", "blocks_per_sm", "grid", "block", "torch",
-           "cuda", "cudnn")  # fmt: skip
+COLUMNS = (
+    "op",
+    "device",
+    "latency_ms",
+    "dims",
+    "kernel",
+    "warps_per_sm",
+    "blocks_per_sm",
+    "grid",
+    "block",
+    "torch",
+    "cuda",
+    "cudnn",
+)
 _DEVICES = {  # as CUDA names them -> names in conf/device
     "NVIDIA A100-PCIE-40GB": "A100-PCIE-40GB",
     "NVIDIA A100 80GB PCIe": "A100-PCIE-80GB",

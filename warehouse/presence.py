@@ -160,8 +160,10 @@ def _opened(path: Path, mode: str = "ro") -> Iterator[sqlite3.Connection]:
 
 
 def _minus(tasks: Tasks, others: Tasks) -> dict[str, np.ndarray]:
-    left = {job_id: np.setdiff1d(indexes, others[job_id]) if job_id in others else indexes
-            for job_id, indexes in tasks.items()}  # fmt: skip
+    left = {
+        job_id: np.setdiff1d(indexes, others[job_id]) if job_id in others else indexes
+        for job_id, indexes in tasks.items()
+    }
     return {job_id: indexes for job_id, indexes in left.items() if len(indexes)}
 
 

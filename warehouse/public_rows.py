@@ -88,11 +88,12 @@ def public_telemetry(
     columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
     # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
     samples = _of_exported(
-        connection, ids,
+        connection,
+        ids,
         f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
         f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL",
         TELEMETRY_SCHEMA,
-    )  # fmt: skip
+    )
     return samples if hz is None else thin(samples, hz)
 
 
@@ -107,11 +108,12 @@ def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str,
     # A row's own id begins with its run's.
     row_id = f"public_id || substr({detail.row_id}, length(own_id) + 1) AS {detail.row_id}"
     rows = _of_exported(
-        connection, ids,
+        connection,
+        ids,
         f"SELECT public_id AS run_id, {row_id}, {columns} FROM {kind} "
         f"JOIN exported ON {kind}.run_id = exported.own_id WHERE {where} ORDER BY {detail.row_id}",
         pa.schema([detail.schema.field(name) for name in ("run_id", detail.row_id, *own)]),
-    ).select(detail.schema.names)  # fmt: skip
+    ).select(detail.schema.names)
     if kind == "collocations":
         return _public_groups(connection, rows, ids)
     if "device_uuid" not in own:

@@ -55,8 +55,14 @@ _ALWAYS = {
 }
 _JOBS = pa.schema([field for field in JOB_SCHEMA if field.name in JOBS])
 _CHUNK_RUNS = 2_000
-_FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "kernels": 2_000_000, "ranks": 2_000_000,
-              "collocations": 2_000_000, "jobs": 500_000}  # fmt: skip
+_FILE_ROWS = {
+    "runs": 500_000,
+    "telemetry": 2_000_000,
+    "kernels": 2_000_000,
+    "ranks": 2_000_000,
+    "collocations": 2_000_000,
+    "jobs": 500_000,
+}
 _TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
 _ABANDONED_AFTER_S = 86_400.0
 _TOLD = ("citation", "creators", "url", "version")  # reported where missing
@@ -64,7 +70,7 @@ _TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
 @dataclass(frozen=True, kw_only=True)
 class PublishSettings(Checked):
-    """What to publish, and where to. Raises `UsageError` that names every bad key together.
+    """The rows to publish, and the folder for them. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.publish out=/srv/gpu-runs licence=CC-BY-4.0
       python -m warehouse.publish out=runs snapshot=2026-11-20 licence=CC-BY-4.0 "creators=[Ada Lovelace,'org:ACME']"
@@ -376,9 +382,14 @@ def _about(
 
 
 def _card(
-    runs: Sequence[Mapping[str, Any]], settings: PublishSettings, snapshot: Snapshot, report: PublishReport,
-    about: Mapping[str, Any], tables: Mapping[str, pa.Schema], findings: Sequence[str],
-) -> str:  # fmt: skip
+    runs: Sequence[Mapping[str, Any]],
+    settings: PublishSettings,
+    snapshot: Snapshot,
+    report: PublishReport,
+    about: Mapping[str, Any],
+    tables: Mapping[str, pa.Schema],
+    findings: Sequence[str],
+) -> str:
     parts = [
         f"# {about['name']}\n\n{about['description']}\n\nSnapshot {snapshot.name}, taken "
         f"{snapshot.taken_at:%Y-%m-%d %H:%M} UTC. `{EXAMPLE}` shows how to load it; `{METADATA}` describes it in "

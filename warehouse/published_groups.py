@@ -57,11 +57,13 @@ def group_members(
     places = [place for place, _ in pairs for _ in range(2)]
     return [
         ImportedRow(
-            place, columns, None if columns["status"] == "ok" else NO_SPEED,
+            place,
+            columns,
+            None if columns["status"] == "ok" else NO_SPEED,
             columns.get("doubt") if columns["status"] == "ok" else None,
         )
         for place, columns in zip(places, members, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _lucid(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Columns]:

@@ -172,8 +172,13 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
         missing = "no model, batch, image size or step time"
         yield {"family": "timm", "status": "invalid", "error": missing, **card}
         return
-    run = {**card, **_image_config(row["model"], batch, "fp16", row["layout"], side), "parameters": parameters,
-           "status": "ok", "step_time_ms": step_ms}  # fmt: skip
+    run = {
+        **card,
+        **_image_config(row["model"], batch, "fp16", row["layout"], side),
+        "parameters": parameters,
+        "status": "ok",
+        "step_time_ms": step_ms,
+    }
     if not row["precision"].lower().startswith("amp"):
         run |= {"status": "invalid", "error": f"precision {row['precision']}: this table is of AMP"}
     elif per_second is None or not math.isclose(batch / per_second * 1e3, step_ms, rel_tol=_SLACK):

@@ -232,9 +232,21 @@ def _print_records(console: Console, names: list[str], rows: list[list[Text]]) -
 
 
 _NUMBERS = {
-    "tinyint", "smallint", "integer", "bigint", "hugeint", "utinyint", "usmallint", "uinteger", "ubigint",
-    "uhugeint", "float", "double", "decimal", "bignum",
-}  # fmt: skip
+    "tinyint",
+    "smallint",
+    "integer",
+    "bigint",
+    "hugeint",
+    "utinyint",
+    "usmallint",
+    "uinteger",
+    "ubigint",
+    "uhugeint",
+    "float",
+    "double",
+    "decimal",
+    "bignum",
+}
 
 
 def _write_csv(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
@@ -262,8 +274,10 @@ def _write_parquet(relation: WarehouseRelation, file: BinaryIO) -> None:
 
 
 _TEXT_FORMATS: dict[str, Callable[[WarehouseRelation, TextIO, QuerySettings], None]] = {
-    "table": _write_table, "csv": _write_csv, "json": _write_json
-}  # fmt: skip
+    "table": _write_table,
+    "csv": _write_csv,
+    "json": _write_json,
+}
 
 
 def arrow_batches(relation: WarehouseRelation, rows: int) -> pa.RecordBatchReader:

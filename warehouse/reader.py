@@ -24,10 +24,16 @@ T = TypeVar("T")
 _ATTEMPTS = 100  # at a query that loses its files each time
 # Of the user's statement, whatever the files hold.
 _OF_THE_STATEMENT = (
-    duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException, duckdb.PermissionException,
-    duckdb.ConversionException, duckdb.ConnectionException, duckdb.TransactionException, duckdb.InterruptException,
+    duckdb.ParserException,
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.PermissionException,
+    duckdb.ConversionException,
+    duckdb.ConnectionException,
+    duckdb.TransactionException,
+    duckdb.InterruptException,
     duckdb.OutOfMemoryException,
-)  # fmt: skip
+)
 # Of the statement unless they name what the files are made of.
 _OF_EITHER = (duckdb.InvalidInputException, duckdb.OutOfRangeException)
 _OF_A_FILE = re.compile(
@@ -40,8 +46,14 @@ _GIVES_UP = (duckdb.InternalException, duckdb.FatalException)
 _ROWS = ("fetchone", "fetchmany", "fetchall")
 # Their rows are read after the call has returned, when nothing can be planned again.
 _STREAMS = (
-    "to_arrow_reader", "fetch_arrow_reader", "fetch_record_batch", "arrow", "iter_rows", "pl", "__arrow_c_stream__",
-)  # fmt: skip
+    "to_arrow_reader",
+    "fetch_arrow_reader",
+    "fetch_record_batch",
+    "arrow",
+    "iter_rows",
+    "pl",
+    "__arrow_c_stream__",
+)
 _DERIVED = tuple(
     kind
     for kind in (duckdb.DuckDBPyRelation, getattr(getattr(duckdb, "_relation", None), "GroupedRelation", None))

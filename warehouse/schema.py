@@ -254,15 +254,34 @@ KERNEL_SCHEMA = pa.schema(
 SHARINGS = ("time_slicing", "mps", "mig")
 # Columns of a group, the same in the rows of all its members.
 OF_GROUP = (
-    "source", "series", "device_name", "sharing", "group_size", "joint_memory_mib", "joint_smact", "joint_smocc",
-    "joint_drama", "joint_gpu_util", "joint_memory_util", "joint_power_w",
-)  # fmt: skip
+    "source",
+    "series",
+    "device_name",
+    "sharing",
+    "group_size",
+    "joint_memory_mib",
+    "joint_smact",
+    "joint_smocc",
+    "joint_drama",
+    "joint_gpu_util",
+    "joint_memory_util",
+    "joint_power_w",
+)
 
 # Shares of time or of the device, in [0, 1].
 COLLOCATION_RATIOS = (
-    "solo_gpu_util", "solo_memory_util", "solo_smact", "solo_smocc", "solo_drama", "solo_tensor_active",
-    "joint_smact", "joint_smocc", "joint_drama", "joint_gpu_util", "joint_memory_util",
-)  # fmt: skip
+    "solo_gpu_util",
+    "solo_memory_util",
+    "solo_smact",
+    "solo_smocc",
+    "solo_drama",
+    "solo_tensor_active",
+    "joint_smact",
+    "joint_smocc",
+    "joint_drama",
+    "joint_gpu_util",
+    "joint_memory_util",
+)
 
 # A row is one member of a group of jobs that train on one device at the same time.
 COLLOCATION_SCHEMA = pa.schema(

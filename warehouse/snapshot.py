@@ -136,9 +136,7 @@ def take_snapshot(
         for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # of one that was killed
             shutil.rmtree(abandoned)
         taken_at = datetime.datetime.now(datetime.UTC)
-        chosen = name or next(
-            name for name in _day_names(taken_at) if not (folder.snapshots / name).exists()
-        )  # fmt: skip
+        chosen = name or next(name for name in _day_names(taken_at) if not (folder.snapshots / name).exists())
         building = DataFolder(folder.snapshots / f".{chosen}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
         try:
             left_out = _link_files(folder, building)
@@ -280,12 +278,10 @@ def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime
         "name": name,
         "taken_at": taken_at.isoformat(),
         "rows": _view_rows(building),
-        "columns": {
-            kind: {field.name: str(field.type) for field in schema} for kind, schema in TABLES.items()
-        },
+        "columns": {kind: {field.name: str(field.type) for field in schema} for kind, schema in TABLES.items()},
         "files": files,
         "left_out": left_out,
-    }  # fmt: skip
+    }
     write_bytes(building.root / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
 
@@ -345,7 +341,7 @@ def read_manifest(path: Path) -> Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSettings(Checked):
-    """Whether to take, list or verify. Raises `UsageError` for more than one of these.
+    """The action: take, list or verify. Raises `UsageError` for more than one of these.
 
       python -m warehouse.snapshot
       python -m warehouse.snapshot name=before-upgrade

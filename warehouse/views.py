@@ -212,7 +212,7 @@ def _fingerprint_in(path: Path) -> str | None:
 
 
 def _remember(path: Path, fingerprint: str) -> None:
-    """What was just written need not be read: opening a database takes longer than a query of a small folder."""
+    """Remember what was just written: opening a database takes longer than a query of a small folder."""
     if (state := _state_of(path)) is not None:
         _FINGERPRINTS[path] = state, fingerprint
 

@@ -9,16 +9,24 @@ from conf.errors import CommandError
 
 # Messages that mean "no memory" where the exception's type does not say so.
 _DEVICE_OOM_MARKS = (
-    "out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY",
-)  # fmt: skip
+    "out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+)
 # What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
 _FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
 _FULL_CARD_FREE_MIB = 512.0
 # The device's fault and not the trial's: another attempt, perhaps on another device, may succeed.
 _DEVICE_FAULT_MARKS = (
-    "No CUDA GPUs are available", "uncorrectable ECC", "unspecified launch failure",
-    "CUDA driver initialization failed", "device is busy or unavailable", "GPU is lost", "system not yet initialized",
-)  # fmt: skip
+    "No CUDA GPUs are available",
+    "uncorrectable ECC",
+    "unspecified launch failure",
+    "CUDA driver initialization failed",
+    "device is busy or unavailable",
+    "GPU is lost",
+    "system not yet initialized",
+)
 _DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # in which torch raises them
 _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 

@@ -177,8 +177,9 @@ def _joint(members: Sequence[EndedMember]) -> dict[str, Any]:
 def _joint_memory_mib(members: Sequence[EndedMember], backend: str, start_ns: int, end_ns: int) -> float | None:
     """Return the peak of the members' memory: of the device's, less what was in use before; of a CPU's processes."""
     if backend == "cpu":
-        return _peak_of_sum([_series(member.observed.samples, "process", "rss_mib") for member in members],
-                            start_ns, end_ns)  # fmt: skip
+        return _peak_of_sum(
+            [_series(member.observed.samples, "process", "rss_mib") for member in members], start_ns, end_ns
+        )
     sensor = "simulated" if backend == "simulated" else "nvml"
     used = _series(members[0].observed.samples, sensor, "memory_used_mib")
     inside = [value for t_ns, value in used if start_ns <= t_ns <= end_ns]

@@ -57,9 +57,15 @@ class MpsDaemon:
         try:
             with open(output, "wb") as log:
                 done = subprocess.run(
-                    [_PROGRAM, *arguments], input=words.encode(), env=self._surroundings, timeout=_PATIENCE_S,
-                    stdout=log, stderr=log, start_new_session=True, check=False,
-                )  # fmt: skip
+                    [_PROGRAM, *arguments],
+                    input=words.encode(),
+                    env=self._surroundings,
+                    timeout=_PATIENCE_S,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    check=False,
+                )
         except FileNotFoundError:
             raise MpsUnavailable(f"{_PROGRAM} is not installed; it comes with NVIDIA's driver") from None
         except (OSError, subprocess.TimeoutExpired) as error:

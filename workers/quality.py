@@ -18,9 +18,19 @@ from workers.telemetry.means import REACH, usual_interval_ns
 Samples = Sequence[tuple[str, Sample]]  # (sensor, sample)
 
 PROFILING = (
-    "smact", "smocc", "drama", "gract", "tensor_active", "fp16_active", "fp32_active", "fp64_active", "int_active",
-    "tensor_hmma_active", "tensor_imma_active", "tensor_dfma_active",
-)  # fmt: skip
+    "smact",
+    "smocc",
+    "drama",
+    "gract",
+    "tensor_active",
+    "fp16_active",
+    "fp32_active",
+    "fp64_active",
+    "int_active",
+    "tensor_hmma_active",
+    "tensor_imma_active",
+    "tensor_dfma_active",
+)
 
 BUSY = 0.9  # gpu_util from which on a GPU that shows no activity, or another clock, is odd
 CLOCK_JUMP = 0.10  # of the window's median SM clock

@@ -233,7 +233,7 @@ def _tell(ranks: Iterable[_Rank], word: str) -> None:
 
 
 def _dismiss(ranks: list[_Rank]) -> None:
-    """Let the ranks go, and wait a little for them."""
+    """Dismiss the ranks, and wait a little for them."""
     _tell(ranks, "bye")
     if not any(rank.failed for rank in ranks):
         give_up = time.monotonic() + _GOODBYE_S
@@ -251,7 +251,7 @@ def _end(ranks: Iterable[_Rank]) -> None:
 
 
 def _reap(rank: _Rank, within_s: float) -> None:
-    """Take note of how a rank ended, if it does within the time."""
+    """Record how a rank ended, if it does within the time."""
     for _ in _until(within_s):
         if rank.ended:
             return

@@ -31,11 +31,28 @@ _STEP_METRICS = frozenset({"step_time_ms", "allocated_mib", "reserved_mib"})
 KERNEL_COLUMNS = {
     name: str(KERNEL_SCHEMA.field(name).type)
     for name in (
-        "phase", "operator", "dims", "dtype", "kernel", "grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z",
-        "blocks_per_sm", "warps_per_sm", "registers_per_thread", "shared_memory_bytes", "stream", "duration_us",
-        "count", "steps", "timing",
+        "phase",
+        "operator",
+        "dims",
+        "dtype",
+        "kernel",
+        "grid_x",
+        "grid_y",
+        "grid_z",
+        "block_x",
+        "block_y",
+        "block_z",
+        "blocks_per_sm",
+        "warps_per_sm",
+        "registers_per_thread",
+        "shared_memory_bytes",
+        "stream",
+        "duration_us",
+        "count",
+        "steps",
+        "timing",
     )
-}  # fmt: skip
+}
 # Columns of `runs` that a trial gives itself.
 _LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
 _RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # of `ranks`, likewise

@@ -1,4 +1,4 @@
-"""What a worker is given and what it returns: a task, and the runs that became of it."""
+"""A worker's input and output: a task, and the runs that became of it."""
 
 from __future__ import annotations
 

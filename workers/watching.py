@@ -96,7 +96,7 @@ class TrialRun:
         self._server.tell(self.trial, word)
 
     def dismiss(self) -> None:
-        """Let the trial go; the last sample still sees its memory."""
+        """Dismiss the trial; the last sample still sees its memory."""
         if self.living and not self._dismissed:
             self._dismissed = True
             self._watch.wind_up(self.observed.window_end_ns)

@@ -241,9 +241,24 @@ class SideBySide:
 
 
 Block: TypeAlias = (
-    Bullets | Chart | Charts | Drawn | Facts | Fold | Heading | Lead | Legend | Callout | Outcome
-    | Preformatted | SideBySide | ShareBar | Table | Tiles | Tree
-)  # fmt: skip
+    Bullets
+    | Chart
+    | Charts
+    | Drawn
+    | Facts
+    | Fold
+    | Heading
+    | Lead
+    | Legend
+    | Callout
+    | Outcome
+    | Preformatted
+    | SideBySide
+    | ShareBar
+    | Table
+    | Tiles
+    | Tree
+)
 
 
 @dataclass(frozen=True)
@@ -275,9 +290,7 @@ def linked(sections: Mapping[str, Section | None]) -> tuple[Section, ...]:
     return tuple(replace(section, name=name) for name, section in sections.items() if section is not None)
 
 
-def table(
-    heads: Sequence[str], rows: Iterable[Sequence[Cell]], words: int = 1, marked: Collection[int] = ()
-) -> Table:  # fmt: skip
+def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], words: int = 1, marked: Collection[int] = ()) -> Table:
     """Return a table.
 
     Args:

@@ -81,9 +81,12 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "cell": cell_text, "shown": shown, "counted": counted, "wrapped": wrapped,
+        "cell": cell_text,
+        "shown": shown,
+        "counted": counted,
+        "wrapped": wrapped,
         "numeric": numeric_places,
-    }  # fmt: skip
+    }
     return environment
 
 

@@ -35,7 +35,7 @@ class Drawing:
 
     def rect(
         self, css: str, x: float, y: float, width: float, height: float, *, title: str = "", radius: float = 0.0
-    ) -> None:  # fmt: skip
+    ) -> None:
         corner = f' rx="{radius:g}"' if radius else ""
         self._shapes.append(
             f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"{corner}>'
@@ -43,9 +43,7 @@ class Drawing:
         )
 
     def circle(self, css: str, x: float, y: float, radius: float, title: str = "") -> None:
-        self._shapes.append(
-            f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{_title(title)}</circle>'
-        )  # fmt: skip
+        self._shapes.append(f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{_title(title)}</circle>')
 
     def svg(self, width: float, height: float, label: str, *, css: str = "") -> Svg:
         """Return the picture.

@@ -26,23 +26,97 @@ MEMORY = "peak_memory_mib"
 # small, and which operator families each has, and which not, tells later what moved (`farm.canaries.drift`): batch norm
 # without convolutions, convolutions without batch norm, embeddings without attention, half precision in two of them.
 _CANARIES = (
-    {"family": "mlp", "batch_size": 256, "optimizer": "sgd", "input_size": 1536, "classes": 100, "depth": 3,
-     "topology": "uniform"},
-    {"family": "mlp", "batch_size": 256, "optimizer": "momentum", "input_size": 1024, "classes": 100, "depth": 4,
-     "topology": "uniform", "batch_norm": True},
-    {"family": "cnn", "batch_size": 32, "optimizer": "adam", "precision": "bf16", "image_size": 32, "channels": 3,
-     "classes": 10, "base_filters": 48, "depth": 4, "topology": "uniform", "pooling": True, "pool_interval": 2},
-    {"family": "transformer", "batch_size": 8, "optimizer": "adamw", "vocabulary_size": 8000, "sequence_length": 128,
-     "embedding_size": 256, "heads": 4, "depth": 2, "feed_forward": 1024, "classes": 10, "dropout": 0.1},
-    {"family": "gpt", "batch_size": 4, "optimizer": "adamw", "precision": "bf16", "vocabulary_size": 8000,
-     "sequence_length": 128, "embedding_size": 256, "heads": 4, "depth": 2, "feed_forward": 1024, "dropout": 0.0},
-    {"family": "rnn", "batch_size": 32, "optimizer": "sgd", "vocabulary_size": 8000, "sequence_length": 64,
-     "embedding_size": 256, "hidden_size": 256, "depth": 2},
-    {"family": "gnn", "batch_size": 4, "optimizer": "adam", "nodes": 1000, "degree": 10, "features": 128,
-     "classes": 40, "hidden": 128, "depth": 3},
-    {"family": "unet", "batch_size": 4, "optimizer": "adam", "image_size": 64, "channels": 3,
-     "classes": 4, "base_channels": 32, "depth": 3},
-)  # fmt: skip
+    {
+        "family": "mlp",
+        "batch_size": 256,
+        "optimizer": "sgd",
+        "input_size": 1536,
+        "classes": 100,
+        "depth": 3,
+        "topology": "uniform",
+    },
+    {
+        "family": "mlp",
+        "batch_size": 256,
+        "optimizer": "momentum",
+        "input_size": 1024,
+        "classes": 100,
+        "depth": 4,
+        "topology": "uniform",
+        "batch_norm": True,
+    },
+    {
+        "family": "cnn",
+        "batch_size": 32,
+        "optimizer": "adam",
+        "precision": "bf16",
+        "image_size": 32,
+        "channels": 3,
+        "classes": 10,
+        "base_filters": 48,
+        "depth": 4,
+        "topology": "uniform",
+        "pooling": True,
+        "pool_interval": 2,
+    },
+    {
+        "family": "transformer",
+        "batch_size": 8,
+        "optimizer": "adamw",
+        "vocabulary_size": 8000,
+        "sequence_length": 128,
+        "embedding_size": 256,
+        "heads": 4,
+        "depth": 2,
+        "feed_forward": 1024,
+        "classes": 10,
+        "dropout": 0.1,
+    },
+    {
+        "family": "gpt",
+        "batch_size": 4,
+        "optimizer": "adamw",
+        "precision": "bf16",
+        "vocabulary_size": 8000,
+        "sequence_length": 128,
+        "embedding_size": 256,
+        "heads": 4,
+        "depth": 2,
+        "feed_forward": 1024,
+        "dropout": 0.0,
+    },
+    {
+        "family": "rnn",
+        "batch_size": 32,
+        "optimizer": "sgd",
+        "vocabulary_size": 8000,
+        "sequence_length": 64,
+        "embedding_size": 256,
+        "hidden_size": 256,
+        "depth": 2,
+    },
+    {
+        "family": "gnn",
+        "batch_size": 4,
+        "optimizer": "adam",
+        "nodes": 1000,
+        "degree": 10,
+        "features": 128,
+        "classes": 40,
+        "hidden": 128,
+        "depth": 3,
+    },
+    {
+        "family": "unet",
+        "batch_size": 4,
+        "optimizer": "adam",
+        "image_size": 64,
+        "channels": 3,
+        "classes": 4,
+        "base_channels": 32,
+        "depth": 3,
+    },
+)
 
 # What a context, libraries' workspaces and the allocator's rounding take beside the rough figure, on any GPU.
 _BESIDE_MIB = 1024.0
@@ -302,18 +376,26 @@ def _of_single_gpus(
 
 def _of_canary(
     runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: bool, may_fail: bool
-) -> list[ComparedLabel]:  # fmt: skip
+) -> list[ComparedLabel]:
     entries = []
 
     def add(label: str, sentence: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
         first, unit = runs[0], LABELS.get(label, "")
         entries.append(
             ComparedLabel(
-                family=first.config.family, config_hash=first.config_hash, label=label, unit=unit, before=before,
-                now=now, tolerance=tolerance, moved=moved, history_runs=of, run_ids=tuple(run.run_id for run in runs),
+                family=first.config.family,
+                config_hash=first.config_hash,
+                label=label,
+                unit=unit,
+                before=before,
+                now=now,
+                tolerance=tolerance,
+                moved=moved,
+                history_runs=of,
+                run_ids=tuple(run.run_id for run in runs),
                 said=f"{first.name}: {sentence}",
             )
-        )  # fmt: skip
+        )
 
     trusted = [run for run in runs if run.trusted]
     status = _commonest(trusted or runs)
@@ -385,7 +467,5 @@ def _accepted_failures(entries: Sequence[ComparedLabel]) -> str:
 
 def _change(before: tuple, now: tuple) -> str:
     """`torch_version 2.12.0 -> 2.13.0`."""
-    changed = [
-        f"{name} {old} -> {new}" for name, old, new in zip(ENVIRONMENT, before, now, strict=True) if old != new
-    ]  # fmt: skip
+    changed = [f"{name} {old} -> {new}" for name, old, new in zip(ENVIRONMENT, before, now, strict=True) if old != new]
     return ", ".join(changed)

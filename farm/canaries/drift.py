@@ -102,17 +102,20 @@ def drift_of(data: DataFolder, verdict: CanaryVerdict, *, forget: Collection[str
             if row_marks:
                 families[row["run_id"]] = row["family"]
     return Drift(
-        operators={label: (EVERYTHING,) if EVERYTHING in operators[label] else _in_order(operators[label])
-                   for label in LABELS if label in operators},
+        operators={
+            label: (EVERYTHING,) if EVERYTHING in operators[label] else _in_order(operators[label])
+            for label in LABELS
+            if label in operators
+        },
         moved=tuple(sentence for label in LABELS for sentence in moved.get(label, ())),
         marks=tuple(marks),
         families=families,
-    )  # fmt: skip
+    )
 
 
 def affected_operators(
     entries: Sequence[ComparedLabel], canaries: Mapping[str, TrialConfig]
-) -> dict[str, frozenset[str]]:  # fmt: skip
+) -> dict[str, frozenset[str]]:
     """Return the operator families that moved, for each label that did.
 
     Those of canaries that moved and of none that stayed; for a canary that this leaves unexplained, the ones that the
@@ -287,5 +290,5 @@ def _cells(rows: Sequence[Mapping]) -> tuple[dict[str, frozenset], set[str], dic
     cells = {
         key: frozenset((label, name, bins.cell(at, "memory")) for label, name in stale[key])
         for at, key in enumerate(keys)
-    }  # fmt: skip
+    }
     return cells, measured, configs

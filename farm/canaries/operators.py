@@ -41,10 +41,18 @@ OPERATORS = (*_KINDS, "loss", *WEIGHT_UPDATES, "autocast", OTHER)
 
 # Model libraries name their own modules after classes; a part of the name shows the kind.
 _NAME_PARTS = {
-    "batchnorm": "batch_norm", "norm": "layer_norm", "conv": "convolution", "attention": "attention",
-    "pool": "pooling", "embed": "embedding", "swish": "activation", "sigmoid": "activation", "gelu": "activation",
-    "relu": "activation", "linear": "linear",
-}  # fmt: skip
+    "batchnorm": "batch_norm",
+    "norm": "layer_norm",
+    "conv": "convolution",
+    "attention": "attention",
+    "pool": "pooling",
+    "embed": "embedding",
+    "swish": "activation",
+    "sigmoid": "activation",
+    "gelu": "activation",
+    "relu": "activation",
+    "linear": "linear",
+}
 
 _OF_KIND = {kind: family for family, kinds in _KINDS.items() for kind in kinds}
 

@@ -29,9 +29,22 @@ from workers.quality import REASONS
 PREFIX = "canary-"  # of the ids of the jobs that canaries run in
 LABELS = {target.column: target.unit for target in TARGETS.values()}
 _ABOUT = (
-    "run_id", "job_id", "config_hash", "config", "status", "error_type", "error", "quality", "quality_reasons",
-    "telemetry_missing", "final", "device_name", "device_uuid", "started_at", "finished_at",
-)  # fmt: skip
+    "run_id",
+    "job_id",
+    "config_hash",
+    "config",
+    "status",
+    "error_type",
+    "error",
+    "quality",
+    "quality_reasons",
+    "telemetry_missing",
+    "final",
+    "device_name",
+    "device_uuid",
+    "started_at",
+    "finished_at",
+)
 _CLOCK_SHARE = 0.05  # by which the SM clock must be lower to be named as a cause
 _HOTTER_C = 10.0
 _LATEST = 3  # runs of the history whose telemetry is looked at

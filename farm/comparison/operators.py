@@ -206,10 +206,14 @@ def _changes(
         largest = sorted(differing[name], key=lambda item: (-item[0], item[1]))
         changes.append(
             Change(
-                name=name, kind=kinds.get(name, ""), before=old, after=new, configurations=len(largest),
+                name=name,
+                kind=kinds.get(name, ""),
+                before=old,
+                after=new,
+                configurations=len(largest),
                 examples=tuple(key for _, key in largest[:_EXAMPLES]),
             )
-        )  # fmt: skip
+        )
     return tuple(sorted(changes, key=_largest_first))
 
 

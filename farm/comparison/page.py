@@ -183,11 +183,17 @@ def _families(comparison: Comparison) -> Section | None:
         for f in comparison.families
     ]
     heads = ("operator family", "pairs", "peak memory", "step time", "largest")
-    return Section("families", "By operator family of the layers", (
-        Lead("Medians over the pairs whose configuration has layers of that family. A configuration has several: a "
-             "family stands out where its neighbours do not."),
-        table(heads, rows),
-    ))  # fmt: skip
+    return Section(
+        "families",
+        "By operator family of the layers",
+        (
+            Lead(
+                "Medians over the pairs whose configuration has layers of that family. A configuration has several: a "
+                "family stands out where its neighbours do not."
+            ),
+            table(heads, rows),
+        ),
+    )
 
 
 def _operators(result: Result) -> Section:

@@ -23,8 +23,11 @@ from warehouse.pairing import Pair, Shift, paired, summed_up
 from warehouse.schema import ENVIRONMENT
 
 LABELS = {
-    "peak_memory_mib": "MiB", "peak_reserved_mib": "MiB", "peak_allocated_mib": "MiB", "step_time_ms": "ms",
-}  # fmt: skip
+    "peak_memory_mib": "MiB",
+    "peak_reserved_mib": "MiB",
+    "peak_allocated_mib": "MiB",
+    "step_time_ms": "ms",
+}
 MEMORY, STEP_TIME = "peak_memory_mib", "step_time_ms"
 _KEY = ("config_hash", "source", "device_name", "memory_fraction")
 # What was measured and is not trusted is a run that ended, with no figures to compare.
@@ -144,8 +147,10 @@ def _register(connection: duckdb.DuckDBPyConnection, side: str, where: RunSet) -
     columns = ("run_id", "config", "family", "status", "error_type", "error", "quality", *_KEY, *LABELS, *ENVIRONMENT)
     conditions, values = ["group_id IS NULL"], []
     for condition, value in (
-        ("job_id = ?", where.job_id), ("task_index < ?", where.n), ("family = ?", where.family),
-    ):  # fmt: skip
+        ("job_id = ?", where.job_id),
+        ("task_index < ?", where.n),
+        ("family = ?", where.family),
+    ):
         if value is not None:
             conditions.append(condition)
             values.append(value)
@@ -169,12 +174,14 @@ def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
             pairs_by_statuses[statuses].append(pair)
     return tuple(
         StatusChange(
-            before=before, after=after, configurations=len(of),
+            before=before,
+            after=after,
+            configurations=len(of),
             examples=tuple(p.key["config_hash"] for p in of[:_EXAMPLES]),
             error=next((error for p in of for side in (p.after, p.before) if (error := error_of(side))), None),
         )
         for (before, after), of in sorted(pairs_by_statuses.items(), key=lambda item: (-len(item[1]), item[0]))
-    )  # fmt: skip
+    )
 
 
 def error_of(side: Mapping) -> str | None:

@@ -50,7 +50,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSettings(SampledSettings):
-    """What to compare. Raises `UsageError` that names every bad key together.
+    """The two sides of a comparison. Raises `UsageError` that names every bad key together.
 
       python -m farm.compare before=/envs/torch-2.13 after=/envs/torch-2.15 +arch=cnn n=200
       python -m farm.compare before=/envs/stable/bin/python after=/envs/nightly +arch=gpt n=500 device=H200-SXM-141GB
@@ -82,7 +82,7 @@ class CompareSettings(SampledSettings):
 
     @property
     def submission(self) -> SubmitSettings | None:
-        """What environments run; None where both sides have their runs."""
+        """The jobs that environments run; None where both sides have their runs."""
         if self.arch is None or self.n is None:
             return None
         shared = {one.name: getattr(self, one.name) for one in dataclasses.fields(SampledSettings)}
@@ -129,10 +129,16 @@ def run_comparison(
     job_id = next((where.job_id for where in run_sets if where.job_id is not None), None)
     caveat = MEASURED if "measured" in comparison.sources else SIMULATED
     return Result(
-        name=_name(sides, settings, job_id), before=sides[0], after=sides[1], comparison=comparison,
-        operators=operators, no_operators=no_operators, caveat=caveat,
-        folders=(run_sets[0].folder.root, run_sets[1].folder.root), job_id=job_id,
-    )  # fmt: skip
+        name=_name(sides, settings, job_id),
+        before=sides[0],
+        after=sides[1],
+        comparison=comparison,
+        operators=operators,
+        no_operators=no_operators,
+        caveat=caveat,
+        folders=(run_sets[0].folder.root, run_sets[1].folder.root),
+        job_id=job_id,
+    )
 
 
 def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:

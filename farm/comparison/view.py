@@ -61,8 +61,10 @@ def headline(result: Result) -> str:
             if shift.equal == shift.pairs:
                 parts.append(f"{name} equal in all")
             else:
-                parts.append(f"{name} {percent(shift.median)} in the median, {shift.beyond:,} beyond "
-                             f"{share(comparison.tolerance)}")  # fmt: skip
+                parts.append(
+                    f"{name} {percent(shift.median)} in the median, {shift.beyond:,} beyond "
+                    f"{share(comparison.tolerance)}"
+                )
     changed = sum(s.configurations for s in comparison.statuses if s.before != s.after)
     if changed:
         parts.append(f"{changed:,} ended otherwise")

@@ -194,9 +194,15 @@ class NightWork:
         """
         stop = self.stop(of_time)
         submit_listed(
-            self.folder, self.queue, job_id, tasks, self.machine, self.settings.trial_settings, self.settings.policy,
+            self.folder,
+            self.queue,
+            job_id,
+            tasks,
+            self.machine,
+            self.settings.trial_settings,
+            self.settings.policy,
             self.settings.seed,
-        )  # fmt: skip
+        )
         worked_off = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares)
         if stop.interrupted:
             raise Left
@@ -228,11 +234,18 @@ class NightWork:
         figures = job_figures(self.folder, job_id)
         left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
         return RunPayload(
-            job_id=job_id, runs=figures.runs, by_status=figures.by_status, by_family=figures.by_family,
-            gpu_seconds=figures.gpu_seconds, energy_j=figures.energy_j, ended=ended, next_index=left,
-            wall_s=round(time.monotonic() - began, 3), failed=None if failure is None else str(failure),
+            job_id=job_id,
+            runs=figures.runs,
+            by_status=figures.by_status,
+            by_family=figures.by_family,
+            gpu_seconds=figures.gpu_seconds,
+            energy_j=figures.energy_j,
+            ended=ended,
+            next_index=left,
+            wall_s=round(time.monotonic() - began, 3),
+            failed=None if failure is None else str(failure),
             pairs=pair_figures(self.folder, self.cycle.job("pairs")) if self.settings.collocate else None,
-        )  # fmt: skip
+        )
 
     def _run_pairs(self) -> Ended:
         """Run the night's pairs of trials on one device, before the others: their share ends by number or by time."""
@@ -244,9 +257,13 @@ class NightWork:
 
         seed = int(self.cycle.token, 16)  # other pairs each night, and the same where the night is resumed
         pool = pool_of(
-            self.settings.spaces, self.machine.spec, seed=seed, policy="stratified", limits=self.settings.limits,
+            self.settings.spaces,
+            self.machine.spec,
+            seed=seed,
+            policy="stratified",
+            limits=self.settings.limits,
             progress=lambda done, of: self.tell(f"forecasting pairs: {done:,} of {of:,}"),
-        )  # fmt: skip
+        )
         on_gpu = self.machine.choice.backend != "cpu"
         groups = Groups(pool, 2, self.machine.capacity_mib if on_gpu else None, seed)
         tasks = list(enumerate(itertools.islice(groups, _PAIRS_AT_MOST if wanted is None else wanted)))
@@ -270,13 +287,18 @@ class NightWork:
         for target in self.settings.learn.targets:
             try:
                 promotion = refit(
-                    self.folder, target, self.settings.learn.estimator, cycle=self.cycle.name,
+                    self.folder,
+                    target,
+                    self.settings.learn.estimator,
+                    cycle=self.cycle.name,
                     source=self.machine.source,
-                    device_name=self.machine.device_name, snapshot=landed.snapshot, seed=self.settings.seed,
+                    device_name=self.machine.device_name,
+                    snapshot=landed.snapshot,
+                    seed=self.settings.seed,
                     trust=code_names(self.settings.spaces),
                     now=datetime.datetime.now(datetime.UTC),
                     progress=functools.partial(self._tell_learning, target),
-                )  # fmt: skip
+                )
                 results.append(self._learnt(promotion))
             except CommandError as error:
                 results.append(self._no_result(target, "skipped", str(error)))
@@ -294,9 +316,12 @@ class NightWork:
 
     def _no_result(self, target: str, decision: str, why: str) -> LearntTarget:
         return LearntTarget(
-            target=target, estimator=self.settings.learn.estimator, decision=decision, why=why,
+            target=target,
+            estimator=self.settings.learn.estimator,
+            decision=decision,
+            why=why,
             figures={"current": None, "candidate": None},
-        )  # fmt: skip
+        )
 
     def _report(self, outcome: str, sentence: str) -> ReportPayload:
         from farm.reports.page import write_report
@@ -322,10 +347,15 @@ class NightWork:
         canaries = self.cycle.payload(CanariesPayload)
         environment = None if canaries is None else canaries.environment
         return make_plan(
-            self.folder, self.queue, cycles, self.settings, self.machine, environment,
+            self.folder,
+            self.queue,
+            cycles,
+            self.settings,
+            self.machine,
+            environment,
             again=stale_first(self.folder, self.machine, environment, self.settings.singles),
             progress=lambda done, of: self.tell(f"{doing}: {done:,} of {of:,} candidates"),
-        )  # fmt: skip
+        )
 
     def stop(self, share: float = 1.0) -> NightStop:
         """Return the stop request that applies when a share of this cycle's remaining time is up, or on a signal."""

@@ -190,9 +190,11 @@ def job_figures(folder: DataFolder, job_id: str) -> JobFigures:
         by_family[family] += count
     energies = [row[4] for row in rows if row[4] is not None]
     return JobFigures(
-        by_status=dict(by_status), by_family=dict(by_family), gpu_seconds=sum(row[3] or 0.0 for row in rows),
+        by_status=dict(by_status),
+        by_family=dict(by_family),
+        gpu_seconds=sum(row[3] or 0.0 for row in rows),
         energy_j=sum(energies) if energies else None,
-    )  # fmt: skip
+    )
 
 
 def pair_figures(folder: DataFolder, job_id: str) -> PairsPayload:

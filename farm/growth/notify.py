@@ -44,9 +44,14 @@ def _run(command: str, text: str, outcome: str) -> list[str]:
     environment.pop(SESSION_VARIABLE, None)  # what the command leaves running is the user's, not the farm's to sweep
     try:
         process = subprocess.Popen(
-            command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
+            command,
+            shell=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
     except OSError as error:
         return [f"notify.command: {error.strerror}"]
     with process:

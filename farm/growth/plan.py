@@ -58,7 +58,7 @@ class Plan:
         """Return the plan as the journal stores it, with its file's `path`."""
         beside = ChoicePayload(
             plan=path, runs=len(self.configs), remeasured=self.again, next_index=dict(self.next_index)
-        )  # fmt: skip
+        )
         if self.summary is None:
             return beside
         about = {name: value for name, value in plain(self.summary.to_mapping()).items() if name != "runs"}
@@ -162,9 +162,13 @@ def make_plan(
 
 def _stale_only(again: tuple[TrialConfig, ...], next_index: Mapping[str, int]) -> Plan:
     return Plan(
-        configs=again, why=("stale",) * len(again), places=(None,) * len(again), again=len(again), summary=None,
+        configs=again,
+        why=("stale",) * len(again),
+        places=(None,) * len(again),
+        again=len(again),
+        summary=None,
         next_index=next_index,
-    )  # fmt: skip
+    )
 
 
 def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, machine: Machine, environment) -> Known:

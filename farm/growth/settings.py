@@ -22,9 +22,23 @@ CANARIES = ("compare", "accept", "skip")
 NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only where they are named
 # What decides a cycle and is written down with it; the other keys are of the command that works on it.
 WRITTEN = (
-    "n", "hours", "policy", "families", "space", "pool", "seed", "canaries", "limits", "learn", "device", "window",
-    "trial", "telemetry", "kernels", "collocate",
-)  # fmt: skip
+    "n",
+    "hours",
+    "policy",
+    "families",
+    "space",
+    "pool",
+    "seed",
+    "canaries",
+    "limits",
+    "learn",
+    "device",
+    "window",
+    "trial",
+    "telemetry",
+    "kernels",
+    "collocate",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +135,7 @@ class GrowSettings(TrialsSettings):
         if self.n is None and self.hours is None:
             yield "give n=... (configurations) or hours=... (of measuring)"
         if self.families is not None and (not self.families or len(set(self.families)) < len(self.families)):
-            yield "families must name some families, each once"
+            yield f"families must name some of these, each once: {', '.join(family_names())}"
 
     @property
     def pairs(self) -> int | None:

@@ -89,12 +89,19 @@ def _of_moved(verdict: CanaryVerdict) -> list[Mark]:
     """Return marks for tonight's own labels that moved."""
     return [
         Mark(
-            run_id=run_id, label=entry.label, operators=tuple(sorted(operators_of(verdict.configs[entry.config_hash]))),
-            device_name=verdict.device_name, source=verdict.source, environment=verdict.environment, shift=entry.shift,
+            run_id=run_id,
+            label=entry.label,
+            operators=tuple(sorted(operators_of(verdict.configs[entry.config_hash]))),
+            device_name=verdict.device_name,
+            source=verdict.source,
+            environment=verdict.environment,
+            shift=entry.shift,
             said=entry.said,
         )
-        for entry in verdict.moved if entry.now is not None for run_id in entry.run_ids
-    ]  # fmt: skip
+        for entry in verdict.moved
+        if entry.now is not None
+        for run_id in entry.run_ids
+    ]
 
 
 def _accepted_failures(earlier: Sequence[Cycle]) -> set[str]:

@@ -133,8 +133,13 @@ class FarmMetrics:
         # Held by somebody for too long: the other figures still count.
         with contextlib.suppress(QueueError, UsageError), Queue.open(self._queue, busy_timeout_s=2.0) as queue:
             counts = queue.counts()
-            states = {"queued": counts.queued - counts.waiting, "waiting": counts.waiting, "leased": counts.leased,
-                      "done": counts.done, "cancelled": counts.cancelled}  # fmt: skip
+            states = {
+                "queued": counts.queued - counts.waiting,
+                "waiting": counts.waiting,
+                "leased": counts.leased,
+                "done": counts.done,
+                "cancelled": counts.cancelled,
+            }
             tasks = GaugeMetricFamily("gpufarm_tasks", "Tasks of every job in the queue.", labels=["state"])
             for state, count in states.items():
                 tasks.add_metric([state], count)

@@ -32,9 +32,15 @@ class MetricsServer:
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
-            _application(metrics, pulse), log_config=None, log_level="critical", access_log=False, lifespan="off",
-            timeout_graceful_shutdown=1, server_header=False, ws="none",
-        )  # fmt: skip
+            _application(metrics, pulse),
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            server_header=False,
+            ws="none",
+        )
         self._server = GuardedServer(config, listening, limits)
         self._thread = threading.Thread(target=self._server.run, name="metrics", daemon=True)
 

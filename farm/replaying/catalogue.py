@@ -21,9 +21,12 @@ PUBLISHED_FILE = Path(__file__).with_name("carma_published.csv")
 JOBS_FILE = Path(__file__).with_name("carma_jobs.csv")
 # estimator -> column of its memory; `none` has no figure of any job, `oracle` the true one
 MEMORY_COLUMNS = {
-    "horus": "horus_mib", "faketensor": "faketensor_mib", "gpumemnet": "gpumemnet_mib", "ours": "ours_mib",
+    "horus": "horus_mib",
+    "faketensor": "faketensor_mib",
+    "gpumemnet": "gpumemnet_mib",
+    "ours": "ours_mib",
     "ours_bound": "ours_bound_mib",
-}  # fmt: skip
+}
 ESTIMATORS = ("none", "oracle", *MEMORY_COLUMNS)
 _SHARES = ("busy", "smact", "smocc", "drama")
 
@@ -62,9 +65,14 @@ class JobType:
     def truth(self) -> JobProfile:
         """The true figures as a profile, which nobody but an oracle has."""
         return JobProfile(
-            self.name, memory_mib=self.memory_mib, memory_bound_mib=self.memory_mib, gpu_util=self.busy,
-            smact=self.smact, smocc=self.smocc, drama=self.drama,
-        )  # fmt: skip
+            self.name,
+            memory_mib=self.memory_mib,
+            memory_bound_mib=self.memory_mib,
+            gpu_util=self.busy,
+            smact=self.smact,
+            smocc=self.smocc,
+            drama=self.drama,
+        )
 
 
 @cache
@@ -104,18 +112,25 @@ def _job_type(published: Mapping[str, str], computed: Mapping[str, str], usual: 
     quantiles = ((0.5, "ours_p50_mib"), (0.9, "ours_p90_mib"), (0.99, "ours_bound_mib"))
     known = [(p, mib) for p, column in quantiles if (mib := _number(figures[column])) is not None]
     return JobType(
-        name=published["name"], rad=published["rad"], weight=published["class"], gpus=int(published["gpus"]),
+        name=published["name"],
+        rad=published["rad"],
+        weight=published["class"],
+        gpus=int(published["gpus"]),
         minutes=float(published["minutes"]) / float(published["epochs_of_minutes"]),
         epochs=(20, 50) if published["class"] == "light" else (int(published["epochs"]),),
-        memory_mib=float(published["memory_mib"]), estimates=estimates,
+        memory_mib=float(published["memory_mib"]),
+        estimates=estimates,
         need=MemoryNeed(tuple(known)) if known else None,
         estimated=JobProfile(
-            published["name"], memory_mib=_number(figures["ours_mib"]),
-            memory_bound_mib=_number(figures["ours_bound_mib"]), smact=_number(figures["ours_smact"]),
-            smocc=_number(figures["ours_smocc"]), drama=_number(figures["ours_drama"]),
+            published["name"],
+            memory_mib=_number(figures["ours_mib"]),
+            memory_bound_mib=_number(figures["ours_bound_mib"]),
+            smact=_number(figures["ours_smact"]),
+            smocc=_number(figures["ours_smocc"]),
+            drama=_number(figures["ours_drama"]),
         ),
         **shares,
-    )  # fmt: skip
+    )
 
 
 def estimated_mib(job: JobType, estimator: str) -> float:

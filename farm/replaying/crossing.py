@@ -74,9 +74,14 @@ def run_crossing(
     """Replay everything. `progress(step, done, of)` is called before each replay. Raises `UsageError` as the reader."""
     spec = settings.spec
     rules = ClusterRules(
-        gpus=settings.gpu_count, memory_mib=spec.memory_mib, idle_w=spec.idle_power_w, limit_w=spec.power_limit_w,
-        warmup_s=settings.warmup_s, window_s=settings.window_s, most_jobs=settings.max_jobs,
-    )  # fmt: skip
+        gpus=settings.gpu_count,
+        memory_mib=spec.memory_mib,
+        idle_w=spec.idle_power_w,
+        limit_w=spec.power_limit_w,
+        warmup_s=settings.warmup_s,
+        window_s=settings.window_s,
+        most_jobs=settings.max_jobs,
+    )
     combinations = _combinations(settings)
     results: dict[tuple[str, str], list[ReplayResult]] = {pair: [] for pair in combinations}
     baselines: list[float] = []
@@ -95,12 +100,15 @@ def run_crossing(
     assert first is not None
     standings = tuple(
         Standing(
-            policy=policy, estimator=estimator, results=tuple(of_pair),
-            over_exclusive=tuple(one.makespan_s / base if base else math.nan
-                                 for one, base in zip(of_pair, baselines, strict=True)),
+            policy=policy,
+            estimator=estimator,
+            results=tuple(of_pair),
+            over_exclusive=tuple(
+                one.makespan_s / base if base else math.nan for one, base in zip(of_pair, baselines, strict=True)
+            ),
         )
         for (policy, estimator), of_pair in results.items()
-    )  # fmt: skip
+    )
     return CrossedReplays(
         settings=settings, trace_name=first.name, jobs=len(first), left_out=first.left_out, standings=standings
     )
@@ -117,9 +125,7 @@ def _combinations(settings: ReplaySettings) -> list[tuple[str, str]]:
 
 def _trace(settings: ReplaySettings, seed: int) -> ClusterTrace:
     if settings.trace in GENERATORS:
-        return generate_trace(
-            settings.trace, n=settings.n, gpus=settings.gpu_count, load=settings.load, seed=seed
-        )  # fmt: skip
+        return generate_trace(settings.trace, n=settings.n, gpus=settings.gpu_count, load=settings.load, seed=seed)
     return read_trace(settings.trace, settings.n, seed)
 
 
@@ -127,7 +133,12 @@ def _replayed(
     settings: ReplaySettings, rules: ClusterRules, trace: ClusterTrace, policy: str, estimator: str, seed: int
 ) -> ReplayResult:
     placed = make_policy(
-        policy, estimator, trace.types, risk=settings.risk, most_slowdown=settings.max_slowdown or math.inf,
-        lookahead=settings.lookahead, slowdowns=None if settings.data is None else default_slowdowns(settings.data),
-    )  # fmt: skip
+        policy,
+        estimator,
+        trace.types,
+        risk=settings.risk,
+        most_slowdown=settings.max_slowdown or math.inf,
+        lookahead=settings.lookahead,
+        slowdowns=None if settings.data is None else default_slowdowns(settings.data),
+    )
     return replay(trace, placed, rules, Contention(trace.types, settings.sharing, seed))

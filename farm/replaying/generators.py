@@ -59,9 +59,7 @@ _DrawnJob = tuple[int, float, int]  # type, duration in s, GPUs
 _Draw = Callable[[tuple[JobType, ...], random.Random], _DrawnJob]
 
 
-def _drawn_jobs(
-    draw: _Draw, types: tuple[JobType, ...], drawn: random.Random, n: int, gpus: int
-) -> list[_DrawnJob]:  # fmt: skip
+def _drawn_jobs(draw: _Draw, types: tuple[JobType, ...], drawn: random.Random, n: int, gpus: int) -> list[_DrawnJob]:
     jobs: list[_DrawnJob] = []
     while len(jobs) < n:
         job = draw(types, drawn)

@@ -77,7 +77,7 @@ class GpuPool:
         return self._changed(gpu, rest)
 
     def reserve(self, count: int) -> None:
-        """Let no further job onto so many GPUs, those with the fewest jobs, until `release`."""
+        """Keep further jobs off `count` GPUs, those with the fewest jobs, until `release`."""
         fewest = heapq.nsmallest(count, range(self.count), key=lambda gpu: (len(self.kinds[gpu]), self.activity[gpu]))
         self._reserved = fewest
         for gpu in fewest:

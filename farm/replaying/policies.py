@@ -46,7 +46,7 @@ class PlacementPolicy(Protocol):
         ...
 
     def may_join(self, kind: int) -> bool:
-        """Whether a job of this type can ever join others."""
+        """Return True if a job of this type can ever join others."""
         ...
 
 
@@ -141,9 +141,15 @@ class ExpectedSpeedPolicy(_FittingPolicy):
     name = "ours"
 
     def __init__(
-        self, needs_mib: Sequence[float], types: Sequence[JobType], *, oracle: bool, estimator: SlowdownEstimator,
-        most_slowdown: float, lookahead: int,
-    ) -> None:  # fmt: skip
+        self,
+        needs_mib: Sequence[float],
+        types: Sequence[JobType],
+        *,
+        oracle: bool,
+        estimator: SlowdownEstimator,
+        most_slowdown: float,
+        lookahead: int,
+    ) -> None:
         super().__init__(needs_mib)
         self.profiles = [job.truth if oracle else job.estimated for job in types]
         self.estimator, self.most_slowdown = estimator, most_slowdown
@@ -181,9 +187,15 @@ _GATED = {policy.name: policy for policy in (RoundRobinPolicy, MostMemoryPolicy,
 
 
 def make_policy(
-    name: str, estimator: str, types: Sequence[JobType], *, risk: float = 0.01, most_slowdown: float = math.inf,
-    lookahead: int = LOOKAHEAD, slowdowns: SlowdownEstimator | None = None,
-) -> PlacementPolicy:  # fmt: skip
+    name: str,
+    estimator: str,
+    types: Sequence[JobType],
+    *,
+    risk: float = 0.01,
+    most_slowdown: float = math.inf,
+    lookahead: int = LOOKAHEAD,
+    slowdowns: SlowdownEstimator | None = None,
+) -> PlacementPolicy:
     """Return a policy with an estimator of memory.
 
     Args:
@@ -204,6 +216,10 @@ def make_policy(
     if estimator == "ours_bound":
         margins = [math.inf if job.need is None else job.need.mib(1.0 - risk) for job in types]
     return ExpectedSpeedPolicy(
-        margins, types, oracle=estimator == "oracle", estimator=slowdowns or packaged_slowdowns(),
-        most_slowdown=most_slowdown, lookahead=lookahead,
-    )  # fmt: skip
+        margins,
+        types,
+        oracle=estimator == "oracle",
+        estimator=slowdowns or packaged_slowdowns(),
+        most_slowdown=most_slowdown,
+        lookahead=lookahead,
+    )

@@ -41,7 +41,7 @@ class ClusterRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """What became of a trace. Sequences have one entry a job, NaN for jobs that never ran to their end.
+    """The outcome of a trace. Sequences have one entry a job, NaN for jobs that never ran to their end.
 
     makespan_s      from the first arrival until the last job's end
     waiting_s       of each job, from its arrival until the start of the run that it finished
@@ -181,7 +181,7 @@ class _Simulation:
         return False
 
     def _reserve(self, head: int) -> None:
-        """Let GPUs run empty for a head of the queue that has to have its own, or has waited for long."""
+        """Empty GPUs for a head of the queue that has to have its own, or has waited for long."""
         if self.reserved_for == head:
             return
         patient = self.now - self.trace.arrivals_s[head] < self.policy.patience_s
@@ -252,15 +252,22 @@ class _Simulation:
         over = makespan * self.rules.gpus
         return ReplayResult(
             makespan_s=makespan,
-            waiting_s=[_or_nan(end, began - came) for end, began, came in zip(
-                self.finished, self.began, trace.arrivals_s, strict=True)],
+            waiting_s=[
+                _or_nan(end, began - came)
+                for end, began, came in zip(self.finished, self.began, trace.arrivals_s, strict=True)
+            ],
             completion_s=[end - came for end, came in zip(self.finished, trace.arrivals_s, strict=True)],
-            slowdown=[(end - began) / alone for end, began, alone in zip(
-                self.finished, self.began, trace.durations_s, strict=True)],
-            crashes=self.crashes, failed=self.failed, collocated=self.collocated,
-            smact=self.active_s / over if over else 0.0, used=self.used_s / over if over else 0.0,
+            slowdown=[
+                (end - began) / alone
+                for end, began, alone in zip(self.finished, self.began, trace.durations_s, strict=True)
+            ],
+            crashes=self.crashes,
+            failed=self.failed,
+            collocated=self.collocated,
+            smact=self.active_s / over if over else 0.0,
+            used=self.used_s / over if over else 0.0,
             energy_j=self.rules.idle_w * over + (self.rules.limit_w - self.rules.idle_w) * self.active_s,
-        )  # fmt: skip
+        )
 
 
 def _or_nan(end: float, value: float) -> float:

@@ -21,8 +21,18 @@ from conf.plain_text import printable
 from farm.replaying.catalogue import JobType, load_catalogue
 
 _EPOCHS = re.compile(r"_(\d{1,6})e_(\d+)$")
-_TASK_COLUMNS = ("job_name", "task_name", "inst_num", "status", "start_time", "end_time", "plan_cpu", "plan_mem",
-                 "plan_gpu", "gpu_type")  # fmt: skip
+_TASK_COLUMNS = (
+    "job_name",
+    "task_name",
+    "inst_num",
+    "status",
+    "start_time",
+    "end_time",
+    "plan_cpu",
+    "plan_mem",
+    "plan_gpu",
+    "gpu_type",
+)
 _TIME = "%Y-%m-%d %H:%M:%S"
 _LARGEST = 1e12  # of a figure: seconds, or GPUs
 
@@ -92,9 +102,14 @@ def _trace(name: str, rows: Sequence[_TraceRow], left_out: int, seed: int) -> Cl
     singles = [index for index, job in enumerate(types) if job.gpus == 1]
     kinds = [drawn.choice(singles) if kind is None else kind for *_, kind in rows]
     return ClusterTrace(
-        name=name, types=types, arrivals_s=[row[0] - first for row in rows], kinds=kinds,
-        durations_s=[row[1] for row in rows], gpus=[row[2] for row in rows], left_out=left_out,
-    )  # fmt: skip
+        name=name,
+        types=types,
+        arrivals_s=[row[0] - first for row in rows],
+        kinds=kinds,
+        durations_s=[row[1] for row in rows],
+        gpus=[row[2] for row in rows],
+        left_out=left_out,
+    )
 
 
 def _read_carma(path: Path) -> tuple[list[_TraceRow], int]:

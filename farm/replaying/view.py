@@ -12,8 +12,18 @@ from conf.reports.page_text import MISSING, count_of
 from farm.replaying.crossing import CrossedReplays, Interval, Standing
 from farm.replaying.simulator import ReplayResult
 
-HEADS = ("policy", "estimator", "makespan h", "of exclusive", "waiting min", "completion min", "slowdown",
-         "out of memory", "SM activity", "energy kWh")  # fmt: skip
+HEADS = (
+    "policy",
+    "estimator",
+    "makespan h",
+    "of exclusive",
+    "waiting min",
+    "completion min",
+    "slowdown",
+    "out of memory",
+    "SM activity",
+    "energy kWh",
+)
 CAVEAT = (
     "Simulated: memory and minutes of the jobs are published, utilization is computed from traced steps, and slowdowns "
     "come from a contention model that no policy sees."
@@ -99,10 +109,17 @@ def cells(one: Standing) -> tuple[str, ...]:
     shown = {name: one.interval(figure) for name, figure in FIGURES.items()}
     ratio = Interval.of(one.over_exclusive)
     return (
-        one.policy, one.estimator, _text(shown["makespan_h"], 2), _text(ratio, 3), _text(shown["waiting_min"], 1),
-        _text(shown["completion_min"], 1), _text(shown["slowdown"], 2), f"{one.crashes}", _text(shown["smact"], 2),
+        one.policy,
+        one.estimator,
+        _text(shown["makespan_h"], 2),
+        _text(ratio, 3),
+        _text(shown["waiting_min"], 1),
+        _text(shown["completion_min"], 1),
+        _text(shown["slowdown"], 2),
+        f"{one.crashes}",
+        _text(shown["smact"], 2),
         _text(shown["energy_kwh"], 1),
-    )  # fmt: skip
+    )
 
 
 def _text(interval: Interval, digits: int) -> str:
@@ -116,20 +133,30 @@ def as_mapping(done: CrossedReplays) -> dict[str, Any]:
     """Return all figures as JSON holds them; None for what is not known."""
     settings = done.settings
     return {
-        "trace": done.trace_name, "jobs": done.jobs, "left_out": done.left_out, "gpus": settings.gpu_count,
-        "device": settings.spec.name, "sharing": settings.sharing, "load": settings.load, "seeds": list(settings.seeds),
-        "source": "simulated", "replays": [_standing(one) for one in done.standings],
-        "best": [one.name for one in leading(done)], "notes": notes(done),
-    }  # fmt: skip
+        "trace": done.trace_name,
+        "jobs": done.jobs,
+        "left_out": done.left_out,
+        "gpus": settings.gpu_count,
+        "device": settings.spec.name,
+        "sharing": settings.sharing,
+        "load": settings.load,
+        "seeds": list(settings.seeds),
+        "source": "simulated",
+        "replays": [_standing(one) for one in done.standings],
+        "best": [one.name for one in leading(done)],
+        "notes": notes(done),
+    }
 
 
 def _standing(one: Standing) -> dict[str, Any]:
     figures = {name: _interval(one.interval(figure)) for name, figure in FIGURES.items()}
     return {
-        "policy": one.policy, "estimator": one.estimator, **figures,
+        "policy": one.policy,
+        "estimator": one.estimator,
+        **figures,
         "makespan_over_exclusive": _interval(Interval.of(one.over_exclusive)),
         "by_seed": [_result(result) for result in one.results],
-    }  # fmt: skip
+    }
 
 
 def _interval(interval: Interval) -> dict[str, float | None]:
@@ -138,7 +165,11 @@ def _interval(interval: Interval) -> dict[str, float | None]:
 
 def _result(result: ReplayResult) -> dict[str, Any]:
     return {
-        "makespan_s": result.makespan_s, "out_of_memory": result.crashes, "failed": result.failed,
-        "smact": result.smact, "gpus_with_a_job": result.used, "energy_j": result.energy_j,
+        "makespan_s": result.makespan_s,
+        "out_of_memory": result.crashes,
+        "failed": result.failed,
+        "smact": result.smact,
+        "gpus_with_a_job": result.used,
+        "energy_j": result.energy_j,
         "joined": result.collocated,
-    }  # fmt: skip
+    }

@@ -87,11 +87,19 @@ def _compared(compared: Sequence[Mapping[str, Any]]) -> Table:
     for one in compared:
         before, now = one.get("before"), one.get("now")
         change = _number(now - before, sign=True) if before is not None and now is not None else MISSING
-        rows.append((
-            one.get("family"), str(one.get("config_hash") or MISSING)[:12], f"{one.get('label')} [{one.get('unit')}]",
-            _number(before), _number(now), change, _number(one.get("tolerance")), one.get("history_runs"),
-            one.get("said") or "",
-        ))  # fmt: skip
+        rows.append(
+            (
+                one.get("family"),
+                str(one.get("config_hash") or MISSING)[:12],
+                f"{one.get('label')} [{one.get('unit')}]",
+                _number(before),
+                _number(now),
+                change,
+                _number(one.get("tolerance")),
+                one.get("history_runs"),
+                one.get("said") or "",
+            )
+        )
     heads = ("family", "configuration", "label", "before", "now", "change", "tolerance", "earlier runs", "*said")
     return table(heads, rows, words=3, marked=[k for k, one in enumerate(compared) if one.get("moved")])
 
@@ -232,12 +240,15 @@ def time_section(report: Report) -> Section:
     whole = sum(taken for taken in night.seconds.values() if taken)
     rows: list[tuple[Cell, ...]] = [
         (
-            step.name, step.state, duration(step.seconds),
-            f"{step.seconds / whole:.0%}" if step.seconds and whole else MISSING, step.attempts,
+            step.name,
+            step.state,
+            duration(step.seconds),
+            f"{step.seconds / whole:.0%}" if step.seconds and whole else MISSING,
+            step.attempts,
             gist(step.error),
         )
         for step in report.steps
-    ]  # fmt: skip
+    ]
     failed = [k for k, step in enumerate(report.steps) if step.state == "failed"]
     heads = ("step", "state", "time", "share", "started", "*error")
     of_runs = duration(run.get("gpu_seconds"))

@@ -217,14 +217,17 @@ def _rows(report: Report) -> Section | None:
     lines: list[tuple[Cell, ...]] = []
     for family, counts in sorted(families.items()):
         total = sum(counts[status] for status in shown)
-        lines.append((
-            family, _stack(counts, shown, total / most), total, _plus(counts["tonight"]),
-            *(counts[status] for status in shown),
-        ))  # fmt: skip
+        lines.append(
+            (
+                family,
+                _stack(counts, shown, total / most),
+                total,
+                _plus(counts["tonight"]),
+                *(counts[status] for status in shown),
+            )
+        )
     totals: Counter[str] = sum(families.values(), Counter())
-    lines.append(
-        ("all", "", sum(totals[s] for s in shown), _plus(totals["tonight"]), *(totals[s] for s in shown))
-    )  # fmt: skip
+    lines.append(("all", "", sum(totals[s] for s in shown), _plus(totals["tonight"]), *(totals[s] for s in shown)))
     by_family = table(("family", "", "rows", "tonight", *shown), lines)
     by_kind = table(
         ("family", "device", "source", "rows", "tonight", *shown),

@@ -206,9 +206,7 @@ def _step(cycle: Cycle, name: str) -> StepTime:
     if step is None:
         return StepTime(name=name, state="not reached", seconds=None, attempts=0)
     error = str(step.payload.get("error", "")) if step.state == "failed" else ""
-    return StepTime(
-        name=name, state=step.state, seconds=step.seconds, attempts=len(step.attempts) or 1, error=error
-    )  # fmt: skip
+    return StepTime(name=name, state=step.state, seconds=step.seconds, attempts=len(step.attempts) or 1, error=error)
 
 
 def _night(cycle: Cycle) -> Night:

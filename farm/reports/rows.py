@@ -248,11 +248,16 @@ def _failures(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Fail
     ).fetchall()
     groups = tuple(
         FailureGroup(
-            status=status, error_type=kind, said=sentence or "no message", runs=runs, families=tuple(families),
-            run_ids=tuple(ids), log=log,
+            status=status,
+            error_type=kind,
+            said=sentence or "no message",
+            runs=runs,
+            families=tuple(families),
+            run_ids=tuple(ids),
+            log=log,
         )
         for status, kind, sentence, runs, families, ids, log, _ in groups_found
-    )  # fmt: skip
+    )
     return groups, groups_found[0][-1] if groups_found else 0
 
 

@@ -75,7 +75,7 @@ def _outcome(cycle: Cycle, canaries: Mapping, run: Mapping | None) -> str:
 
 def _sentence(
     cycle: Cycle, outcome: str, canaries: Mapping, run: Mapping | None, rows: ReportRows | None, ran: str
-) -> str:  # fmt: skip
+) -> str:
     """Return the outcome in a sentence. `ran` is measured or simulated."""
     finished = sum(one.tonight for one in rows.counts) if rows else 0
     runs_said = f"nothing was {ran}"

@@ -1,4 +1,4 @@
-"""What the service sends: the bodies of answers, typed. Start reading at `EstimateAnswer`."""
+"""The service's answers: their bodies, typed. Start reading at `EstimateAnswer`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class FieldError(BaseModel):
 
 
 class FitAnswer(BaseModel):
-    """What fits, as `learn.devices_that_fit` and `learn.largest_batch` have it."""
+    """Devices or batches that fit, as `learn.devices_that_fit` and `learn.largest_batch` have it."""
 
     id: str
     status: Literal["done"]
@@ -94,7 +94,7 @@ class PlanAnswer(BaseModel):
 
 
 class SlowdownFields(BaseModel):
-    """Of one job; null: a utilization is not known."""
+    """Slowdowns of one job; null: a utilization is not known."""
 
     name: str
     median: float | None
@@ -102,7 +102,7 @@ class SlowdownFields(BaseModel):
 
 
 class AdmitAnswer(BaseModel):
-    """Whether the job may join, and why; `learn.admit` describes the figures."""
+    """The answer to whether a job may join, and why; `learn.admit` describes the figures."""
 
     admitted: bool
     why: str
@@ -134,7 +134,7 @@ class DevicesAnswer(BaseModel):
 
 
 class Health(BaseModel):
-    """Of one process of the service."""
+    """The health of one process of the service."""
 
     ready: bool
     trace_pool_age_s: float | None

@@ -29,14 +29,22 @@ _PROBLEM = {"model": answers.ProblemDocument, "content": {PROBLEM_TYPE: {}}}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     code: {**_PROBLEM, "description": text}
     for code, text in {
-        400: "not JSON", 401: "no valid token", 403: "not allowed here", 409: "not yet known", 413: "too large",
-        415: "not JSON", 421: "another host", 422: "a field is wrong, or the job cannot be estimated", 429: "busy",
+        400: "not JSON",
+        401: "no valid token",
+        403: "not allowed here",
+        409: "not yet known",
+        413: "too large",
+        415: "not JSON",
+        421: "another host",
+        422: "a field is wrong, or the job cannot be estimated",
+        429: "busy",
         503: "too slow",
     }.items()
-}  # fmt: skip
+}
 _POLLED: dict[int | str, dict[str, Any]] = {
-    202: {"model": answers.Pending, "description": "being traced; GET the URL in `location`"}, **_REFUSALS,
-}  # fmt: skip
+    202: {"model": answers.Pending, "description": "being traced; GET the URL in `location`"},
+    **_REFUSALS,
+}
 
 
 def make_application(settings: ServeSettings, questions: LocalQuestions | None = None) -> Any:
@@ -55,10 +63,14 @@ def make_application(settings: ServeSettings, questions: LocalQuestions | None =
         service.questions.close()
 
     app = FastAPI(
-        title="gpufarm", version="1", lifespan=lifespan, redoc_url=None, docs_url=None,
+        title="gpufarm",
+        version="1",
+        lifespan=lifespan,
+        redoc_url=None,
+        docs_url=None,
         summary="What a training job takes of a GPU, before it runs",
         description="Problems are RFC 9457 documents. `Prefer: wait=N` waits N seconds for a trace within the request.",
-    )  # fmt: skip
+    )
     _add_routes(app, service)
     if settings.explorer:
         add_pages(app, pages)
@@ -131,8 +143,10 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
         from featurize.device_spec import describe_device, device_names
 
         specs = sorted(map(describe_device, device_names()), key=lambda one: (one.memory_mib, one.name))
-        fields = [answers.DeviceFields(name=one.name, memory_mib=one.memory_mib, vendor=one.architecture.vendor)
-                  for one in specs]  # fmt: skip
+        fields = [
+            answers.DeviceFields(name=one.name, memory_mib=one.memory_mib, vendor=one.architecture.vendor)
+            for one in specs
+        ]
         return answers.DevicesAnswer(devices=fields)
 
     @app.get("/healthz", tags=["operations"])

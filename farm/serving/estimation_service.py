@@ -1,4 +1,4 @@
-"""What one process of the service answers, and what it asks of the traces. Start reading at `EstimationService`."""
+"""Answers of one process of the service, and its questions to the traces. Start reading at `EstimationService`."""
 
 from __future__ import annotations
 
@@ -131,9 +131,7 @@ class EstimationService:
         known = iter(await self._known(questions, replace(caller, wait_s=wait_s)))
         jobs = [next(known) if job.figures is None else JobProfile(**job.figures.model_dump()) for job in given]
         memory_mib = request.gpu.memory_mib or device.memory_mib
-        gpu = GpuState(
-            device=device.name, memory_mib=memory_mib, used_mib=request.gpu.used_mib, jobs=tuple(jobs[1:])
-        )  # fmt: skip
+        gpu = GpuState(device=device.name, memory_mib=memory_mib, used_mib=request.gpu.used_mib, jobs=tuple(jobs[1:]))
         risk, most = request.risk, request.max_slowdown
         answer = await self._in_thread(
             lambda: admit(jobs[0], gpu, data=self.data, risk=risk, max_slowdown=most).to_mapping()
@@ -147,9 +145,7 @@ class EstimationService:
         """
 
         async def answer(request: requests.EstimateRequest) -> Estimate:
-            (done,) = await self._known(
-                [estimate_question(request, Policy())], replace(caller, wait_s=_REVIEW_WAIT_S)
-            )  # fmt: skip
+            (done,) = await self._known([estimate_question(request, Policy())], replace(caller, wait_s=_REVIEW_WAIT_S))
             return done
 
         return _json(await reviewed(review, answer))
@@ -338,7 +334,5 @@ def _pending(kind: str, row: Traced) -> dict[str, Any]:
     return {"id": row.key, "status": row.state, "url": f"/v1/{kind}s/{row.key}", "retry_after_s": 1.0}
 
 
-def _json(
-    value: Any, status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None
-) -> Response:  # fmt: skip
+def _json(value: Any, status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
     return Response(json.dumps(value).encode(), int(status), headers, _JSON)

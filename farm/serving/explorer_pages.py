@@ -338,8 +338,11 @@ def _other_loops(source: str) -> dict[str, str]:
 
     own = loop_of_source(source)
     text = f"Not the same loop. In these runs, {LEGEND[own]}; in the estimate, {{}}."
-    return {get_target(name).column: text.format(LEGEND[loop]) for name, loop in FAST_LOOPS.items()
-            if loop != own and name != "memory"}  # fmt: skip
+    return {
+        get_target(name).column: text.format(LEGEND[loop])
+        for name, loop in FAST_LOOPS.items()
+        if loop != own and name != "memory"
+    }
 
 
 def _facts(name: str) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What every request passes first: its id, its token, its size, its turn and its time; and what is recorded of it.
+"""The gate of every request: its id, its token, its size, its turn and its time; and its record.
 
 Start reading at `Gate`, an ASGI application around another. Work on a request ends when its client is gone.
 """
@@ -169,9 +169,7 @@ class Gate:
         if place is None:
             challenge = 'Bearer realm="gpufarm", Basic realm="gpufarm"'
             detail = "Send `Authorization: Bearer TOKEN`; in a browser, the token is the password."
-            raise Problem(
-                HTTPStatus.UNAUTHORIZED, "unauthorized", detail, headers={"www-authenticate": challenge}
-            )  # fmt: skip
+            raise Problem(HTTPStatus.UNAUTHORIZED, "unauthorized", detail, headers={"www-authenticate": challenge})
         return f"token {place}"
 
     def _token_place(self, authorization: str) -> int | None:
@@ -207,9 +205,10 @@ class _Answer:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [
-                *message.get("headers", ()), (b"x-request-id", self._request_id.encode()),
+                *message.get("headers", ()),
+                (b"x-request-id", self._request_id.encode()),
                 (b"x-content-type-options", b"nosniff"),
-            ]  # fmt: skip
+            ]
         elif message["type"] == "http.response.body":
             self.sent_bytes += len(message.get("body", b""))
             self.is_complete = not message.get("more_body", False)

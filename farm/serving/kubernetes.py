@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from conf.errors import unknown_name
-from farm.scheduling import needed_mib
 from farm.serving.problems import Problem
 from farm.serving.requests import EstimateRequest
 from featurize.device_spec import DEFAULT_DEVICE, known_device
@@ -73,7 +72,7 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
     except Problem as problem:
         return annotated(annotations, {PROBLEM: problem.detail[:_LONGEST]})
     fits = "unknown" if done.fits_device is None else str(done.fits_device).lower()
-    needed = math.ceil(needed_mib(done))
+    needed = math.ceil(done.needed_mib)
     notes = {PEAK: str(math.ceil(done.peak_memory_mib)), UPPER: str(needed), FITS: fits, DEVICE: done.device}
     if dialect == KAI and KAI_MEMORY not in annotations:
         notes[KAI_MEMORY] = str(needed)

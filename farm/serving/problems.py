@@ -52,8 +52,11 @@ class Problem(Exception):
     def document(self, request_id: str | None = None) -> dict[str, Any]:
         """Return the members of the document; `instance` names the request."""
         document: dict[str, Any] = {
-            "type": f"/problems/{self.name}", "title": _TYPES[self.name], "status": self.status, "detail": self.detail,
-        }  # fmt: skip
+            "type": f"/problems/{self.name}",
+            "title": _TYPES[self.name],
+            "status": self.status,
+            "detail": self.detail,
+        }
         if request_id is not None:
             document["instance"] = f"urn:request:{request_id}"
         if self.errors:

@@ -37,7 +37,7 @@ _DEEPEST_AT_ONCE = 128  # some 3 ms, in which the process answers nobody else by
 
 @dataclass(frozen=True)
 class Policy:
-    """What the operator allows. trust: modules whose models clients may name; scripts: whether scripts may run."""
+    """The operator's permissions. trust: modules whose models clients may name; scripts: whether scripts may run."""
 
     trust: tuple[str, ...] = ()
     scripts: bool = False
@@ -129,9 +129,7 @@ def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], TrialConfi
     return {**job, "parallel": parallel}, config
 
 
-def _of_config(
-    request: JobFields, policy: Policy, parallel: str | None
-) -> tuple[dict[str, Any], TrialConfig | None]:  # fmt: skip
+def _of_config(request: JobFields, policy: Policy, parallel: str | None) -> tuple[dict[str, Any], TrialConfig | None]:
     from featurize.own_code import refusal
 
     assert request.config is not None
@@ -180,9 +178,11 @@ def _of_hf_config(request: JobFields) -> dict[str, Any]:
 def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
     if not policy.scripts:
         raise Problem(
-            403, "scripts-not-allowed", "This service takes no scripts; its operator can start it with scripts=true.",
+            403,
+            "scripts-not-allowed",
+            "This service takes no scripts; its operator can start it with scripts=true.",
             (("/script", "not allowed here"),),
-        )  # fmt: skip
+        )
     return {"script": request.script, "script_arguments": request.script_arguments}
 
 
@@ -197,9 +197,11 @@ def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingPro
         training = training_settings({**request.training, **quantized})
         Training(**training)
     return {
-        "inputs": request.inputs, "input_dtype": request.input_dtype, "batch_size": request.batch_size,
+        "inputs": request.inputs,
+        "input_dtype": request.input_dtype,
+        "batch_size": request.batch_size,
         "training": training,
-    }  # fmt: skip
+    }
 
 
 def _parallel(request: JobFields) -> str | None:
@@ -249,7 +251,7 @@ def _as_problem(pointer: str) -> Iterator[None]:
 
 
 class ServiceState:
-    """What answers depend on besides the question: the code, and the models in the data folder.
+    """The state that answers depend on besides the question: the code, and the models in the data folder.
 
     The names of the fitted models are read anew every few seconds.
     """

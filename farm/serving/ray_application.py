@@ -50,13 +50,17 @@ def build(arguments: Mapping[str, Any]) -> Any:
     if not folder.root.exists():
         raise UsageError(f"data={settings.data} is no data folder; name one that every node has")
     traces = serve.deployment(Traces).options(
-        name=TRACES, num_replicas=1, max_ongoing_requests=settings.limits.concurrent * max(settings.processes, 1),
+        name=TRACES,
+        num_replicas=1,
+        max_ongoing_requests=settings.limits.concurrent * max(settings.processes, 1),
         ray_actor_options={"num_cpus": settings.traces},
-    )  # fmt: skip
+    )
     estimations = serve.deployment(serve.ingress()(Estimations)).options(
-        name=ESTIMATIONS, num_replicas=settings.processes,
-        max_ongoing_requests=settings.limits.concurrent + _MORE_REQUESTS, ray_actor_options={"num_cpus": 1},
-    )  # fmt: skip
+        name=ESTIMATIONS,
+        num_replicas=settings.processes,
+        max_ongoing_requests=settings.limits.concurrent + _MORE_REQUESTS,
+        ray_actor_options={"num_cpus": 1},
+    )
     return estimations.bind(settings, traces.bind(settings))
 
 

@@ -45,16 +45,19 @@ class RequestLog:
         except (OSError, ValueError):  # a full disk stops no answers
             pass
 
-    def request(
-        self, request_id: str, scope: Mapping[str, Any], status: int, seconds: float, sent_bytes: int
-    ) -> None:  # fmt: skip
+    def request(self, request_id: str, scope: Mapping[str, Any], status: int, seconds: float, sent_bytes: int) -> None:
         """Write a line of one request: neither its body nor its token."""
         if self._file is None:
             return
         self.event(
-            "request", request_id=request_id, method=scope["method"], path=scope["path"], status=status,
-            ms=round(1e3 * seconds, 3), bytes=sent_bytes,
-        )  # fmt: skip
+            "request",
+            request_id=request_id,
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            ms=round(1e3 * seconds, 3),
+            bytes=sent_bytes,
+        )
 
     def failure(self, request_id: str, trace: str) -> None:
         """Write the traceback of a request that failed."""

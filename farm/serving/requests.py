@@ -1,4 +1,4 @@
-"""What clients send: the bodies of requests, typed. Start reading at `JobFields`."""
+"""Clients' requests: their bodies, typed. Start reading at `JobFields`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class JobFields(_Body):
         None,
         description="`MODULE:FACTORY` of torchvision, timm or transformers",
         examples=["torchvision.models:resnet50"],
-    )  # fmt: skip
+    )
     hf_config: dict[str, Any] | None = Field(
         None,
         description="a Hugging Face config.json; `architectures` names the model class, and bitsandbytes' "
@@ -49,9 +49,10 @@ class JobFields(_Body):
     script_arguments: list[Text] = Field(default_factory=list, max_length=200)
     arguments: dict[str, Any] | None = Field(None, description="of `model`: the factory's keyword arguments")
     inputs: list[Any] | dict[str, Any] | None = Field(
-        None, description="of `model` and `hf_config`: shapes, by position or by name; see learn.estimate",
+        None,
+        description="of `model` and `hf_config`: shapes, by position or by name; see learn.estimate",
         examples=[[64, 3, 224, 224]],
-    )  # fmt: skip
+    )
     input_dtype: Text = Field("float32", description="of inputs that name no type")
     batch_size: Count | None = Field(None, description="of `model`: scales the inputs; of `hf_config`: samples")
     sequence_length: Count | None = Field(None, description="of `hf_config`: tokens of a sample")
@@ -164,7 +165,7 @@ class AdmitGpu(_Body):
 
 
 class AdmitRequest(_Body):
-    """Whether a job may join the jobs of a GPU."""
+    """The question whether a job may join the jobs of a GPU."""
 
     job: AdmitJob
     gpu: AdmitGpu

@@ -141,9 +141,9 @@ class _Answering:
         for process in [one for one in self._processes if not one.is_alive()]:
             lived_s = time.monotonic() - self._processes.pop(process)
             self._log.event("process_ended", ended=process.pid, exit_code=process.exitcode, lived_s=round(lived_s, 1))
-            self._failed_starts = 0 if lived_s > _SETTLED_S or process.exitcode == -signal.SIGKILL else (
-                self._failed_starts + 1
-            )  # fmt: skip
+            self._failed_starts = (
+                0 if lived_s > _SETTLED_S or process.exitcode == -signal.SIGKILL else (self._failed_starts + 1)
+            )
             if self._failed_starts >= _FAILED_STARTS:
                 raise EnvironmentProblem(
                     f"the processes that answer ended {_FAILED_STARTS} times in a row, the last with exit code "
@@ -169,10 +169,17 @@ def _answer_requests(settings: ServeSettings, listening: socket.socket) -> None:
     sys.setswitchinterval(_SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that watches passes it on
     config = uvicorn.Config(
-        make_application(settings), log_config=None, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=_STOP_S, timeout_keep_alive=_KEEP_ALIVE_S, server_header=False,
-        ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key, ws="none",
-    )  # fmt: skip
+        make_application(settings),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_STOP_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        server_header=False,
+        ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.private_key,
+        ws="none",
+    )
     server = GuardedServer(config, listening, settings.limits)
     threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
     server.run()

@@ -22,7 +22,7 @@ class ServiceMetrics:
 
         self._requests = Counter(
             "gpufarm_service_requests_total", "Requests by route, method and status", ("route", "method", "status")
-        )  # fmt: skip
+        )
         self._seconds = Histogram(
             "gpufarm_service_request_seconds", "Duration of requests by route", ("route",), buckets=_BUCKETS_S
         )

@@ -28,7 +28,7 @@ _LARGEST_ANSWER = 4 * 2**20  # characters of JSON: answers are stored
 
 @dataclass(frozen=True)
 class TraceLimits:
-    """What one trace may take, and what it may name. seconds, memory_bytes: of the child, with its own children."""
+    """Limits of one trace, and names that it may use. seconds, memory_bytes: of the child, with its own children."""
 
     data: str
     trust: tuple[str, ...]
@@ -99,11 +99,19 @@ def _plan(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     job = _job(question, limits)
     assert not isinstance(job, Mapping)
     done = plan(
-        job, _inputs(question), gpus=question["gpus"], device=question["device"],
-        global_batch=question["global_batch"], checkpointing=question["checkpointing"], modes=question["modes"],
-        parallel=question["parallel"], coverage=question["coverage"], input_dtype=question["input_dtype"],
-        data=limits.data, **training,
-    )  # fmt: skip
+        job,
+        _inputs(question),
+        gpus=question["gpus"],
+        device=question["device"],
+        global_batch=question["global_batch"],
+        checkpointing=question["checkpointing"],
+        modes=question["modes"],
+        parallel=question["parallel"],
+        coverage=question["coverage"],
+        input_dtype=question["input_dtype"],
+        data=limits.data,
+        **training,
+    )
     return done.to_mapping()
 
 
@@ -115,9 +123,13 @@ def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, An
         os.chdir(folder)
         how = {name: question[name] for name in ("coverage", "machine", "loop", "allocator", "workspaces")}
         done = estimate_script(
-            ["python", _SCRIPT, *question["script_arguments"]], device=question["device"], data=limits.data,
-            time_limit_s=limits.seconds, memory_limit_gib=limits.memory_bytes / 2**30, **how,
-        )  # fmt: skip
+            ["python", _SCRIPT, *question["script_arguments"]],
+            device=question["device"],
+            data=limits.data,
+            time_limit_s=limits.seconds,
+            memory_limit_gib=limits.memory_bytes / 2**30,
+            **how,
+        )
     os.chdir("/")
     return done.to_mapping()
 

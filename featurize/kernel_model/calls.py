@@ -21,8 +21,13 @@ HALF = ("float16", "bfloat16")
 FP32, TF32, TENSOR, FP8 = PIPES = ("fp32", "tf32", "tensor", "fp8")
 # How the tiles of a kernel's work lie: each group has its own constants.
 PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
-    "product", "convolution", "attention", "grouped", "depthwise", "stream",
-)  # fmt: skip
+    "product",
+    "convolution",
+    "attention",
+    "grouped",
+    "depthwise",
+    "stream",
+)
 _MOST_PLACES = 49  # of a depthwise kernel, for which fast ones exist
 _USUAL_WIDTHS = (4, 8, 16, 32)
 _WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
@@ -145,15 +150,32 @@ def stream(kind: str, nbytes: float, units: float, flops: float = 0.0) -> Kernel
 def product(rows: float, columns: float, depth: float, batch: float, pipe: str, nbytes: float) -> KernelCall:
     """Return a matrix product, `batch` times."""
     return KernelCall(
-        "product", PRODUCT, pipe, 2 * rows * columns * depth * batch, nbytes, rows, columns, depth, batch,
+        "product",
+        PRODUCT,
+        pipe,
+        2 * rows * columns * depth * batch,
+        nbytes,
+        rows,
+        columns,
+        depth,
+        batch,
         columns % 8 == 0 and depth % 8 == 0,
-    )  # fmt: skip
+    )
 
 
 def convolution(
-    kind: str, flops: float, nbytes: float, rows: float, columns: float, groups: int, pipe: str, *,
-    widths: tuple[int, int], places: int, same_size: bool,
-) -> KernelCall:  # fmt: skip
+    kind: str,
+    flops: float,
+    nbytes: float,
+    rows: float,
+    columns: float,
+    groups: int,
+    pipe: str,
+    *,
+    widths: tuple[int, int],
+    places: int,
+    same_size: bool,
+) -> KernelCall:
     """Return one direction of a convolution, as the implicit product that it is.
 
     Args:
@@ -278,15 +300,24 @@ def _convolutions(op: Operator, pipe: str) -> Iterator[KernelCall]:
         else:
             rows, columns = elements[result] / result[1] if result[1] else 0.0, result[1] / groups
         yield convolution(
-            kind, op.flops / len(results), size * (elements[x] + elements[y] + elements[weight]), rows, columns,
-            groups, pipe, widths=(x[1] // groups, y[1] // groups), places=math.prod(weight[2:]),
+            kind,
+            op.flops / len(results),
+            size * (elements[x] + elements[y] + elements[weight]),
+            rows,
+            columns,
+            groups,
+            pipe,
+            widths=(x[1] // groups, y[1] // groups),
+            places=math.prod(weight[2:]),
             same_size=x[2:] == y[2:],
-        )  # fmt: skip
+        )
     if with_bias:
         yield stream(
-            "reduction" if backward else "elementwise", size * elements[y] * (1 if backward else 2), elements[y],
+            "reduction" if backward else "elementwise",
+            size * elements[y] * (1 if backward else 2),
             elements[y],
-        )  # fmt: skip
+            elements[y],
+        )
 
 
 def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:

@@ -29,9 +29,13 @@ KINDS = ("matmul", "convolution", "attention", "elementwise", "reduction", "row"
 LAUNCH, COMPUTE, MEMORY = ("launch", "compute", "memory")
 _KIND_OF_GROUP = {PRODUCT: "matmul", ATTENTION: "attention"}
 _BEGINNINGS = {
-    "batch_norm": "normalization", "group_norm": "normalization", "layer_norm": "row", "softmax": "row",
-    "reduction": "reduction", "optimizer": "optimizer",
-}  # fmt: skip
+    "batch_norm": "normalization",
+    "group_norm": "normalization",
+    "layer_norm": "row",
+    "softmax": "row",
+    "reduction": "reduction",
+    "optimizer": "optimizer",
+}
 
 
 class OperatorCost(NamedTuple):

@@ -65,9 +65,15 @@ class KernelLoad:
 
 
 def kernel_load(
-    calls: Calls, kernels: Kernels, spec: DeviceSpec, *, seconds: np.ndarray, memory_s: np.ndarray, latency_s: float,
+    calls: Calls,
+    kernels: Kernels,
+    spec: DeviceSpec,
+    *,
+    seconds: np.ndarray,
+    memory_s: np.ndarray,
+    latency_s: float,
     sm_share: np.ndarray,
-) -> KernelLoad:  # fmt: skip
+) -> KernelLoad:
     """Return what each kernel uses.
 
     Args:

@@ -180,16 +180,25 @@ def timed_kernels(
 ) -> TimedKernels:
     """Return each kernel's time on a GPU model, and what it keeps busy there. Args: as in `time_step`."""
     kernels = kernels_on(
-        calls, spec, learned.parameters.names, channels_last=settings.channels_last, searched=settings.cudnn_benchmark,
+        calls,
+        spec,
+        learned.parameters.names,
+        channels_last=settings.channels_last,
+        searched=settings.cudnn_benchmark,
         half=_half_of(settings),
-    )  # fmt: skip
+    )
     occupied = occupied_on(calls, kernels, spec)
     sm_share, occupancy = kernel_activity(occupied, learned.activity)
     seconds = call_seconds(kernels, learned.parameters)
     load = kernel_load(
-        calls, kernels, spec, seconds=seconds, latency_s=learned.latency_s, sm_share=sm_share,
+        calls,
+        kernels,
+        spec,
+        seconds=seconds,
+        latency_s=learned.latency_s,
+        sm_share=sm_share,
         memory_s=traffic_s(kernels, learned.parameters),
-    )  # fmt: skip
+    )
     watts, longer = under_limit(load, spec, load_power())
     return TimedKernels(
         calls=calls,

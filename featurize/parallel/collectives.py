@@ -42,8 +42,10 @@ _HOP_US: Mapping[str, Mapping[str, tuple[float, float]]] = {
 }
 # Protocol -> share of the bandwidth that is left for data by (ring, tree) (tuning.cc: busBw). LL128 wants NVLink.
 _SHARE: Mapping[str, tuple[float, float]] = {
-    "LL": (1 / 4, 0.92 / 3.8), "LL128": (0.92, 0.92 * 7 / 9), "Simple": (1.0, 0.92),
-}  # fmt: skip
+    "LL": (1 / 4, 0.92 / 3.8),
+    "LL128": (0.92, 0.92 * 7 / 9),
+    "Simple": (1.0, 0.92),
+}
 # NVLS, where NVSwitches reduce and multiply what GPUs send: microseconds in all; least compute capability -> share of
 # the links that is reached (tuning.cc: nvlsEfficiency).
 _SWITCH_US = 25.0

@@ -20,49 +20,124 @@ from conf.errors import UsageError, shown
 ZERO_STAGES = (1, 2, 3)
 # Settings of `Parallel` that count elements.
 COUNTS = (
-    "reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "stage3_param_persistence_threshold",
-)  # fmt: skip
+    "reduce_bucket_size",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+)
 AUTO = "auto"
 _ZERO = "zero_optimization"
 # Keys of zero_optimization that are settings of `Parallel`, by the same name.
 _OF_LAYOUT = (*COUNTS, "overlap_comm", "contiguous_gradients")
 # Keys that change neither memory nor operators of a step.
-_NO_MATTER = frozenset({
-    "scheduler", "steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "flops_profiler",
-    "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "checkpoint", "aio", "dataloader_drop_last",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "elasticity", "autotuning", "seed", "nebula",
-    "timers", "activation_checkpointing", "disable_allgather", "use_node_local_storage", "load_universal_checkpoint",
-    "gradient_predivide_factor", "prescale_gradients", "sparse_gradients", "fp32_allreduce",
-})  # fmt: skip
-_NO_MATTER_OF_ZERO = frozenset({
-    "allgather_partitions", "allgather_bucket_size", "load_from_fp32_weights", "elastic_checkpoint",
-    "ignore_unused_parameters", "legacy_stage1", "stage3_gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save", "cpu_offload_use_pin_memory",
-    "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
-    "save_muon_momentum_buffer_in_memory",
-})  # fmt: skip
-_READ = frozenset({
-    _ZERO, "optimizer", "bf16", "bfloat16", "fp16", "data_types", "communication_data_type", "gradient_clipping",
-    "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size",
-})  # fmt: skip
+_NO_MATTER = frozenset(
+    {
+        "scheduler",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "dump_state",
+        "memory_breakdown",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "comms_logger",
+        "checkpoint",
+        "aio",
+        "dataloader_drop_last",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "elasticity",
+        "autotuning",
+        "seed",
+        "nebula",
+        "timers",
+        "activation_checkpointing",
+        "disable_allgather",
+        "use_node_local_storage",
+        "load_universal_checkpoint",
+        "gradient_predivide_factor",
+        "prescale_gradients",
+        "sparse_gradients",
+        "fp32_allreduce",
+    }
+)
+_NO_MATTER_OF_ZERO = frozenset(
+    {
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "load_from_fp32_weights",
+        "elastic_checkpoint",
+        "ignore_unused_parameters",
+        "legacy_stage1",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "gather_16bit_weights_on_model_save",
+        "cpu_offload_use_pin_memory",
+        "pipeline_loading_checkpoint",
+        "override_module_apply",
+        "log_trace_cache_warnings",
+        "enable_sanity_checks",
+        "save_muon_momentum_buffer_in_memory",
+    }
+)
+_READ = frozenset(
+    {
+        _ZERO,
+        "optimizer",
+        "bf16",
+        "bfloat16",
+        "fp16",
+        "data_types",
+        "communication_data_type",
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+    }
+)
 # Keys that are known with one value only: another one changes what a step takes, and is not estimated.
 _ONLY: Mapping[str, Any] = {
-    "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True, "round_robin_gradients": False,
-    "parameter_alignment": False, "compute_grad_norm": True, "zero_hpz_partition_size": 1,
-    "zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False,
-    "stage3_use_all_reduce_for_fetch_params": False, "stage3_allgather_sequential": False,
-    "stage3_module_granularity_threshold": 0, "memory_efficient_linear": True, "mics_shard_size": -1,
-}  # fmt: skip
-_KNOWN_OF_ZERO = frozenset({
-    *_OF_LAYOUT, *_ONLY, *_NO_MATTER_OF_ZERO, "stage", "cpu_offload", "cpu_offload_param", "offload_optimizer",
-    "offload_param",
-})  # fmt: skip
+    "reduce_scatter": True,
+    "use_multi_rank_bucket_allreduce": True,
+    "round_robin_gradients": False,
+    "parameter_alignment": False,
+    "compute_grad_norm": True,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "stage3_use_all_reduce_for_fetch_params": False,
+    "stage3_allgather_sequential": False,
+    "stage3_module_granularity_threshold": 0,
+    "memory_efficient_linear": True,
+    "mics_shard_size": -1,
+}
+_KNOWN_OF_ZERO = frozenset(
+    {
+        *_OF_LAYOUT,
+        *_ONLY,
+        *_NO_MATTER_OF_ZERO,
+        "stage",
+        "cpu_offload",
+        "cpu_offload_param",
+        "offload_optimizer",
+        "offload_param",
+    }
+)
 # DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW unless it is told otherwise.
 _OPTIMIZERS = {
-    "adam": "adamw", "adamw": "adamw", "torchadam": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion",
+    "adam": "adamw",
+    "adamw": "adamw",
+    "torchadam": "adamw",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "lion": "lion",
     "rmsprop": "rmsprop",
-}  # fmt: skip
+}
 # Sizes that Hugging Face's Trainer fills in, by the model's width.
 _OF_WIDTH: Mapping[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda width: width * width,

@@ -48,7 +48,8 @@ class OfMode(NamedTuple):
 
 OF_MODES = (
     OfMode(
-        ("reshard_after_forward", "reduce_dtype", "wrap"), "fsdp or cp",
+        ("reshard_after_forward", "reduce_dtype", "wrap"),
+        "fsdp or cp",
         lambda degrees: _takes_part(degrees, "fsdp", "cp"),
     ),
     OfMode(
@@ -58,28 +59,39 @@ OF_MODES = (
     ),
     OfMode(("fsdp_version",), "fsdp", lambda degrees: _takes_part(degrees, "fsdp")),
     OfMode(
-        ("backward_prefetch", "limit_all_gathers", "use_orig_params", "no_sync"), "fsdp_version=1",
+        ("backward_prefetch", "limit_all_gathers", "use_orig_params", "no_sync"),
+        "fsdp_version=1",
         lambda degrees: degrees.get("fsdp_version") == FLAT,
     ),
     OfMode(("cp_rotate", "cp_load_balance"), "cp", lambda degrees: _takes_part(degrees, "cp")),
     OfMode(("tp_plan",), "tp", lambda degrees: _takes_part(degrees, "tp")),
     OfMode(
         ("schedule", "micro_batches", "stages_per_rank", "stage_starts", "drop_outputs"),
-        "pp", lambda degrees: _takes_part(degrees, "pp"),
+        "pp",
+        lambda degrees: _takes_part(degrees, "pp"),
     ),
-    OfMode(("zero",), "ddp without fsdp, cp, tp and own",
-            lambda degrees: not _takes_part(degrees, "fsdp", "cp", "tp", OWN)),
     OfMode(
-        ("param_dtype", "cpu_offload"), "fsdp, cp or zero",
+        ("zero",), "ddp without fsdp, cp, tp and own", lambda degrees: not _takes_part(degrees, "fsdp", "cp", "tp", OWN)
+    ),
+    OfMode(
+        ("param_dtype", "cpu_offload"),
+        "fsdp, cp or zero",
         lambda degrees: _takes_part(degrees, "fsdp", "cp") or _stage(degrees),
     ),
     OfMode(("reduce_bucket_size", "overlap_comm", "contiguous_gradients"), "zero", lambda degrees: _stage(degrees)),
     OfMode(
-        ("offload_param", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
-         "stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
-        "zero=3", lambda degrees: _stage(degrees) and degrees["zero"] == 3,
+        (
+            "offload_param",
+            "sub_group_size",
+            "stage3_prefetch_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_param_persistence_threshold",
+        ),
+        "zero=3",
+        lambda degrees: _stage(degrees) and degrees["zero"] == 3,
     ),
-)  # fmt: skip
+)
 
 
 def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:

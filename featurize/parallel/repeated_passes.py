@@ -167,9 +167,13 @@ class RepeatedPasses:
         self._notes[key] = _Note(
             memory=_memory_of(memory, memory.since(mark), batch, results, ends=kind == BACKWARD),
             operators=recorder.log.operators[began.operators :],
-            sent=self._streams.sent[began.collectives :], spans=list(batch.spans),
-            state=self._states[stage].now(), began=began, before=before, after=self._streams.moments(),
-        )  # fmt: skip
+            sent=self._streams.sent[began.collectives :],
+            spans=list(batch.spans),
+            state=self._states[stage].now(),
+            began=began,
+            before=before,
+            after=self._streams.moments(),
+        )
         return results
 
     # -- repeating one

@@ -51,9 +51,15 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
     local, calls = getattr(F, _ATTENTION), 0
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         nonlocal calls
         calls += 1
         _require_attention_of_a_ring(attn_mask, is_causal, balanced=_is_balanced(parallel))

@@ -26,8 +26,14 @@ from learn.estimation.platforms import machine_for
 
 _LEAST = 5  # runs of a family, or members of groups
 _OFF = {
-    "allocated": 0.03, "reserved": 0.03, "step_time": 0.1, "power": 0.1, "smact": 0.05, "smocc": 0.05, "drama": 0.05,
-}  # fmt: skip
+    "allocated": 0.03,
+    "reserved": 0.03,
+    "step_time": 0.1,
+    "power": 0.1,
+    "smact": 0.05,
+    "smocc": 0.05,
+    "drama": 0.05,
+}
 _KERNELS = ("step_time", "smact", "smocc", "drama")  # what `learn.fit_kernels` changes
 _CONTEXT_MIB = 50.0
 _WORKSPACE_MIB = 2.0

@@ -159,11 +159,18 @@ def _run_step(call: Call, name: str, seconds: float) -> None:
     step, call.step_began_s = STEPS[name], time.monotonic()
     runs_before, discovered = call.runs, discover_gpus()
     row = {
-        "step": name, "device": call.place.device, "started_at": datetime.datetime.now(datetime.UTC).isoformat(),
-        "wall_s": 0.0, "outcome": "running", "reason": None, "counts": {},
-        "torch": version("torch"), "python": platform.python_version(), "driver": discovered.driver_version,
+        "step": name,
+        "device": call.place.device,
+        "started_at": datetime.datetime.now(datetime.UTC).isoformat(),
+        "wall_s": 0.0,
+        "outcome": "running",
+        "reason": None,
+        "counts": {},
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "driver": discovered.driver_version,
         "gpu": next((gpu.name for gpu in discovered.usable), None),
-    }  # fmt: skip
+    }
     call.rows.append(row)
     call.pack()
     try:
@@ -232,9 +239,15 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
         output.write(f"-- {' '.join(command)}\n".encode())
         output.flush()
         child = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=SOURCE,
-            env=environment, start_new_session=True, preexec_fn=partial(_begin_child, os.getpid()),
-        )  # fmt: skip
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=SOURCE,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=partial(_begin_child, os.getpid()),
+        )
         try:
             while child.poll() is None:
                 now_s = time.monotonic()

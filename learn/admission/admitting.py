@@ -102,9 +102,14 @@ def admit(
         quick = unknown is None and max(one.median for _, one in slowdowns if one is not None) <= max_slowdown
         reasons.append(_slowdown_reason(slowdowns, unknown, max_slowdown))
     return Admission(
-        admitted=fits and quick, why=" ".join(reasons), slowdowns=slowdowns, risk=overflow, coverage=coverage,
-        bound_mib=bound_mib, memory_mib=gpu_state.memory_mib,
-    )  # fmt: skip
+        admitted=fits and quick,
+        why=" ".join(reasons),
+        slowdowns=slowdowns,
+        risk=overflow,
+        coverage=coverage,
+        bound_mib=bound_mib,
+        memory_mib=gpu_state.memory_mib,
+    )
 
 
 def _slowdowns(
@@ -124,9 +129,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _slowdown_reason(
-    slowdowns: Sequence[tuple[str, Slowdown | None]], unknown: str | None, limit: float
-) -> str:  # fmt: skip
+def _slowdown_reason(slowdowns: Sequence[tuple[str, Slowdown | None]], unknown: str | None, limit: float) -> str:
     if unknown is not None:
         return f"Slowdowns cannot be expected: {unknown}."
     name, worst = max(((name, one) for name, one in slowdowns if one is not None), key=lambda pair: pair[1].median)

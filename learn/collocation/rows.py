@@ -19,10 +19,17 @@ if TYPE_CHECKING:
     import os
 
 _PROFILE = {  # of JobProfile: column of collocations
-    "memory_mib": "solo_memory_mib", "step_ms": "solo_step_ms", "gpu_util": "solo_gpu_util",
-    "memory_util": "solo_memory_util", "smact": "solo_smact", "smocc": "solo_smocc", "drama": "solo_drama",
-    "tensor": "solo_tensor_active", "launches_per_s": "solo_launches_per_s", "power_w": "solo_power_w",
-}  # fmt: skip
+    "memory_mib": "solo_memory_mib",
+    "step_ms": "solo_step_ms",
+    "gpu_util": "solo_gpu_util",
+    "memory_util": "solo_memory_util",
+    "smact": "solo_smact",
+    "smocc": "solo_smocc",
+    "drama": "solo_drama",
+    "tensor": "solo_tensor_active",
+    "launches_per_s": "solo_launches_per_s",
+    "power_w": "solo_power_w",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +80,22 @@ def measured_groups(
     import warehouse
 
     columns = (
-        "group_id", "member", "group_size", "source", "series", "device_name", "devices", "model", "name", "status",
-        "slowdown", "doubt", "joint_memory_mib", "member_row", *_PROFILE.values(),
-    )  # fmt: skip
+        "group_id",
+        "member",
+        "group_size",
+        "source",
+        "series",
+        "device_name",
+        "devices",
+        "model",
+        "name",
+        "status",
+        "slowdown",
+        "doubt",
+        "joint_memory_mib",
+        "member_row",
+        *_PROFILE.values(),
+    )
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = connection.sql(f"SELECT {', '.join(columns)} FROM collocations ORDER BY group_id, member")
         members = rows.to_arrow_table().to_pylist()
@@ -89,8 +109,11 @@ def measured_groups(
         if row["source"] in wanted:
             by_group[row["group_id"]].append(row)
     if not by_group:
-        chosen = "".join(f" of {name}={value}" for name, value in (("source", source), ("device_name", device_name))
-                         if value is not None)  # fmt: skip
+        chosen = "".join(
+            f" of {name}={value}"
+            for name, value in (("source", source), ("device_name", device_name))
+            if value is not None
+        )
         raise UsageError(f"the table collocations holds no groups{chosen}; `warehouse.ingest source=lucid` brings some")
     groups, left_out = [], Counter[str]()
     for group_rows in by_group.values():

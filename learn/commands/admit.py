@@ -62,9 +62,12 @@ def entry(settings: AdmitSettings) -> int:
     state = GpuState(memory_mib=memory, jobs=jobs, used_mib=settings.used_mib, device=device)
     with contextlib.redirect_stdout(sys.stderr):
         answer = admit(
-            _job(settings.job, "job", "new job"), state, risk=settings.risk, max_slowdown=settings.max_slowdown,
+            _job(settings.job, "job", "new job"),
+            state,
+            risk=settings.risk,
+            max_slowdown=settings.max_slowdown,
             data=settings.data,
-        )  # fmt: skip
+        )
     print(json.dumps(answer.to_mapping(), indent=1) if settings.format == "json" else "\n".join(_lines(answer)))
     return 0
 

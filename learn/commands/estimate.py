@@ -44,6 +44,7 @@ from learn.estimation.model_names import load_factory
 from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators import LEVEL
+from learn.inputs import DEFAULT_DTYPE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
 LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
-DEFAULT_DTYPE = "float32"
 
 
 def _any_of(names: Sequence[str]) -> str:
@@ -201,9 +201,23 @@ class EstimateSettings(ModelKeys):
     """
 
     COMMON: ClassVar = (
-        "model", "input", "input_dtype", "batch", "arguments", "config", "run", "device", "optimizer", "precision",
-        "checkpointing", "parallel", "find", "report", "format", "data",
-    )  # fmt: skip
+        "model",
+        "input",
+        "input_dtype",
+        "batch",
+        "arguments",
+        "config",
+        "run",
+        "device",
+        "optimizer",
+        "precision",
+        "checkpointing",
+        "parallel",
+        "find",
+        "report",
+        "format",
+        "data",
+    )
 
     device: DeviceSpec | None = group(
         None, "GPU model, by default A100-SXM4-40GB, and for run= the run's own", described_device
@@ -391,17 +405,28 @@ def entry(settings: EstimateSettings) -> int:
         batches = model_batches(settings.batches, settings.batch)
     known = settings.known if past is None or settings.known is not None else NONE  # its own figures stand beside it
     options = {
-        **settings.how(), **{name: getattr(settings, name) for name in SETTINGS}, "loop": loop, "machine": machine,
-        "known": known, "batches": batches, "trust": settings.trust, "input_dtype": input_dtype,
+        **settings.how(),
+        **{name: getattr(settings, name) for name in SETTINGS},
+        "loop": loop,
+        "machine": machine,
+        "known": known,
+        "batches": batches,
+        "trust": settings.trust,
+        "input_dtype": input_dtype,
         "parallel": settings.parallel,
-    }  # fmt: skip
+    }
     if settings.find is not None:
         return print_fits(settings, title, job, inputs, options)
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
-            job, inputs, name=title, method=settings.method, report=settings.report, snapshot=settings.snapshot,
+            job,
+            inputs,
+            name=title,
+            method=settings.method,
+            report=settings.report,
+            snapshot=settings.snapshot,
             **{**options, "device": device or DEFAULT_DEVICE},
-        )  # fmt: skip
+        )
     if past is not None:
         done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
     settings.print_answer(title, done, past)
@@ -571,8 +596,19 @@ def _table(first: str, *others: str) -> Table:
 
 # Keys that name another job than a script, or that the script chooses itself.
 _OF_OTHER_JOBS = (
-    "model", "input", "batches", "batch", "find", "by", "arguments", "config", "configs", "run", "server", *SETTINGS,
-)  # fmt: skip
+    "model",
+    "input",
+    "batches",
+    "batch",
+    "find",
+    "by",
+    "arguments",
+    "config",
+    "configs",
+    "run",
+    "server",
+    *SETTINGS,
+)
 
 
 def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
@@ -607,9 +643,20 @@ def open_data(data: str | None) -> None:
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
 # Keys of this machine: its data folder, its files, and what the service decides itself.
 _HERE = (
-    "configs", "run", "batches", "estimator", "power_limit_w", "torch_version", "known", "find", "by", "report",
-    "snapshot", "data", "memory_limit_gib",
-)  # fmt: skip
+    "configs",
+    "run",
+    "batches",
+    "estimator",
+    "power_limit_w",
+    "torch_version",
+    "known",
+    "find",
+    "by",
+    "report",
+    "snapshot",
+    "data",
+    "memory_limit_gib",
+)
 _SAME = ("coverage", "machine", "loop", "allocator", "workspaces")
 
 

@@ -39,9 +39,23 @@ class PlanSettings(ModelKeys):
     """
 
     COMMON: ClassVar = (
-        "model", "input", "input_dtype", "arguments", "gpus", "device", "global_batch", "optimizer", "precision",
-        "checkpointing", "parallel", "modes", "rows", "report", "format", "data",
-    )  # fmt: skip
+        "model",
+        "input",
+        "input_dtype",
+        "arguments",
+        "gpus",
+        "device",
+        "global_batch",
+        "optimizer",
+        "precision",
+        "checkpointing",
+        "parallel",
+        "modes",
+        "rows",
+        "report",
+        "format",
+        "data",
+    )
 
     device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
     gpus: int | tuple[int, ...] | None = key(
@@ -95,12 +109,20 @@ def entry(settings: PlanSettings) -> int:
     training = {name: getattr(settings, name) for name in SETTINGS if name != "checkpointing"}
     with contextlib.redirect_stdout(sys.stderr), StepBar("plan") as bar:  # what a model prints is none of the output
         done = plan(
-            load_factory(title, settings.arguments), model_inputs(settings.input, None), gpus=gpus, name=title,
-            device=settings.device or DEFAULT_DEVICE, global_batch=settings.global_batch,
-            checkpointing=settings.checkpointing, parallel=settings.parallel, modes=settings.modes,
-            report=settings.report, progress=bar.update,
-            **{name: getattr(settings, name) for name in _SHARED}, **training,
-        )  # fmt: skip
+            load_factory(title, settings.arguments),
+            model_inputs(settings.input, None),
+            gpus=gpus,
+            name=title,
+            device=settings.device or DEFAULT_DEVICE,
+            global_batch=settings.global_batch,
+            checkpointing=settings.checkpointing,
+            parallel=settings.parallel,
+            modes=settings.modes,
+            report=settings.report,
+            progress=bar.update,
+            **{name: getattr(settings, name) for name in _SHARED},
+            **training,
+        )
     if settings.format == "json":
         print(json.dumps(done.to_mapping(), indent=1))
     else:

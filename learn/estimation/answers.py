@@ -402,7 +402,10 @@ class _Answer:
         activity = Activity(**{name: self.figures.get(name) for name in vars(Activity())})
         timing = replace(timing, step_time_ms=self.figures.get("step_time_ms"))
         return Estimate(
-            **vars(memory), **vars(activity), **vars(timing), **vars(energy),
+            **vars(memory),
+            **vars(activity),
+            **vars(timing),
+            **vars(energy),
             parameters=parameters,
             device=device.name,
             notes=(*first, *notes, *of_memory, *self.notes, *note_of_two_loops(self.loops)),
@@ -412,7 +415,7 @@ class _Answer:
             machine=self._on.name,
             ranks=ranks,
             seconds=0.0,
-        )  # fmt: skip
+        )
 
     def _by_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
         """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
@@ -786,10 +789,20 @@ def _key(request: Request) -> tuple[str | None, Request]:
     if not job.key:
         return None, request
     identity = (
-        job.key, job.name, job.training_loop, request.platform, request.platform.device.interconnect,
-        how.estimator, how.loop, how.coverage, how.known, own and (own.asked_for, own.changed_ns), str(folder.root),
+        job.key,
+        job.name,
+        job.training_loop,
+        job.parallel and job.parallel.deepspeed,
+        request.platform,
+        request.platform.device.interconnect,
+        how.estimator,
+        how.loop,
+        how.coverage,
+        how.known,
+        own and (own.asked_for, own.changed_ns),
+        str(folder.root),
         tuple(_models_of(folder)),
-    )  # fmt: skip
+    )
     return hashlib.sha256(repr(identity).encode()).hexdigest(), request
 
 

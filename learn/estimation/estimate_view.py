@@ -198,8 +198,12 @@ def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
     mapping: dict[str, object] = {"subject": title, **done.to_mapping()}
     if past is not None:
         mapping["run"] = {
-            "run_id": past.run_id, "status": past.status, "source": past.source, "loop": past.loop, **past.labels
-        }  # fmt: skip
+            "run_id": past.run_id,
+            "status": past.status,
+            "source": past.source,
+            "loop": past.loop,
+            **past.labels,
+        }
     print(json.dumps(mapping, indent=1))
 
 

@@ -238,6 +238,18 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
 
 # Keywords that only a trace follows.
 _OF_TRACES = (
-    "estimator", "allocator", "report", "snapshot", "loop", "workspaces", "known", "torch_version", "parallel",
-    "power_limit_w", "inputs", "batches", "target", "loss",
-)  # fmt: skip
+    "estimator",
+    "allocator",
+    "report",
+    "snapshot",
+    "loop",
+    "workspaces",
+    "known",
+    "torch_version",
+    "parallel",
+    "power_limit_w",
+    "inputs",
+    "batches",
+    "target",
+    "loss",
+)

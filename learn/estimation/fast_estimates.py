@@ -211,12 +211,22 @@ def _of_family(
     if bound is not None:
         upper = [max(mib + moved_mib, point) for mib, point in zip(bound.tolist(), memory, strict=True)]
     shared: dict[str, Any] = {
-        "parameters": None, "breakdown": {}, "peak_operator": None, "peak_module": None, "peak_phase": None,
-        "activations": {}, "trace_memory_mib": None, "device": device.name, "device_memory_mib": device.memory_mib,
-        "estimator": "fast", "answered_by": {target: models.named(target) for target in targets},
-        "loops": {target: models.loop(target) for target in targets}, "machine": on.name, "seconds": 0.0,
+        "parameters": None,
+        "breakdown": {},
+        "peak_operator": None,
+        "peak_module": None,
+        "peak_phase": None,
+        "activations": {},
+        "trace_memory_mib": None,
+        "device": device.name,
+        "device_memory_mib": device.memory_mib,
+        "estimator": "fast",
+        "answered_by": {target: models.named(target) for target in targets},
+        "loops": {target: models.loop(target) for target in targets},
+        "machine": on.name,
+        "seconds": 0.0,
         "held_out_errors": {target: errors for target in targets if (errors := models.errors(target, family))},
-    }  # fmt: skip
+    }
     of_all = _notes_of_models(models, device)
     reasons = unlike(configs, models.artifacts["memory"].meta.get("known", {}).get(family, {}))
     return [

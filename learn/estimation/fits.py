@@ -217,7 +217,7 @@ def devices_that_fit(
 
 def needed_mib(done: Estimate, by: str) -> float:
     """Return the MiB that have to fit: by the bound, where there is one, or by the point."""
-    return done.peak_memory_mib if by == POINT or done.upper_mib is None else done.upper_mib
+    return done.peak_memory_mib if by == POINT else done.needed_mib
 
 
 def _limit_mib(done: Estimate, spec: DeviceSpec) -> float:

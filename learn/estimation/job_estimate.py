@@ -103,13 +103,18 @@ class Memory:
         probabilities, mib = zip(*self.distribution, strict=True)
         return float(np.interp(p, probabilities, mib))
 
+    @property
+    def needed_mib(self) -> float:
+        """MiB that have to fit: the bound, or the point where no bound is calibrated."""
+        return self.peak_memory_mib if self.upper_mib is None else self.upper_mib
+
     def fits(self, mib: float) -> bool:
         """Return whether the job fits into that much free memory, and into its allocator's share of the card.
 
         By the bound where there is one, else by the point.
         """
         limit_mib = mib if self.limit_mib is None else min(mib, self.limit_mib)
-        return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= limit_mib
+        return self.needed_mib <= limit_mib
 
     @property
     def fits_device(self) -> bool | None:

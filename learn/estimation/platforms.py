@@ -112,9 +112,14 @@ class Platform:
         asked = self._cudnn_answers(traced, job) if workspaces else None
         if near_limit or asked is not None:
             memory = replay(
-                traced.trace, device, cudnn_benchmark=benchmark, allocator=self.allocator, timeline=timeline,
-                taken_mib=taken_mib, workspaces=asked,
-            )  # fmt: skip
+                traced.trace,
+                device,
+                cudnn_benchmark=benchmark,
+                allocator=self.allocator,
+                timeline=timeline,
+                taken_mib=taken_mib,
+                workspaces=asked,
+            )
         step = replace(
             traced.step,
             peak_allocated_mib=memory.peak_allocated / MIB,
@@ -197,9 +202,12 @@ def platform_of(
 
         installed_libraries()
     return Platform(
-        device=spec, machine=machine_for(machine, spec, data), allocator=allocator,
-        workspaces=None if workspaces == GUESSED else workspaces, torch_version=require_release(torch_version),
-    )  # fmt: skip
+        device=spec,
+        machine=machine_for(machine, spec, data),
+        allocator=allocator,
+        workspaces=None if workspaces == GUESSED else workspaces,
+        torch_version=require_release(torch_version),
+    )
 
 
 def workspace_notes(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], torch_version: str | None) -> list[Note]:

@@ -22,6 +22,7 @@ from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs
 from learn.estimation.loops import LOOPS
 from learn.estimation.platforms import Platform, platform_of
 from learn.estimators import ESTIMATORS, LEVEL
+from learn.inputs import DEFAULT_DTYPE
 from learn.job import TrainingJob, of_config, of_module
 from warehouse.folder import DataFolder
 
@@ -174,7 +175,7 @@ def job_of(
     batches: Batches | None = None,
     target: Tensors | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
-    input_dtype: str = "float32",
+    input_dtype: str = DEFAULT_DTYPE,
     name: str | None = None,
     trust: Sequence[str] = (),
     parallel: Parallel | Mapping[str, Any] | str | None = None,
@@ -191,6 +192,8 @@ def job_of(
         of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
         if given_too := [key for key, value in of_modules.items() if value is not None]:
             raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
+        if input_dtype != DEFAULT_DTYPE:
+            raise UsageError("a trial config has its own inputs; leave input_dtype out")
         job = of_config(trusting(given_model, parse_trust(trust)))
         layout = given_model.layout if parallel is None else layout
         return replace(job, name=name or job.name, parallel=layout)

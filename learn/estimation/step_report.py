@@ -112,10 +112,14 @@ def estimate_html(done: Estimate) -> str:
 def _answers(done: Estimate) -> tuple[tuple[str, ...], ...]:
     bound = coverage_text(done)
     return tuple(
-        (one.name, one.text, basis_of(done, one.target),
-         bound if one.target == "bound" else done.answered_by.get(one.target, ""))
+        (
+            one.name,
+            one.text,
+            basis_of(done, one.target),
+            bound if one.target == "bound" else done.answered_by.get(one.target, ""),
+        )
         for one in figures(done)
-    )  # fmt: skip
+    )
 
 
 def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
@@ -283,9 +287,7 @@ def _activations(traced: TracedStep) -> Section:
     title = "Activations by module"
     if not traced.memory.peak_modules:
         return Section("activations", title, (Lead("None are alive at the peak."),))
-    intro = Lead(
-        "Made in a forward pass and alive at the moment of the peak, by the module that made them, in MiB."
-    )  # fmt: skip
+    intro = Lead("Made in a forward pass and alive at the moment of the peak, by the module that made them, in MiB.")
     return Section("activations", title, (intro, module_tree(traced.memory.peak_modules)))
 
 
@@ -306,11 +308,14 @@ def _tensors(traced: TracedStep) -> Section:
     largest = sorted(equal.items(), key=lambda item: -item[0][0] * item[1])[:TOP_TENSORS]
     rows: list[tuple[Cell, ...]] = [
         (
-            kind.replace("_", " "), f"{nbytes * count / MIB:,.1f}", count, Code(operator or MISSING),
+            kind.replace("_", " "),
+            f"{nbytes * count / MIB:,.1f}",
+            count,
+            Code(operator or MISSING),
             Code(module or MISSING),
         )
         for (nbytes, kind, operator, module), count in largest
-    ]  # fmt: skip
+    ]
     tensors = table(("kind", "MiB", "tensors", "*made by", "*of module"), rows)
     return Section("tensors", "Largest tensors at the peak", (tensors,))
 
@@ -356,8 +361,10 @@ def _facts(job: TrainingJob, platform: Platform, done: Estimate, traced: TracedS
     )
     given = Facts(tuple((name, str(value)) for name, value in settings.items()))
     groups = (
-        Group("Estimate", estimate), Group("Settings", (given,)), Group("Device", (Facts(tuple(described.items())),)),
-    )  # fmt: skip
+        Group("Estimate", estimate),
+        Group("Settings", (given,)),
+        Group("Device", (Facts(tuple(described.items())),)),
+    )
     return Section("facts", "Figures and settings", (SideBySide(groups),))
 
 
@@ -420,9 +427,7 @@ def _branches(node: Node, whole: int) -> tuple[Branch, ...]:
     return tuple(branches)
 
 
-def _branch(
-    name: str, nbytes: int, whole: int, children: tuple[Branch, ...] = (), is_open: bool = False
-) -> Branch:  # fmt: skip
+def _branch(name: str, nbytes: int, whole: int, children: tuple[Branch, ...] = (), is_open: bool = False) -> Branch:
     share = nbytes / whole
     return Branch(name, share, (f"{nbytes / MIB:,.1f}", f"{share:.1%}"), children, is_open)
 
@@ -565,9 +570,7 @@ def _capacity(plot: Plot, device: DeviceSpec, highest: float, off_scale: bool) -
     plot.text("capacity", x, y - 6 if y - plot.top > 18 else y + 16, label, "start")
 
 
-def _peak(
-    plot: Plot, columns: Sequence[Column], xs: Sequence[float], in_use: Sequence[float], text: str
-) -> None:  # fmt: skip
+def _peak(plot: Plot, columns: Sequence[Column], xs: Sequence[float], in_use: Sequence[float], text: str) -> None:
     at = next((i for i, column in enumerate(columns) if column.is_peak), None)
     if at is None:
         return
@@ -582,7 +585,7 @@ def _peak(
 
 def _band(
     plot: Plot, xs: Sequence[float], low_mib: Sequence[float], high_mib: Sequence[float], css: str, name: str
-) -> None:  # fmt: skip
+) -> None:
     """Draw the area between two step curves; nothing where it has no height anywhere."""
     low, high = ([plot.y(mib) for mib in side] for side in (low_mib, high_mib))
     if all(abs(a - b) < 0.05 for a, b in zip(low, high, strict=True)):

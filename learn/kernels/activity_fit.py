@@ -100,9 +100,12 @@ class ActivityFit:
         seconds, steps_s = [], []
         for row in rows:
             kernels = kernels_on(
-                row.calls, row.device, learned.parameters.names,
-                channels_last=row.channels_last, searched=row.searched,
-            )  # fmt: skip
+                row.calls,
+                row.device,
+                learned.parameters.names,
+                channels_last=row.channels_last,
+                searched=row.searched,
+            )
             seconds.append(call_seconds(kernels, learned.parameters))
             busy_ms = float((row.calls.count * seconds[-1]).sum()) * 1e3
             steps_s.append((overlapped(busy_ms, host_ms(row.calls, row.device, EAGER, hosts)) + row.input_ms) * 1e-3)

@@ -106,9 +106,14 @@ def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) ->
 
 
 def _times(
-    label: str, calls: Calls, device: DeviceSpec, framework: str, settings: Training, learned: LearnedEfficiencies,
+    label: str,
+    calls: Calls,
+    device: DeviceSpec,
+    framework: str,
+    settings: Training,
+    learned: LearnedEfficiencies,
     measured_ms: float,
-) -> Times:  # fmt: skip
+) -> Times:
     busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
     at_0, at_1 = (host_ms(calls, device, framework, {framework: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0))
     return label, busy_ms, at_0, at_1, measured_ms

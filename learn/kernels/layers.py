@@ -68,9 +68,13 @@ def _operators(
         return torch.zeros(_targets(of_sizes), dtype=torch.int64, device=on), None
 
     trace = trace_step(
-        model, batch, loss=lambda output, target: output.sum(), training_loop=False, device=device,
+        model,
+        batch,
+        loss=lambda output, target: output.sum(),
+        training_loop=False,
+        device=device,
         settings=Training(optimizer="sgd", precision=precision),
-    )  # fmt: skip
+    )
     return tuple(op for op in trace.operators if op.module.startswith("layer"))
 
 
@@ -164,8 +168,11 @@ def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 
 # Silu and gelu read and write alike: one layer stands for both.
 LAYERS: Mapping[str, Callable[[Mapping[str, int]], tuple[nn.Module, tuple[int, ...]]]] = {
-    "block": _block, "head": _head, "silu": _gated, "gelu": _gated,
-}  # fmt: skip
+    "block": _block,
+    "head": _head,
+    "silu": _gated,
+    "gelu": _gated,
+}
 
 
 def _gated_weights(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -176,6 +183,13 @@ def _gated_weights(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
 def _accumulation(weight: tuple[int, int]) -> Operator:
     nbytes = 2 * math.prod(weight)
     return Operator(
-        name="aten::add_", phase="backward", dtype="bfloat16", input_shapes=(weight, weight),
-        output_shapes=(weight,), flops=math.prod(weight), bytes_read=2 * nbytes, bytes_written=nbytes, launches=1,
-    )  # fmt: skip
+        name="aten::add_",
+        phase="backward",
+        dtype="bfloat16",
+        input_shapes=(weight, weight),
+        output_shapes=(weight,),
+        flops=math.prod(weight),
+        bytes_read=2 * nbytes,
+        bytes_written=nbytes,
+        launches=1,
+    )

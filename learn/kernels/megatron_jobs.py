@@ -98,7 +98,12 @@ def megatron_step(
     """
     ids = torch.empty(samples, LENGTH, dtype=torch.int64, device="meta")
     return trace_step(
-        lambda: _Gpt(layers, width, heads, fused), ids, ids,
-        loss=_loss, settings=megatron_settings(micro_batches, fused), device=device, training_loop=False,
+        lambda: _Gpt(layers, width, heads, fused),
+        ids,
+        ids,
+        loss=_loss,
+        settings=megatron_settings(micro_batches, fused),
+        device=device,
+        training_loop=False,
         parallel=Parallel(tp=split, tp_plan=_PLAN) if split > 1 else None,
-    )  # fmt: skip
+    )

@@ -14,9 +14,16 @@ from featurize.families import gpt
 LLM_FOUNDRY = "llm_foundry"  # source of the rows
 # Size -> width, heads, blocks (mosaicml/llm-foundry, scripts/train/yamls/pretrain).
 SIZES = {
-    "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24), "3b": (2560, 20, 32),
-    "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
-}  # fmt: skip
+    "125m": (768, 12, 12),
+    "350m": (1024, 16, 24),
+    "760m": (1536, 12, 24),
+    "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}
 _TOKENS = 50_368
 
 
@@ -25,10 +32,17 @@ def mpt_config(size: str, length: int, samples: int, *, recompute: bool) -> gpt.
     checkpointed."""
     width, heads, depth = SIZES[size]
     return gpt.Config(
-        vocabulary_size=_TOKENS, sequence_length=length, embedding_size=width, heads=heads, depth=depth,
-        feed_forward=4 * width, projection="linear", dropout=0.0, batch_size=samples,
+        vocabulary_size=_TOKENS,
+        sequence_length=length,
+        embedding_size=width,
+        heads=heads,
+        depth=depth,
+        feed_forward=4 * width,
+        projection="linear",
+        dropout=0.0,
+        batch_size=samples,
         activation_checkpointing=recompute,
-    )  # fmt: skip
+    )
 
 
 def mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

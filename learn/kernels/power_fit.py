@@ -124,9 +124,13 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
             calls[key] = zeus_calls(model, dataset, batch, spec)
         power_w, times, _ = ({limit: by_limit[limit][at] for limit in both} for at in range(3))
         return MeasuredPower(
-            model=f"{model}/{dataset}", device=spec, calls=calls[key], power_w=power_w, times=times,
+            model=f"{model}/{dataset}",
+            device=spec,
+            calls=calls[key],
+            power_w=power_w,
+            times=times,
             step_ms=by_limit[both[-1]][2],
-        )  # fmt: skip
+        )
 
     return read_each(sorted(jobs.items()), read, progress)
 

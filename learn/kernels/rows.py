@@ -59,9 +59,14 @@ _POINTWISE = tuple(
 
 
 def measured_rows(
-    data: str | os.PathLike[str] | None, progress: Progress, *, steps: int | None, kernels: int,
-    same_shapes: bool = False, wanted: Callable[[MeasuredTime], bool] = lambda row: True,
-) -> tuple[list[MeasuredTime], dict[str, int]]:  # fmt: skip
+    data: str | os.PathLike[str] | None,
+    progress: Progress,
+    *,
+    steps: int | None,
+    kernels: int,
+    same_shapes: bool = False,
+    wanted: Callable[[MeasuredTime], bool] = lambda row: True,
+) -> tuple[list[MeasuredTime], dict[str, int]]:
     """Return the measured steps and operators of a data folder, and how many rows were left out for which reason.
 
     Args:
@@ -351,10 +356,13 @@ def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tup
 def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: DeviceSpec) -> StepTrace:
     config = mpt_config(size, length, samples, recompute=recompute)
     return trace_step(
-        lambda: gpt.build(config).to(torch.bfloat16), lambda on: gpt.batch(config, on), loss=mpt_loss, device=device,
+        lambda: gpt.build(config).to(torch.bfloat16),
+        lambda on: gpt.batch(config, on),
+        loss=mpt_loss,
+        device=device,
         settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
         training_loop=False,
-    )  # fmt: skip
+    )
 
 
 def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:

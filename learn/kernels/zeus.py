@@ -44,8 +44,10 @@ class _Unit(nn.Module):
         within = inputs if stride == 2 else inputs // 2
         self.stride = stride
         self.main = nn.Sequential(
-            *_pointwise(within, half), *_depthwise(half, stride), *_pointwise(half, half),
-        )  # fmt: skip
+            *_pointwise(within, half),
+            *_depthwise(half, stride),
+            *_pointwise(half, half),
+        )
         self.side = nn.Sequential(*_depthwise(inputs, 2), *_pointwise(inputs, half)) if stride == 2 else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:

@@ -48,9 +48,17 @@ _MIB_LOG2 = 20
 
 # Features of the whole graph; besides all of the device (`gpu_*`). None is the trace's own figure of memory or time.
 _SCALARS = (
-    "net_states", "net_math_bits", "net_channels_last", "net_cudnn_benchmark", "net_training_loop",
-    "net_log_parameters", "net_parameter_tensors", "net_log_largest_parameter", "net_log_flops", "net_log_elements",
-)  # fmt: skip
+    "net_states",
+    "net_math_bits",
+    "net_channels_last",
+    "net_cudnn_benchmark",
+    "net_training_loop",
+    "net_log_parameters",
+    "net_parameter_tensors",
+    "net_log_largest_parameter",
+    "net_log_flops",
+    "net_log_elements",
+)
 _SUMMED = ("log_bytes_written", "log_flops")  # node columns that are also summed by category
 
 
@@ -182,8 +190,14 @@ class _Raw:
             sums = np.bincount(categories, weights=amounts, minlength=CATEGORIES)
             scalars |= {f"{name}_{i}": float(math.log2(1 + total)) for i, total in enumerate(sums)}
         mib = 4 * 2 ** (values["net_log_parameters"] - _MIB_LOG2)
-        return cls(graph["nodes"], columns, categories, graph["edges"].astype(np.int64), scalars,
-                   mib * (2 + values["net_states"]))  # fmt: skip
+        return cls(
+            graph["nodes"],
+            columns,
+            categories,
+            graph["edges"].astype(np.int64),
+            scalars,
+            mib * (2 + values["net_states"]),
+        )
 
     def scaled(self, scaling: Scaling) -> Graph:
         if self.node_columns != scaling.node_columns:
@@ -362,9 +376,15 @@ def train(
             return sum(_errors(net, batch, label[part], censored[part]).abs().sum().item() for part, batch in held)
 
     return train_best(
-        net, optimizer, schedule, lambda: _parts(rng.permutation(inside), size), loss_of, held_out_loss,
-        epochs=epochs, first=epochs // 2,  # the best is among the last, when the steps are small
-    )  # fmt: skip
+        net,
+        optimizer,
+        schedule,
+        lambda: _parts(rng.permutation(inside), size),
+        loss_of,
+        held_out_loss,
+        epochs=epochs,
+        first=epochs // 2,  # the best is among the last, when the steps are small
+    )
 
 
 def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:

@@ -50,8 +50,24 @@ FOLDS = 5
 LEAST_ROWS = 10  # of a family, for an ensemble of its own
 MAX_TOKENS = 48
 
-_COUNTS = ("layers", *(f"count_{kind}" for kind in ("linear", "conv2d", "batchnorm1d", "batchnorm2d", "layernorm",
-           "dropout", "attention", "embedding", "add", "concat")))  # fmt: skip
+_COUNTS = (
+    "layers",
+    *(
+        f"count_{kind}"
+        for kind in (
+            "linear",
+            "conv2d",
+            "batchnorm1d",
+            "batchnorm2d",
+            "layernorm",
+            "dropout",
+            "attention",
+            "embedding",
+            "add",
+            "concat",
+        )
+    ),
+)
 _SIZES = ("batch_size", "parameters", "output_elements", "batch_output_elements")
 
 
@@ -503,10 +519,15 @@ def train_member(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     rng = np.random.default_rng(seed)
     return train_best(
-        net, optimizer, schedule, lambda: _batches(inside, inputs.length_N, how.batch(len(inside)), rng),
-        lambda rows: _losses(net, inputs, target, rows).mean(), lambda: _loss(net, inputs, target, outside),
-        epochs=epochs, patience=max(8, epochs // 4),
-    )  # fmt: skip
+        net,
+        optimizer,
+        schedule,
+        lambda: _batches(inside, inputs.length_N, how.batch(len(inside)), rng),
+        lambda rows: _losses(net, inputs, target, rows).mean(),
+        lambda: _loss(net, inputs, target, outside),
+        epochs=epochs,
+        patience=max(8, epochs // 4),
+    )
 
 
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:

@@ -19,8 +19,11 @@ from learn.planning.rows import LayoutPlan, PlanRow
 HEADS = ("mesh", "micro-batch", "checkpointing", "peak", "bound", "step ms", "waits ms", "samples/s", "known")
 _WORDS = ("mesh", "checkpointing", "known")
 _NARROW = {
-    "micro-batch": "micro-\nbatch", "checkpointing": "check-\npointing", "step ms": "step\nms", "waits ms": "waits\nms",
-}  # fmt: skip
+    "micro-batch": "micro-\nbatch",
+    "checkpointing": "check-\npointing",
+    "step ms": "step\nms",
+    "waits ms": "waits\nms",
+}
 DOT, BEST, FRONTIER = "k3", "k1", "k6"  # colour classes
 _MARGINS = Margins(width=1000.0, height=440.0, left=66.0, right=24.0, top=30.0, bottom=46.0)
 _GIB = 1024.0

@@ -121,11 +121,15 @@ def plan(
     refused = [f"checkpointing={way} is left out: {why}" for way, why in searches.refused.items()]
     warnings = searches.estimates[best].warnings if best.fits else ()
     done = LayoutPlan(
-        name=job.request.job.name, device=spec.name, limit_mib=limit_mib, coverage=options.get("coverage", LEVEL),
-        global_batch=global_batch, rows=ordered,
+        name=job.request.job.name,
+        device=spec.name,
+        limit_mib=limit_mib,
+        coverage=options.get("coverage", LEVEL),
+        global_batch=global_batch,
+        rows=ordered,
         notes=tuple(dict.fromkeys([*notes, *refused, *searches.notes(), *warnings])),
         seconds=(time.monotonic_ns() - began) / 1e9,
-    )  # fmt: skip
+    )
     if report is not None:
         from learn.planning.plan_report import write_plan_report
 

@@ -21,8 +21,14 @@ _CLEARLY = 1.1  # times the limit: what takes more does not fit with fewer shard
 _BEYOND_COMPUTED = 1.05  # times the samples a second of batches so far: what larger ones may reach
 # Parts of a peak that are there at any moment, with any batch.
 _OF_ANY_BATCH = (
-    "parameters", "master weights", "optimizer state", "gradient buckets", "context", "communication", "other users",
-)  # fmt: skip
+    "parameters",
+    "master weights",
+    "optimizer state",
+    "gradient buckets",
+    "context",
+    "communication",
+    "other users",
+)
 _AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: what is slower gets slower with more
 _ALIKE = 2  # micro-steps from which on a step takes no more memory, and each one as long as the one before
 _OF_EACH_RANK = 4  # micro-batches for each rank of a pipeline, where no global batch says how many there are
@@ -253,16 +259,18 @@ class LayoutSearch:
         if self._layout.pp > 1:  # all run in one schedule
             alike = count
         about: dict[str, Any] = {
-            "parallel": self._layout, "micro_batch": size, "accumulation": count, "checkpointing": way,
-        }  # fmt: skip
+            "parallel": self._layout,
+            "micro_batch": size,
+            "accumulation": count,
+            "checkpointing": way,
+        }
         if reason := reason or self._findings.outgrown_by(self._layout, size, count, way):
             return PlanRow(**about, fits=False, why=reason)
         try:
             done = self._estimated(size, min(count, alike), way)
             memory: dict[str, Any] = {"peak_memory_mib": done.peak_memory_mib, "upper_mib": done.upper_mib}
             if not done.fits_device:
-                needed_mib = done.peak_memory_mib if done.upper_mib is None else done.upper_mib
-                row = PlanRow(**about, **memory, fits=False, why=f"takes {needed_mib:,.0f} MiB")
+                row = PlanRow(**about, **memory, fits=False, why=f"takes {done.needed_mib:,.0f} MiB")
                 self.estimates[row] = done
                 return row
             first = self._estimated(size, 1, way) if count > alike else done

@@ -187,12 +187,22 @@ def _variables_of_torchrun(
     ranks = str(nodes * per_node)
     return {
         **_thread_limit(per_node, before),
-        "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "ROLE_NAME": role,
-        "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": str(per_node), "GROUP_WORLD_SIZE": str(nodes),
-        "ROLE_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT,
-        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "ROLE_RANK": "0",
+        "ROLE_NAME": role,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": _PORT,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> ScriptCommand:
@@ -222,14 +232,34 @@ def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> S
 # -- DeepSpeed
 
 _TEXTS = (
-    "--master_port", "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--enable_each_rank_log",
-    "--bind_core_list", "--ssh_port", "--venv_script", "--log_level", "--num_nodes", "--autotuning", "--hostfile -H",
-    "--include -i", "--exclude -e", "--num_gpus --num_accelerators",
-)  # fmt: skip
+    "--master_port",
+    "--master_addr",
+    "--node_rank",
+    "--launcher",
+    "--launcher_args",
+    "--enable_each_rank_log",
+    "--bind_core_list",
+    "--ssh_port",
+    "--venv_script",
+    "--log_level",
+    "--num_nodes",
+    "--autotuning",
+    "--hostfile -H",
+    "--include -i",
+    "--exclude -e",
+    "--num_gpus --num_accelerators",
+)
 _FLAGS = (
-    "--module", "--no_python", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid", "--bind_cores_to_rank",
-    "--no_local_rank", "--quiet -q",
-)  # fmt: skip
+    "--module",
+    "--no_python",
+    "--no_ssh",
+    "--no_ssh_check",
+    "--force_multi",
+    "--save_pid",
+    "--bind_cores_to_rank",
+    "--no_local_rank",
+    "--quiet -q",
+)
 _REFUSED = {
     "no_python": "--no_python is not followed; give a Python script, or a module with --module",
     "autotuning": "--autotuning tries several settings; estimate the ones that you mean",

@@ -73,11 +73,21 @@ class DeepSpeedJob:
         self._has_engine = False
 
     def initialize(
-        self, args: Any = None, model: Any = None, optimizer: Any = None, model_parameters: Any = None,
-        training_data: Any = None, lr_scheduler: Any = None, distributed_port: Any = None, mpu: Any = None,
-        dist_init_required: Any = None, collate_fn: Any = None, config: Any = None, mesh_param: Any = None,
+        self,
+        args: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        distributed_port: Any = None,
+        mpu: Any = None,
+        dist_init_required: Any = None,
+        collate_fn: Any = None,
+        config: Any = None,
+        mesh_param: Any = None,
         config_params: Any = None,
-    ) -> tuple[DeepSpeedEngine, Optimizer, Any, Any]:  # fmt: skip
+    ) -> tuple[DeepSpeedEngine, Optimizer, Any, Any]:
         """As DeepSpeed's own: engine, optimizer, loader of `training_data`, scheduler."""
         if mpu is not None or mesh_param is not None:
             raise RuntimeError("model and sequence parallelism of DeepSpeed are not followed")

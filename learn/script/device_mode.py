@@ -26,10 +26,17 @@ _META = torch.device("meta")
 _OWN = tuple(str(ROOT / folder) + os.sep for folder in ("featurize", "learn"))
 
 _TYPE_NAMES = {
-    torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16",
-    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
     torch.bool: "Bool",
-}  # fmt: skip
+}
 
 
 def names_cuda(device: object) -> bool:
@@ -228,4 +235,4 @@ _SPECIAL: dict[Callable, Callable] = {
     Tensor.__repr__: _repr,
     Tensor.type: _type,
     _DATA.__set__: _set_data,
-}  # fmt: skip
+}

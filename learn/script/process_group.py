@@ -187,9 +187,13 @@ def _install_collectives(rank: RankZero) -> None:
         return work
 
     def reduce_to_one(
-        tensor: Tensor, dst: Any = None, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False,
+        tensor: Tensor,
+        dst: Any = None,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
         **_: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         return reduce(tensor, op, group, async_op)
 
     def gather(tensor: Tensor, gather_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
@@ -239,11 +243,22 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
     """
 
     def init(
-        self: Any, module: nn.Module, device_ids: list | None = None, output_device: Any = None, dim: int = 0,
-        broadcast_buffers: bool = True, init_sync: bool = True, process_group: Any = None,
-        bucket_cap_mb: float | None = None, find_unused_parameters: bool = False, check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False, static_graph: bool = False, *_: Any, **more: Any,
-    ) -> None:  # fmt: skip
+        self: Any,
+        module: nn.Module,
+        device_ids: list | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *_: Any,
+        **more: Any,
+    ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("DistributedDataParallel needs torch.distributed.init_process_group first")
         if more.get("mixed_precision") is not None:
@@ -257,10 +272,12 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
         self.require_backward_grad_sync, self.require_forward_param_sync = True, True
         self.broadcast_buffers = broadcast_buffers
         settings = rank.settings(
-            bucket_cap_mb=bucket_cap_mb, find_unused_parameters=bool(find_unused_parameters),
-            gradient_as_bucket_view=bool(gradient_as_bucket_view), static_graph=bool(static_graph),
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=bool(find_unused_parameters),
+            gradient_as_bucket_view=bool(gradient_as_bucket_view),
+            static_graph=bool(static_graph),
             broadcast_buffers=bool(broadcast_buffers),
-        )  # fmt: skip
+        )
         replica = Replica(
             module,
             rank.recorder,

@@ -36,11 +36,22 @@ LARGEST_FILE_BYTES = 2**30
 # What a script is seen to choose: names of `featurize.training_settings.Training`, the precision as a reader needs it,
 # and how cuDNN searches.
 SETTINGS: Mapping[str, type] = {
-    "optimizer": str, "precision": str, "precision_in_words": str, "cudnn_benchmark": bool, "cudnn_allow_tf32": bool,
-    "cudnn_deterministic": bool, "channels_last": bool, "implementation": str,
-    "accumulation": int, "clip_norm": float, "clip_value": float, "zero_grad": str, "checkpointing": str,
-    "checkpoint_reentrant": bool, "compile": bool,
-}  # fmt: skip
+    "optimizer": str,
+    "precision": str,
+    "precision_in_words": str,
+    "cudnn_benchmark": bool,
+    "cudnn_allow_tf32": bool,
+    "cudnn_deterministic": bool,
+    "channels_last": bool,
+    "implementation": str,
+    "accumulation": int,
+    "clip_norm": float,
+    "clip_value": float,
+    "zero_grad": str,
+    "checkpointing": str,
+    "checkpoint_reentrant": bool,
+    "compile": bool,
+}
 Stamp: TypeAlias = list[int] | None
 MOST_FILES = 2000  # whose state is asked for
 _CLOCK_NS = 20_000_000  # by which a file system's clock may lag

@@ -131,14 +131,29 @@ def _runs(ids: list[str], samples: int, seed: int) -> pa.Table:
         memory = float(generator.gamma(2.0, 4000.0))
         family = run_id.partition("-")[0]
         row = {
-            "run_id": run_id, "job_id": run_id[:-7], "task_index": index, "attempt": 1, "family": family,
+            "run_id": run_id,
+            "job_id": run_id[:-7],
+            "task_index": index,
+            "attempt": 1,
+            "family": family,
             "config": f'{{"batch_size":{index % 512 + 1},"depth":{index % 40},"family":"{family}","seed":{index}}}',
-            "config_hash": f"{index * 2654435761 % 2**64:016x}", "status": "ok", "source": "simulated",
-            "device_name": "SYNTHETIC", "torch_version": "0", "batch_size": index % 512 + 1, "precision": "fp32",
-            "optimizer": "adam", "peak_memory_mib": memory, "peak_reserved_mib": memory * 0.9,
-            "peak_allocated_mib": memory * 0.8, "smact": float(generator.random()), "steps": 50,
-            "step_time_ms": float(generator.gamma(2.0, 20.0)), "telemetry_rows": samples, "quality": "trusted",
-        }  # fmt: skip
+            "config_hash": f"{index * 2654435761 % 2**64:016x}",
+            "status": "ok",
+            "source": "simulated",
+            "device_name": "SYNTHETIC",
+            "torch_version": "0",
+            "batch_size": index % 512 + 1,
+            "precision": "fp32",
+            "optimizer": "adam",
+            "peak_memory_mib": memory,
+            "peak_reserved_mib": memory * 0.9,
+            "peak_allocated_mib": memory * 0.8,
+            "smact": float(generator.random()),
+            "steps": 50,
+            "step_time_ms": float(generator.gamma(2.0, 20.0)),
+            "telemetry_rows": samples,
+            "quality": "trusted",
+        }
         rows.append(row)
     return pa.Table.from_pylist(rows, schema=RUN_SCHEMA)
 
@@ -165,8 +180,10 @@ def _telemetry(ids: list[str], samples: int, seed: int) -> pa.Table:
 def _compact(folder: DataFolder, later_s: float = 0.0) -> list[float]:
     done = subprocess.run(
         [sys.executable, "-c", COMPACT, os.fspath(folder.root), repr(later_s)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [float(word) for word in done.stdout.split()]
 
 

@@ -89,9 +89,13 @@ def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
         return {}
     figures = gpu_figures.figures(rows, published, settings.seconds)
     figures["plan"] = {
-        "device": plan.choice.backend, "families": sorted(plan.families), "n": plan.n, "repeats": plan.repeats,
-        "seed": plan.seed, "complete": done,
-    }  # fmt: skip
+        "device": plan.choice.backend,
+        "families": sorted(plan.families),
+        "n": plan.n,
+        "repeats": plan.repeats,
+        "seed": plan.seed,
+        "complete": done,
+    }
     for line in gpu_figures.lines(figures):
         say(line)
     say("all rounds are done" if done else "the time is up; run the same command again to continue")

@@ -38,9 +38,12 @@ def run(runs: int = 100_000, candidates: int = 10_000) -> dict:
             _fill(folder, family, runs // len(families))
         arguments = (f"n={NIGHT}", f"pool={candidates}", f"device={DEVICE}", "cluster=inline", "learn.targets=[]")
         subprocess.run(
-            [sys.executable, "-m", "farm.grow", *arguments], check=True, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, env={**os.environ, "GPUFARM_DATA": str(folder.root)},
-        )  # fmt: skip
+            [sys.executable, "-m", "farm.grow", *arguments],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "GPUFARM_DATA": str(folder.root)},
+        )
         (cycle,) = Journal.open(folder).cycles()
         assert cycle.outcome == "done", cycle.said
         seconds = {name: step.seconds for name, step in cycle.steps.items()}
@@ -64,18 +67,35 @@ def _fill(folder: DataFolder, family: str, count: int) -> None:
     ratios = {name: random.beta(2, 3, count) for name in ("smact", "smocc", "drama", "gpu_util")}
     rows = [
         {
-            "run_id": f"{family}-0000000a-{i:06d}", "job_id": f"{family}-0000000a", "task_index": i, "attempt": 1,
-            "family": family, "config": canonical_json(config.to_mapping()), "config_hash": config_hash(config),
-            "status": "ok" if memory[i] < 40_000 else "oom", "oom_kind": None if memory[i] < 40_000 else "device",
-            "source": "simulated", "device_name": DEVICE, "device_memory_mib": 40_326.0,
-            "torch_version": "2.12.0", "batch_size": config.batch_size, "precision": config.precision,
-            "optimizer": config.optimizer, "parameters": totals(plans[i]).parameters, "wall_s": 3.0, "final": True,
-            "started_at": at, "finished_at": at + datetime.timedelta(seconds=3),
-            **({"peak_memory_mib": memory[i], "step_time_ms": 5.0, **{n: v[i] for n, v in ratios.items()}}
-               if memory[i] < 40_000 else {}),
+            "run_id": f"{family}-0000000a-{i:06d}",
+            "job_id": f"{family}-0000000a",
+            "task_index": i,
+            "attempt": 1,
+            "family": family,
+            "config": canonical_json(config.to_mapping()),
+            "config_hash": config_hash(config),
+            "status": "ok" if memory[i] < 40_000 else "oom",
+            "oom_kind": None if memory[i] < 40_000 else "device",
+            "source": "simulated",
+            "device_name": DEVICE,
+            "device_memory_mib": 40_326.0,
+            "torch_version": "2.12.0",
+            "batch_size": config.batch_size,
+            "precision": config.precision,
+            "optimizer": config.optimizer,
+            "parameters": totals(plans[i]).parameters,
+            "wall_s": 3.0,
+            "final": True,
+            "started_at": at,
+            "finished_at": at + datetime.timedelta(seconds=3),
+            **(
+                {"peak_memory_mib": memory[i], "step_time_ms": 5.0, **{n: v[i] for n, v in ratios.items()}}
+                if memory[i] < 40_000
+                else {}
+            ),
         }
         for i, config in enumerate(configs)
-    ]  # fmt: skip
+    ]
     RunWriter(folder).write_batch(rows)
 
 

@@ -18,10 +18,14 @@ from workers.settings import TrialSettings, WindowSettings
 
 WINDOW_S = 0.2
 _OVERRIDES = (
-    "+arch=mlp", "arch.space={input_size:256,classes:10,linear_layers:4,topology:uniform,activation:relu,"
+    "+arch=mlp",
+    "arch.space={input_size:256,classes:10,linear_layers:4,topology:uniform,activation:relu,"
     "batch_norm:false,use_dropout:false,dropout:0.1,softmax:false,batch_size:64}",
-    "device=cpu", "window=fixed", f"window.seconds={WINDOW_S}", "policy=uniform",
-)  # fmt: skip
+    "device=cpu",
+    "window=fixed",
+    f"window.seconds={WINDOW_S}",
+    "policy=uniform",
+)
 
 
 def run(trials: int = 40, fresh: int = 7) -> dict[str, float]:

@@ -241,9 +241,11 @@ def _nights(labelled: Labelled, policy: str, first, order, sizes, seed) -> list[
     hashes = [config_hash(config) for config in rows.configs]
     place = {name: i for i, name in enumerate(hashes)}
     pool = CandidatePool(
-        tuple(rows.configs[i] for i in order), tuple(hashes[i] for i in order), tuple(map(int, order)),
+        tuple(rows.configs[i] for i in order),
+        tuple(hashes[i] for i in order),
+        tuple(map(int, order)),
         dict.fromkeys(sorted(set(rows.family)), len(rows)),
-    )  # fmt: skip
+    )
     chosen, nights = first, []
     for night, size in enumerate(sizes):
         if size > len(chosen):

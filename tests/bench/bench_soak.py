@@ -62,10 +62,19 @@ class ScriptedExecutor:
             return Completion(worker=worker, task=task, lost="worker lost: scripted")
         self._landed()
         run = Run(
-            run_id=task.run_id, job_id=task.job_id, task_index=task.task_index, attempt=task.attempt, family="mlp",
-            config=task.config.to_mapping(), status="ok", source="simulated", wall_s=0.1,
-            device_name="A100-SXM4-40GB", device_uuid=f"SIM-{worker}", peak_memory_mib=2e3,
-        )  # fmt: skip
+            run_id=task.run_id,
+            job_id=task.job_id,
+            task_index=task.task_index,
+            attempt=task.attempt,
+            family="mlp",
+            config=task.config.to_mapping(),
+            status="ok",
+            source="simulated",
+            wall_s=0.1,
+            device_name="A100-SXM4-40GB",
+            device_uuid=f"SIM-{worker}",
+            peak_memory_mib=2e3,
+        )
         return Completion(worker=worker, task=task, result=RunResult(run=run, telemetry=self._table))
 
     def running(self) -> dict:
@@ -118,9 +127,16 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
                 get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping()
             )
             job = Job(
-                job_id="mlp-00000001", family="mlp", space_json="{}", n=tasks, seed=0, policy="uniform", device=DEVICE,
-                settings_json=SETTINGS, submitted_at=0.0,
-            )  # fmt: skip
+                job_id="mlp-00000001",
+                family="mlp",
+                space_json="{}",
+                n=tasks,
+                seed=0,
+                policy="uniform",
+                device=DEVICE,
+                settings_json=SETTINGS,
+                submitted_at=0.0,
+            )
             queue.submit(job, ((index, config) for index in range(tasks)), now=0.0)
             service = Service(events=events, quiet=True)
             metrics = service.metrics = FarmMetrics(data.queue, service.pulse)
@@ -139,8 +155,10 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
         "grown_mib": points[-1][1] - early,
         "tasks_per_s": tasks / took_s,
     }
-    print(f"grown by {figures['grown_mib']:+.1f} MiB from {points[len(points) // 10][0]:,} to {tasks:,} tasks, "
-          f"{figures['tasks_per_s']:.0f} tasks/s")  # fmt: skip
+    print(
+        f"grown by {figures['grown_mib']:+.1f} MiB from {points[len(points) // 10][0]:,} to {tasks:,} tasks, "
+        f"{figures['tasks_per_s']:.0f} tasks/s"
+    )
     return figures
 
 
@@ -160,9 +178,12 @@ def draw(curve: Path, picture: Path) -> None:
     )
     panel.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
     panel.annotate(
-        f"{rss_mib[-1]:.1f} MiB after {tasks[-1]:,.0f}", (tasks[-1], rss_mib[-1]), xytext=(0, -18),
-        textcoords="offset points", ha="right",
-    )  # fmt: skip
+        f"{rss_mib[-1]:.1f} MiB after {tasks[-1]:,.0f}",
+        (tasks[-1], rss_mib[-1]),
+        xytext=(0, -18),
+        textcoords="offset points",
+        ha="right",
+    )
     panel.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(picture, dpi=110)

@@ -20,9 +20,20 @@ WANTED_RATIO = 10.0
 WANTED = {MEMORY: "median 0, 95 %", "smact": "90 %", "smocc": "90 %", "drama": "90 %"}
 _SESSION_GAP_S = 30.0  # between two runs: more than this, and the farm was not at work in between
 _COLUMNS = (
-    "run_id", "job_id", "family", "status", "started_at", "finished_at", "startup_s", "warmup_s", "window_s",
-    "prepared", MEMORY, *RATIOS, *OTHERS,
-)  # fmt: skip
+    "run_id",
+    "job_id",
+    "family",
+    "status",
+    "started_at",
+    "finished_at",
+    "startup_s",
+    "warmup_s",
+    "window_s",
+    "prepared",
+    MEMORY,
+    *RATIOS,
+    *OTHERS,
+)
 _JOB = re.compile(r"bench-(\w+)-(\w+)-(\d+)-(\d+)")
 
 
@@ -122,9 +133,10 @@ def _pairs(rows: Sequence[Mapping]) -> list[tuple[Mapping, Mapping]]:
     """(adaptive, fixed) of the same configuration; the first repeat stands for the adaptive ones."""
     adaptive = {(row["family"], row["k"]): row for row in rows if row["protocol"] == "adaptive" and row["repeat"] == 0}
     return [
-        (adaptive[key], row) for row in rows
+        (adaptive[key], row)
+        for row in rows
         if row["protocol"] == "fixed" and (key := (row["family"], row["k"])) in adaptive
-    ]  # fmt: skip
+    ]
 
 
 def _differences(rows: Sequence[Mapping]) -> dict:
@@ -134,23 +146,30 @@ def _differences(rows: Sequence[Mapping]) -> dict:
         values = _of_pairs(pairs, label, lambda a, b: (a - b) / b if b else None)
         if values:
             differences[label] = {
-                "n": len(values), "median": statistics.median(values), "share_within_1_percent": _share(values, 0.01),
-            }  # fmt: skip
+                "n": len(values),
+                "median": statistics.median(values),
+                "share_within_1_percent": _share(values, 0.01),
+            }
     for label in RATIOS:
         values = _of_pairs(pairs, label, lambda a, b: a - b)
         if values:
             differences[label] = {
-                "n": len(values), "median": statistics.median(values), "share_within_0.02": _share(values, 0.02),
-            }  # fmt: skip
+                "n": len(values),
+                "median": statistics.median(values),
+                "share_within_0.02": _share(values, 0.02),
+            }
     return differences
 
 
 def _of_pairs(pairs, label: str, difference: Callable) -> list[float]:
     return [
-        value for a, b in pairs
-        if a["status"] == b["status"] == "ok" and a[label] is not None and b[label] is not None
+        value
+        for a, b in pairs
+        if a["status"] == b["status"] == "ok"
+        and a[label] is not None
+        and b[label] is not None
         and (value := difference(a[label], b[label])) is not None
-    ]  # fmt: skip
+    ]
 
 
 def _share(values: Sequence[float], within: float) -> float:
@@ -233,8 +252,10 @@ def lines(figures: Mapping) -> list[str]:
     if labels["pairs"]:
         text_lines += [
             f"labels, adaptive against fixed: {labels['pairs']} pairs, {labels['same_status']} with the same status",
-            "", "| label | pairs | median difference | share within tolerance | wanted |", "|---|---|---|---|---|",
-        ]  # fmt: skip
+            "",
+            "| label | pairs | median difference | share within tolerance | wanted |",
+            "|---|---|---|---|---|",
+        ]
         for name, of in labels.items():
             if isinstance(of, Mapping):
                 relative = "share_within_1_percent" in of
@@ -254,9 +275,11 @@ def lines(figures: Mapping) -> list[str]:
     times = figures["time"]
     if times["runs"]:
         text_lines += [
-            f"an adaptive run's seconds ({times['runs']} runs, {times['prepared']} made ready ahead)", "",
-            "| part | median | 95 of 100 below | sum |", "|---|---|---|---|",
-        ]  # fmt: skip
+            f"an adaptive run's seconds ({times['runs']} runs, {times['prepared']} made ready ahead)",
+            "",
+            "| part | median | 95 of 100 below | sum |",
+            "|---|---|---|---|",
+        ]
         for name in ("startup_s", "warmup_s", "window_s", "lost_s"):
             if name in times:
                 of = times[name]

@@ -128,9 +128,12 @@ def _published_trial(plan: Plan, config: TrialConfig) -> dict:
     environment = {**os.environ, **make_device(plan.choice).environment(slot)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     command = [
-        sys.executable, str(Path(__file__).with_name("fresh_process.py")), canonical_json(config.to_mapping()),
-        canonical_json(plan.settings(PUBLISHED).to_mapping()), plan.choice.backend,
-    ]  # fmt: skip
+        sys.executable,
+        str(Path(__file__).with_name("fresh_process.py")),
+        canonical_json(config.to_mapping()),
+        canonical_json(plan.settings(PUBLISHED).to_mapping()),
+        plan.choice.backend,
+    ]
     sensors, _ = make_sensors(TelemetrySettings(period_s=_PUBLISHED_PERIOD_S), slot.device_uuid)
     sampler = TelemetrySampler(sensors, _PUBLISHED_PERIOD_S)
     began = time.monotonic()

@@ -138,10 +138,20 @@ def test_gpufarm_runs_trials_from_a_folder_full_of_such_files_and_finds_the_user
         shadow(folder, f"{name}/__init__.py" if name in ("conf", "learn") else f"{name}.py")
     (folder / "nets.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(4, 4)\n")
     done = python(
-        "-m", "gpufarm", "submit", "+arch=zoo", "n=1", "arch.space.model=nets:build",
-        "arch.space.inputs='float32[4]'", "device=simulated", "cluster=inline", "data=data",
-        cwd=folder, PYTHONPATH=os.pathsep.join([PATHS, str(folder)]), XDG_STATE_HOME=str(tmp_path / "state"),
-    )  # fmt: skip
+        "-m",
+        "gpufarm",
+        "submit",
+        "+arch=zoo",
+        "n=1",
+        "arch.space.model=nets:build",
+        "arch.space.inputs='float32[4]'",
+        "device=simulated",
+        "cluster=inline",
+        "data=data",
+        cwd=folder,
+        PYTHONPATH=os.pathsep.join([PATHS, str(folder)]),
+        XDG_STATE_HOME=str(tmp_path / "state"),
+    )
     assert "(ok 1)" in done.stdout
 
 

@@ -38,9 +38,13 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 
 def run(code, tmp_path, *arguments):
     return subprocess.run(
-        [sys.executable, "-c", HIDE + code, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", HIDE + code, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'infra'}", "GPUFARM_DATA": str(tmp_path / "none")},
-    )  # fmt: skip
+    )
 
 
 def names(requirements):

@@ -28,9 +28,11 @@ def start(place, module, *arguments, redirect="", before="", **environment):
     paths = {b"PYTHONPATH": os.fsencode(str(ROOT))}
     done = subprocess.run(
         ["sh", "-c", f'{before}exec "$@" {redirect}', "sh", sys.executable, "-m", module, *arguments],
-        cwd=place, capture_output=True, timeout=120,
+        cwd=place,
+        capture_output=True,
+        timeout=120,
         env={name: value for name, value in (known | paths | changed).items() if name not in gone},
-    )  # fmt: skip
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -135,9 +137,13 @@ def test_closed_input_and_closed_errors_do_no_harm(place):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
     "arguments",
-    [["farm.status"], ["farm.status", "--help"], ["farm.status", "--cfg", "job"],
-     ["warehouse.query", "SELECT unnest(range(100000)) AS n", "format=csv"]],
-)  # fmt: skip
+    [
+        ["farm.status"],
+        ["farm.status", "--help"],
+        ["farm.status", "--cfg", "job"],
+        ["warehouse.query", "SELECT unnest(range(100000)) AS n", "format=csv"],
+    ],
+)
 @pytest.mark.parametrize("unbuffered", [None, "1"])
 def test_output_that_cannot_be_written_is_one_line_and_no_silent_0(queued, arguments, unbuffered):
     environment = {"PYTHONUNBUFFERED": unbuffered, "GPUFARM_DATA": "ü"}
@@ -148,6 +154,9 @@ def test_output_that_cannot_be_written_is_one_line_and_no_silent_0(queued, argum
 def test_a_reader_that_has_had_enough_is_no_mistake(place):
     done = subprocess.run(
         ["sh", "-c", '{ "$@"; echo "$?" >&2; } | head -n 1', "sh", sys.executable, "-m", "farm.status", "--help"],
-        cwd=place, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        cwd=place,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.stderr == b"0\n" and done.stdout.count(b"\n") == 1

@@ -48,7 +48,7 @@ def grouped():
         ('zoo: cannot open\n  File "/x" is missing', "zoo: cannot open"),
         ("", ""),
     ],
-)  # fmt: skip
+)
 def test_the_line_of_an_error_is_its_exception_and_never_the_heading_of_a_traceback(text, line):
     assert error_line(text) == line
 

@@ -76,14 +76,19 @@ def test_a_page_of_all_blocks_loads_nothing_and_keeps_its_title_in_one_line():
     assert addresses and all(value.startswith(("data:image/", "#")) for value in addresses)
     title = text[text.index("<title>") : text.index("</title>")]
     assert "\n" not in title and "\x1b" not in text
-    assert "default-src 'none'" in text and "url(" not in text and "@import" not in text and "http" not in text.replace(
-        "http-equiv", "")  # fmt: skip
+    assert (
+        "default-src 'none'" in text
+        and "url(" not in text
+        and "@import" not in text
+        and "http" not in text.replace("http-equiv", "")
+    )
 
 
 def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():
     assert clean_text("\x1b[31mred\x00\r\nnext") == "red�\nnext"
     assert clean_text("x" * 30_000 + "end").endswith("xend") and "10,003 characters left out" in clean_text(
-        "x" * 30_000 + "end")  # fmt: skip
+        "x" * 30_000 + "end"
+    )
     assert clean_text(None) == "–"
 
 

@@ -92,14 +92,19 @@ class OwnSettings(Checked):
 @pytest.mark.parametrize(
     ("argument", "expected_text"),
     [
-        ("n=many", "n must be an integer >= 1, got 'many'"), ("n=[1", "cannot read 'n=[1'"),
-        ("n=${nope}", "n: Interpolation key 'nope' not found"), ("n=nan", "n must be an integer >= 1"),
-        ("m=1", "unknown key 'm'; valid keys: n, data, names"), ("n=2026-99-99", "n must be an integer >= 1"),
-        ("data=[a]", "data must be a path, got a list"), ("n", "cannot read 'n'"),
-        ("n=" + "[" * 5000, "cannot read"), ("data=", "data must be a path"),
+        ("n=many", "n must be an integer >= 1, got 'many'"),
+        ("n=[1", "cannot read 'n=[1'"),
+        ("n=${nope}", "n: Interpolation key 'nope' not found"),
+        ("n=nan", "n must be an integer >= 1"),
+        ("m=1", "unknown key 'm'; valid keys: n, data, names"),
+        ("n=2026-99-99", "n must be an integer >= 1"),
+        ("data=[a]", "data must be a path, got a list"),
+        ("n", "cannot read 'n'"),
+        ("n=" + "[" * 5000, "cannot read"),
+        ("data=", "data must be a path"),
         ("names=[a,c]", "unknown name in names: 'c'; known: a, b"),
     ],
-)  # fmt: skip
+)
 def test_arguments_of_a_command_of_no_table_are_held_against_their_kinds_as_well(argument, expected_text):
     settings = load_settings(OwnSettings, "own", ["names=b", "data=a\\b"])
     assert settings == OwnSettings(n=5, data="a\\b", names=("b",))

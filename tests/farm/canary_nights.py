@@ -19,15 +19,23 @@ from warehouse.writer import RunWriter
 
 DEVICE = "NVIDIA A100-SXM4-40GB"
 OLD = {
-    "torch_version": "2.12.0", "cuda_version": "12.6", "cudnn_version": "90100", "driver_version": "550.54",
+    "torch_version": "2.12.0",
+    "cuda_version": "12.6",
+    "cudnn_version": "90100",
+    "driver_version": "550.54",
     "allocator_settings": None,
-}  # fmt: skip
+}
 NEW = OLD | {"driver_version": "560.28"}
 CANARIES = canary_configs(40_960.0)
 LABELS = {
-    "peak_memory_mib": 1500.0, "smact": 0.6, "smocc": 0.3, "drama": 0.4, "gpu_util": 0.95, "step_time_ms": 5.0,
+    "peak_memory_mib": 1500.0,
+    "smact": 0.6,
+    "smocc": 0.3,
+    "drama": 0.4,
+    "gpu_util": 0.95,
+    "step_time_ms": 5.0,
     "power_w": 200.0,
-}  # fmt: skip
+}
 Change = Callable[[TrialConfig], Mapping]  # columns of a config's run that are not as usual
 
 
@@ -70,13 +78,24 @@ class Lab:
         for index, config in enumerate(configs):
             self.now += datetime.timedelta(seconds=20)
             row = {
-                "run_id": f"{job_id}-{index:06d}", "job_id": job_id, "task_index": index, "attempt": 1,
-                "family": config.family, "config": json.dumps(config.to_mapping()),
-                "config_hash": config_hash(config), "status": "ok", "source": "measured", "device_name": DEVICE,
-                "device_memory_mib": 40_960.0, "quality": "trusted", "started_at": self.now,
-                "finished_at": self.now + datetime.timedelta(seconds=10), **self.environment, **LABELS,
+                "run_id": f"{job_id}-{index:06d}",
+                "job_id": job_id,
+                "task_index": index,
+                "attempt": 1,
+                "family": config.family,
+                "config": json.dumps(config.to_mapping()),
+                "config_hash": config_hash(config),
+                "status": "ok",
+                "source": "measured",
+                "device_name": DEVICE,
+                "device_memory_mib": 40_960.0,
+                "quality": "trusted",
+                "started_at": self.now,
+                "finished_at": self.now + datetime.timedelta(seconds=10),
+                **self.environment,
+                **LABELS,
                 **change(config),
-            }  # fmt: skip
+            }
             if row["status"] != "ok":
                 row |= dict.fromkeys(LABELS)
             self._writer.write(row, pa.table({"t_ms": [0.0], "phase": ["window"], **(samples or {})}))

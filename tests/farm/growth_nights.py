@@ -20,9 +20,12 @@ from warehouse.writer import RunWriter
 
 DEVICE, CARD_MIB = "NVIDIA A100-SXM4-40GB", 40_960.0
 ENVIRONMENT = {
-    "torch_version": "2.6.0", "cuda_version": "12.4", "cudnn_version": "90100", "driver_version": "550.54",
+    "torch_version": "2.6.0",
+    "cuda_version": "12.4",
+    "cudnn_version": "90100",
+    "driver_version": "550.54",
     "allocator_settings": None,
-}  # fmt: skip
+}
 _NO_SAMPLES = pa.table({"t_ms": pa.array([], pa.float64())})
 
 
@@ -46,14 +49,32 @@ class Nights:
         draw, self._written = self._random, self._written + 1
         smact = draw.random()
         return {
-            "run_id": f"grow-{self._written:06d}", "job_id": "grow-x", "task_index": self._written, "attempt": 1,
-            "family": family, "config": json.dumps({"family": family, "n": self._written}),
-            "config_hash": f"{self._written:012x}", "status": "ok", "source": "measured", "device_name": DEVICE,
-            "device_uuid": "GPU-1", "device_memory_mib": CARD_MIB, **ENVIRONMENT, "batch_size": draw.randint(1, 128),
-            "parameters": int(10 ** draw.uniform(4, 8)), "peak_memory_mib": 10 ** draw.uniform(2.8, 4.6),
-            "smact": smact, "smocc": smact * 0.6, "drama": draw.random(), "steps": 50, "quality": "trusted",
-            "wall_s": 20.0, "finished_at": self.now, "telemetry_rows": 0, **changes,
-        }  # fmt: skip
+            "run_id": f"grow-{self._written:06d}",
+            "job_id": "grow-x",
+            "task_index": self._written,
+            "attempt": 1,
+            "family": family,
+            "config": json.dumps({"family": family, "n": self._written}),
+            "config_hash": f"{self._written:012x}",
+            "status": "ok",
+            "source": "measured",
+            "device_name": DEVICE,
+            "device_uuid": "GPU-1",
+            "device_memory_mib": CARD_MIB,
+            **ENVIRONMENT,
+            "batch_size": draw.randint(1, 128),
+            "parameters": int(10 ** draw.uniform(4, 8)),
+            "peak_memory_mib": 10 ** draw.uniform(2.8, 4.6),
+            "smact": smact,
+            "smocc": smact * 0.6,
+            "drama": draw.random(),
+            "steps": 50,
+            "quality": "trusted",
+            "wall_s": 20.0,
+            "finished_at": self.now,
+            "telemetry_rows": 0,
+            **changes,
+        }
 
     def write(self, *rows: dict) -> None:
         for row in rows:
@@ -84,9 +105,15 @@ class Nights:
         statuses = [row["status"] for row in rows]
         self.wait(minutes=30)
         payload = {
-            "job_id": "grow-0123abcd", "runs": len(rows), "by_status": {s: statuses.count(s) for s in set(statuses)},
-            "by_family": {}, "ended": ended, "wall_s": 3600.0, "gpu_seconds": 3000.0, "energy_j": 9.0e5,
-        }  # fmt: skip
+            "job_id": "grow-0123abcd",
+            "runs": len(rows),
+            "by_status": {s: statuses.count(s) for s in set(statuses)},
+            "by_family": {},
+            "ended": ended,
+            "wall_s": 3600.0,
+            "gpu_seconds": 3000.0,
+            "energy_j": 9.0e5,
+        }
         self.journal.done(cycle, "run", payload)
 
     def landed(self, cycle: str, findings: list[dict] | None = None) -> None:
@@ -95,9 +122,10 @@ class Nights:
             with connect(self.folder, snapshot=cycle) as connection:
                 findings = [{**vars(one), "examples": list(one.examples)} for one in check(connection)]
         self.step(
-            cycle, "land",
+            cycle,
+            "land",
             {"snapshot": cycle, "before": self._snapshot, "rows": dict(snapshot.rows), "findings": findings},
-        )  # fmt: skip
+        )
         self._snapshot = cycle
 
     def learned(self, cycle: str, *results: dict) -> None:
@@ -115,37 +143,70 @@ class Nights:
 
 def canaries_payload(**changes) -> dict:
     return {
-        "verdict": "steady", "said": "8 canaries are as they were", "device_name": DEVICE, "source": "measured",
-        "environment": ENVIRONMENT, "before": ENVIRONMENT, "runs": 8, "compared": [], "causes": [], "drift": None,
+        "verdict": "steady",
+        "said": "8 canaries are as they were",
+        "device_name": DEVICE,
+        "source": "measured",
+        "environment": ENVIRONMENT,
+        "before": ENVIRONMENT,
+        "runs": 8,
+        "compared": [],
+        "causes": [],
+        "drift": None,
         **changes,
-    }  # fmt: skip
+    }
 
 
 def compared(label: str = "smact", moved: bool = False, **changes) -> dict:
     return {
-        "family": "cnn", "config_hash": "c0ffee", "label": label, "unit": "ratio",
-        "before": 0.5, "now": 0.9 if moved else 0.51,
-        "tolerance": 0.05, "moved": moved, "history_runs": 4, "run_ids": ["canary-1"], "said": "", **changes,
-    }  # fmt: skip
+        "family": "cnn",
+        "config_hash": "c0ffee",
+        "label": label,
+        "unit": "ratio",
+        "before": 0.5,
+        "now": 0.9 if moved else 0.51,
+        "tolerance": 0.05,
+        "moved": moved,
+        "history_runs": 4,
+        "run_ids": ["canary-1"],
+        "said": "",
+        **changes,
+    }
 
 
 def learned(decision: str = "promoted", target: str = "memory", error: float = 100.0, **changes) -> dict:
     figures = {"rows": 80, "mean_abs_error": error, "median_rel_error": 0.03, "accuracy": 0.9, "above_bound": 0.01}
     return {
-        "target": target, "estimator": "hybrid", "decision": decision, "why": f"{decision}: better by 4 %",
-        "held_out": 80, "current": "v1", "candidate": "v2",
-        "figures": {"current": {**figures, "mean_abs_error": error * 1.1}, "candidate": figures}, **changes,
-    }  # fmt: skip
+        "target": target,
+        "estimator": "hybrid",
+        "decision": decision,
+        "why": f"{decision}: better by 4 %",
+        "held_out": 80,
+        "current": "v1",
+        "candidate": "v2",
+        "figures": {"current": {**figures, "mean_abs_error": error * 1.1}, "candidate": figures},
+        **changes,
+    }
 
 
 def next_plan(**changes) -> dict:
     return {
-        "policy": "active", "runs": 500, "families": {"cnn": 300, "gpt": 200}, "pool": 10_000,
-        "measured": 12, "repeated": 3, "bins_gained": {"memory": 1, "region": 1},
+        "policy": "active",
+        "runs": 500,
+        "families": {"cnn": 300, "gpt": 200},
+        "pool": 10_000,
+        "measured": 12,
+        "repeated": 3,
+        "bins_gained": {"memory": 1, "region": 1},
         "gained": {
             "memory": {"cnn 32-40 GB": [0, 7], "cnn 0-8 GB": [90, 2]},
-            "smact": {}, "region": {"gpt, depth 8-15, batch 4-15, parameters 1e8": [0, 4]},
+            "smact": {},
+            "region": {"gpt, depth 8-15, batch 4-15, parameters 1e8": [0, 4]},
         },
-        "gpu_hours": 3.25, "from_past": 0.8, "out_of_memory": 41.3, "ways": {"fast": 500},
-        "notes": ["a note of the plan"], **changes,
-    }  # fmt: skip
+        "gpu_hours": 3.25,
+        "from_past": 0.8,
+        "out_of_memory": 41.3,
+        "ways": {"fast": 500},
+        "notes": ["a note of the plan"],
+        **changes,
+    }

@@ -24,9 +24,15 @@ from featurize.trial import config_hash
 from workers.devices import DeviceChoice
 
 HASHES = [
-    "04f3d197eeaa1b4c", "047494f35f44bd44", "ffe57f6bcdd1996b", "0c4492e3ad8d39b3", "c33c20926534c8ba",
-    "0e382e37b2822438", "225b17ca7232828a", "13b3578c10ae49a4",
-]  # fmt: skip
+    "04f3d197eeaa1b4c",
+    "047494f35f44bd44",
+    "ffe57f6bcdd1996b",
+    "0c4492e3ad8d39b3",
+    "c33c20926534c8ba",
+    "0e382e37b2822438",
+    "225b17ca7232828a",
+    "13b3578c10ae49a4",
+]
 
 
 @pytest.fixture
@@ -55,8 +61,9 @@ def test_canaries_fit_into_a_small_device_and_stay_out_of_a_tiny_one():
 def test_canaries_touch_every_operator_family_and_tell_them_apart():
     having = {
         name: frozenset(at for at, config in enumerate(CANARIES) if name in operators_of(config))
-        for name in OPERATORS if name != OTHER
-    }  # fmt: skip
+        for name in OPERATORS
+        if name != OTHER
+    }
     assert all(having.values())
     assert having.pop("layer_norm") == having["attention"]  # no family has one without the other
     assert len(set(having.values())) == len(having)
@@ -76,8 +83,13 @@ def test_every_layer_of_every_family_is_of_a_known_operator_family(family):
 
 def test_models_of_libraries_count_by_their_plans_and_as_other_without_one():
     zoo = get_family("zoo").Config
-    read = zoo(batch_size=2, model=CodeName("torch.nn:Conv2d"), inputs="float32[3,8,8]", target="int64[6,6]<4",
-               arguments='{"in_channels": 3, "out_channels": 4, "kernel_size": 3}')  # fmt: skip
+    read = zoo(
+        batch_size=2,
+        model=CodeName("torch.nn:Conv2d"),
+        inputs="float32[3,8,8]",
+        target="int64[6,6]<4",
+        arguments='{"in_channels": 3, "out_channels": 4, "kernel_size": 3}',
+    )
     assert operators_of(read) == {"convolution", "loss", "adam"}
     row = zoo(**{**vars(read), "model": str(read.model)})  # as data has it
     assert operators_of(row) == {OTHER, "loss", "adam"}
@@ -328,13 +340,32 @@ def test_the_payload_is_json_as_the_journal_holds_it(lab):
     lab.night()
     payload = plain(lab.verdict(lab.night(of(0, smact=0.9))).payload().to_mapping())
     assert json.loads(json.dumps(payload)) == payload
-    assert set(payload) == {"verdict", "said", "device_name", "source", "environment", "before", "runs", "compared",
-                          "causes", "drift"}  # fmt: skip
+    assert set(payload) == {
+        "verdict",
+        "said",
+        "device_name",
+        "source",
+        "environment",
+        "before",
+        "runs",
+        "compared",
+        "causes",
+        "drift",
+    }
     (moved,) = [entry for entry in payload["compared"] if entry["moved"]]
     assert moved | {"said": "", "run_ids": []} == {
-        "family": "mlp", "config_hash": HASHES[0], "label": "smact", "unit": "ratio", "before": 0.6, "now": 0.9,
-        "tolerance": 0.05, "moved": True, "history_runs": 1, "run_ids": [], "said": "",
-    }  # fmt: skip
+        "family": "mlp",
+        "config_hash": HASHES[0],
+        "label": "smact",
+        "unit": "ratio",
+        "before": 0.6,
+        "now": 0.9,
+        "tolerance": 0.05,
+        "moved": True,
+        "history_runs": 1,
+        "run_ids": [],
+        "said": "",
+    }
     assert payload["device_name"] == DEVICE and payload["drift"] is None
 
 

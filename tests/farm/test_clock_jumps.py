@@ -27,9 +27,7 @@ class Jumping(ScriptedExecutor):
 
 
 def work(folder, queue, executor):
-    return Dispatcher(
-        folder, queue, executor, DEVICE, Quiet(), clock=executor.wall, steady=executor.clock
-    ).run(Stop())  # fmt: skip
+    return Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.wall, steady=executor.clock).run(Stop())
 
 
 @pytest.mark.parametrize("jump_s", JUMPS)

@@ -37,11 +37,20 @@ def kind(name="job", memory=3500.0, busy=0.5, smact=0.4, estimate=None, gpus=1):
     """A job type; `estimate`: what the default estimator says of its memory, the truth by default."""
     estimate = memory if estimate is None else estimate
     return JobType(
-        name=name, weight="light", gpus=gpus, minutes=1.0, epochs=(1,), memory_mib=memory, busy=busy, smact=smact,
-        smocc=0.2, drama=0.1, estimates={"ours": estimate, "ours_bound": estimate},
+        name=name,
+        weight="light",
+        gpus=gpus,
+        minutes=1.0,
+        epochs=(1,),
+        memory_mib=memory,
+        busy=busy,
+        smact=smact,
+        smocc=0.2,
+        drama=0.1,
+        estimates={"ours": estimate, "ours_bound": estimate},
         need=MemoryNeed(((0.5, estimate), (0.99, estimate))),
         estimated=JobProfile(name, estimate, estimate, smact=smact),
-    )  # fmt: skip
+    )
 
 
 def trace_of(*jobs, types=None):
@@ -185,16 +194,22 @@ def test_philly_s_job_log_is_read(tmp_path):
         }
 
     jobs = [
-        {"submitted_time": "2017-10-07 01:00:00", "attempts": [
-            attempt("2017-10-07 01:01:00", "2017-10-07 01:02:00", ["gpu0"]),
-            attempt("2017-10-07 01:03:00", "2017-10-07 01:13:00", ["gpu0", "gpu1"], ["gpu3"]),
-        ]},
-        {"submitted_time": "2017-10-07 00:59:00", "attempts": [
-            attempt("2017-10-07 01:00:00", "2017-10-07 01:00:30", ["gpu0"]),
-        ]},
+        {
+            "submitted_time": "2017-10-07 01:00:00",
+            "attempts": [
+                attempt("2017-10-07 01:01:00", "2017-10-07 01:02:00", ["gpu0"]),
+                attempt("2017-10-07 01:03:00", "2017-10-07 01:13:00", ["gpu0", "gpu1"], ["gpu3"]),
+            ],
+        },
+        {
+            "submitted_time": "2017-10-07 00:59:00",
+            "attempts": [
+                attempt("2017-10-07 01:00:00", "2017-10-07 01:00:30", ["gpu0"]),
+            ],
+        },
         {"submitted_time": "2017-10-07 01:00:00", "attempts": []},
         {"submitted_time": "2017-10-07 01:00:00", "attempts": [attempt("2017-10-07 01:00:00", "None", ["gpu0"])]},
-    ]  # fmt: skip
+    ]
     path = tmp_path / "a'; echo foo.json"
     path.write_text(json.dumps(jobs))
     trace = read_trace(str(path), None, seed=0)
@@ -235,11 +250,15 @@ def test_carma_s_submission_script_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "part"),
     [
-        ("a.json", "{", "is not a trace"), ("a.json", "{}", "no list of jobs"), ("a.json", "[]", "no job"),
-        ("a.csv", "1,2\n", "line 1: 2 columns"), ("a.sh", "submit.py --task /x/none.rad\n", "line 1: unknown task"),
-        ("a.sh", "", "no job"), ("a.txt", "", "neither a generator nor a file"),
+        ("a.json", "{", "is not a trace"),
+        ("a.json", "{}", "no list of jobs"),
+        ("a.json", "[]", "no job"),
+        ("a.csv", "1,2\n", "line 1: 2 columns"),
+        ("a.sh", "submit.py --task /x/none.rad\n", "line 1: unknown task"),
+        ("a.sh", "", "no job"),
+        ("a.txt", "", "neither a generator nor a file"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_trace_is_refused_by_what_is_wrong_with_it(tmp_path, name, text, part):
     (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=part):
@@ -421,9 +440,24 @@ def test_a_data_folder_keeps_the_page_and_its_figures(monkeypatch, capsys, tmp_p
 
 @pytest.mark.parametrize(
     "argument",
-    ["policy=nope", "estimator=[ours,nope]", "sharing=mig", "n=0", "gpus=0", "seeds=[]", "seeds=[1,1]", "load=0",
-     "risk=0", "max_slowdown=0.5", "warmup_s=60", "device=none", "trace=nope.json", "format=x", "policy=[]"],
-)  # fmt: skip
+    [
+        "policy=nope",
+        "estimator=[ours,nope]",
+        "sharing=mig",
+        "n=0",
+        "gpus=0",
+        "seeds=[]",
+        "seeds=[1,1]",
+        "load=0",
+        "risk=0",
+        "max_slowdown=0.5",
+        "warmup_s=60",
+        "device=none",
+        "trace=nope.json",
+        "format=x",
+        "policy=[]",
+    ],
+)
 def test_a_bad_value_is_one_line_and_exit_code_2(monkeypatch, capsys, argument):
     code, out, err = command(monkeypatch, capsys, argument)
     assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1

@@ -103,9 +103,16 @@ def test_a_group_is_one_task_with_its_members_and_everything_else_is_unreadable(
 
 def submitted(queue, *texts):
     job = Job(
-        job_id="pairs-1", family="mixed", space_json="{}", n=len(texts), seed=0, policy="stratified",
-        device=device_key(SIMULATED), settings_json=text_of_settings(SETTINGS), submitted_at=0.0,
-    )  # fmt: skip
+        job_id="pairs-1",
+        family="mixed",
+        space_json="{}",
+        n=len(texts),
+        seed=0,
+        policy="stratified",
+        device=device_key(SIMULATED),
+        settings_json=text_of_settings(SETTINGS),
+        submitted_at=0.0,
+    )
     queue.submit(job, enumerate(texts), now=0.0)
 
 
@@ -239,8 +246,15 @@ def test_a_share_of_the_nights_configurations_is_pairs(given, pairs, singles):
 
 
 def night(data, *arguments):
-    small = ("cluster=inline", "device=simulated", "families=[mlp]", "pool=12", "policy=stratified", "canaries=skip",
-             "learn.targets=[]")  # fmt: skip
+    small = (
+        "cluster=inline",
+        "device=simulated",
+        "families=[mlp]",
+        "pool=12",
+        "policy=stratified",
+        "canaries=skip",
+        "learn.targets=[]",
+    )
     return cli.run("grow", grow_entry, [*small, f"data={data}", *arguments])
 
 
@@ -302,8 +316,17 @@ def test_pairs_whose_share_of_the_hours_was_up_do_not_begin_again_when_the_night
 
 @pytest.mark.slow
 def test_a_night_measures_its_share_of_pairs_first_and_says_how_they_went(tmp_path, capsys):
-    night = ["cluster=inline", f"data={tmp_path / 'data'}", "device=simulated", "n=8", "grow.collocate=0.25",
-             "families=[mlp]", "pool=50", "canaries=skip", "learn.targets=[]"]  # fmt: skip
+    night = [
+        "cluster=inline",
+        f"data={tmp_path / 'data'}",
+        "device=simulated",
+        "n=8",
+        "grow.collocate=0.25",
+        "families=[mlp]",
+        "pool=50",
+        "canaries=skip",
+        "learn.targets=[]",
+    ]
     assert cli.run("grow", grow_entry, night) == 0
     out = capsys.readouterr().out
     assert "6 runs" in out and "2 pairs on one device, slowdown" in out

@@ -27,22 +27,41 @@ from warehouse.writer import RunWriter
 
 DEVICE = "A100-SXM4-40GB"
 CONFIGS = [
-    config_from_mapping({"family": "mlp", "batch_size": size, "input_size": 64, "classes": 10, "depth": 3,
-                         "topology": "uniform", "batch_norm": size == 8})
+    config_from_mapping(
+        {
+            "family": "mlp",
+            "batch_size": size,
+            "input_size": 64,
+            "classes": 10,
+            "depth": 3,
+            "topology": "uniform",
+            "batch_norm": size == 8,
+        }
+    )
     for size in (8, 16, 32, 64)
-]  # fmt: skip
+]
 HASHES = [config_hash(config) for config in CONFIGS]
 
 
 def land(folder, index, config, **changes):
     """A run of this config."""
     row = {
-        "run_id": f"J-{index:06d}", "job_id": "J", "task_index": index, "attempt": 1, "family": config.family,
-        "config": json.dumps(config.to_mapping()), "config_hash": config_hash(config), "status": "ok",
-        "source": "simulated", "device_name": DEVICE, "torch_version": "2.12.0", "quality": "trusted",
-        "peak_memory_mib": 1000.0, "step_time_ms": 4.0,
+        "run_id": f"J-{index:06d}",
+        "job_id": "J",
+        "task_index": index,
+        "attempt": 1,
+        "family": config.family,
+        "config": json.dumps(config.to_mapping()),
+        "config_hash": config_hash(config),
+        "status": "ok",
+        "source": "simulated",
+        "device_name": DEVICE,
+        "torch_version": "2.12.0",
+        "quality": "trusted",
+        "peak_memory_mib": 1000.0,
+        "step_time_ms": 4.0,
         "started_at": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
-    }  # fmt: skip
+    }
     RunWriter(folder).write(row | changes, pa.table({"t_ms": [0.0]}))
 
 
@@ -237,10 +256,12 @@ def record(**operators):
     none = {"calls": 1.0, "launches": 1.0, "moved_mib": 0.0, "gflops": 0.0, "peak_mib": 0.0}
     figures = {f"aten::{name}": {**none, "ms": ms} for name, ms in operators.items()}
     return {
-        "operators": figures, "modules": {f"blocks.{k}.act": dict(f) for k, f in enumerate(figures.values())},
-        "classes": {name: "activation" for name in figures}, "dtypes": {"float32": len(figures)},
+        "operators": figures,
+        "modules": {f"blocks.{k}.act": dict(f) for k, f in enumerate(figures.values())},
+        "classes": {name: "activation" for name in figures},
+        "dtypes": {"float32": len(figures)},
         "peak_mib": {"activation": 1.0},
-    }  # fmt: skip
+    }
 
 
 def test_operators_that_came_went_or_got_slower_are_told_the_largest_difference_first():
@@ -248,8 +269,9 @@ def test_operators_that_came_went_or_got_slower_are_told_the_largest_difference_
     new = {"a": record(clamp=1.5, add=2.0), "b": record(add=2.0 + 1e-12)}
     comparison = compare_operators(old, new, DEVICE)
     assert [(c.name, c.before["ms"], c.after["ms"]) for c in comparison.operators if c.changed] == [
-        ("aten::clamp", 0.0, 1.5), ("aten::relu", 1.0, 0.0),
-    ]  # fmt: skip
+        ("aten::clamp", 0.0, 1.5),
+        ("aten::relu", 1.0, 0.0),
+    ]
     assert [c.name for c in comparison.operators if not c.changed] == ["aten::add"]
     (module,) = comparison.modules  # numbers in paths do not tell modules apart
     assert (module.name, module.configurations, module.examples) == ("blocks.*.act", 1, ("a",))
@@ -393,9 +415,12 @@ def test_a_model_that_no_environment_has_is_refused_and_one_that_a_side_lacks_is
     """The environments' own Pythons are asked. Here they are shells, which answer at once."""
     problem = "lib.nets has no attribute 'fatcory'; near names: factory"
     for name, answer in (("old", problem), ("new", problem), ("has it", None)):
-        script(tmp_path / name / "bin" / "python", "#!/bin/sh\nif [ \"$1\" = -c ]; then "
-               f"""echo 'PROBE{{"torch_version": "{name}"}}'; exit; fi\n"""
-               f"echo null; while read -r model; do cat <<'ANSWER'\n{json.dumps(answer)}\nANSWER\ndone\n")  # fmt: skip
+        script(
+            tmp_path / name / "bin" / "python",
+            '#!/bin/sh\nif [ "$1" = -c ]; then '
+            f"""echo 'PROBE{{"torch_version": "{name}"}}'; exit; fi\n"""
+            f"echo null; while read -r model; do cat <<'ANSWER'\n{json.dumps(answer)}\nANSWER\ndone\n",
+        )
     monkeypatch.setattr(run_module, "_run_set", lambda *_: (_ for _ in ()).throw(run_module.Interrupted))
     home = tmp_path / "a'; echo home"
     job = [

@@ -139,9 +139,17 @@ def submit(queue, n, job_id="mlp-00000001", priority=0, parallel=None, **setting
     values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, "parallel": parallel}
     config = canonical_json(get_family("mlp").Config(**values).to_mapping())
     job = Job(
-        job_id=job_id, family="mlp", space_json="{}", n=n, seed=0, policy="uniform",
-        priority=priority, device=DEVICE, settings_json=settings_text(**settings), submitted_at=0.0,
-    )  # fmt: skip
+        job_id=job_id,
+        family="mlp",
+        space_json="{}",
+        n=n,
+        seed=0,
+        policy="uniform",
+        priority=priority,
+        device=DEVICE,
+        settings_json=settings_text(**settings),
+        submitted_at=0.0,
+    )
     queue.submit(job, ((index, config) for index in range(n)), now=0.0)
 
 

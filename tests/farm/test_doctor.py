@@ -153,9 +153,22 @@ def test_mig_slices_and_a_multi_process_service_are_shown(capsys, tmp_path, monk
 def test_json_has_the_same_keys_whatever_is_missing(capsys, tmp_path, no_gpu):
     empty = report(capsys, override(tmp_path / "none"), refused=True)
     full = report(capsys, override(made(tmp_path / "data")))
-    assert list(empty) == list(full) == [
-        "gpus", "gpus_reason", "driver_version", "device", "telemetry", "torch", "ray", "packages", "machine", "data",
-    ]  # fmt: skip
+    assert (
+        list(empty)
+        == list(full)
+        == [
+            "gpus",
+            "gpus_reason",
+            "driver_version",
+            "device",
+            "telemetry",
+            "torch",
+            "ray",
+            "packages",
+            "machine",
+            "data",
+        ]
+    )
     for section in ("device", "torch", "ray", "packages", "machine", "data"):
         assert list(empty[section]) == list(full[section])
 

@@ -79,7 +79,7 @@ def test_a_canary_that_no_operator_of_its_own_explains_names_its_rarest(grown):
     rarest = {
         name: sum(name in operators_of(config) for at, config in enumerate(CANARIES) if at != 2)
         for name in operators_of(CANARIES[2]) - {"loss", "adam"}
-    }  # fmt: skip
+    }
     fewest = {name for name, count in rarest.items() if count == min(rarest.values())}
     assert set(drift.operators["drama"]) == fewest == {"convolution", "autocast"}
 

@@ -124,8 +124,10 @@ def test_the_pages_of_a_list_hold_each_run_once_in_order(service, place):
             value for tag, name, value in parsed.elements if tag == "a" and name == "href" and "Next" in parsed.text
         ]
         path = next((link for link in following if f"page={len(shown) // 50 + 1}" in (link or "")), None)
-    known = [f"/runs/{run_id}" for (run_id,) in
-             rows_of(place, "SELECT run_id FROM runs ORDER BY batch_size DESC NULLS LAST, run_id")]  # fmt: skip
+    known = [
+        f"/runs/{run_id}"
+        for (run_id,) in rows_of(place, "SELECT run_id FROM runs ORDER BY batch_size DESC NULLS LAST, run_id")
+    ]
     assert shown == known
 
 
@@ -264,7 +266,7 @@ def test_what_is_not_there_or_no_page_says_so(service):
         ("EXPLAIN SELECT 1", 400, "begins with"),
         ("", 400, "one SQL statement"),
     ],
-)  # fmt: skip
+)
 def test_a_query_of_the_users_reads_and_nothing_else(service, sql, status, words):
     assert words in page(service, f"/sql?{urlencode({'sql': sql})}", status).text
 

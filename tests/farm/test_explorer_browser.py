@@ -18,8 +18,15 @@ from warehouse.writer import RunWriter
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Debian's chromium is not installed")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]  # fmt: skip
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 # Parts of a heading between underscores that stand on more than one line, and tables that do not fit their place.
 BROKEN_WORDS = """() => [...document.querySelectorAll('th, summary, .facets b')].flatMap(one => {
   const texts = document.createTreeWalker(one, NodeFilter.SHOW_TEXT), broken = []

@@ -30,9 +30,14 @@ from warehouse.snapshot import snapshot_names
 from warehouse.writer import RunWriter
 
 SMALL = (
-    "device=A100-SXM4-40GB", "cluster=inline", "families=[mlp]", "pool=40", "policy=stratified", "canaries=skip",
+    "device=A100-SXM4-40GB",
+    "cluster=inline",
+    "families=[mlp]",
+    "pool=40",
+    "policy=stratified",
+    "canaries=skip",
     "learn.targets=[]",
-)  # fmt: skip
+)
 
 
 def grow(root, *arguments):
@@ -158,8 +163,8 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(root, capsys):
         ("hours=-1", "hours must be a number > 0, got -1"),
         ("policy=random", "active, coverage, stratified, uniform"),
         ("families=[mpl]", "mlp"),
-        ("families=[]", "families must name some families, each once"),
-        ("families=[mlp,mlp]", "families must name some families, each once"),
+        ("families=[]", "families must name some of these, each once: cnn, "),
+        ("families=[mlp,mlp]", "families must name some of these, each once: cnn, "),
         ("canaries=no", "accept, compare, skip"),
         ("space={colour:3}", "no family here has colour"),
         ("space={depth:[2,-7]}", "depth"),
@@ -204,8 +209,11 @@ def test_only_hours_plan_as_many_runs_as_may_fit(root):
 def command(root, *arguments, **options):
     return subprocess.Popen(
         [sys.executable, "-m", "farm.grow", *SMALL, f"data={root}", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 @pytest.mark.slow
@@ -453,8 +461,10 @@ def listener(status=200):
 def test_a_command_and_a_web_address_are_told_how_it_ended(root, tmp_path):
     note = tmp_path / "note"
     with listener() as (url, got):
-        assert grow(root, "n=2", f"notify.command=cat > {note}; echo $GPUFARM_OUTCOME >> {note}",
-                    f"notify.webhook={url}") == 0  # fmt: skip
+        assert (
+            grow(root, "n=2", f"notify.command=cat > {note}; echo $GPUFARM_OUTCOME >> {note}", f"notify.webhook={url}")
+            == 0
+        )
     (cycle,) = cycles(root)
     text, _, outcome = note.read_text().rpartition("}")
     assert json.loads(text + "}") == got[0] and outcome.strip() == "done"

@@ -9,9 +9,20 @@ from farm.choosing.plan_summary import Summary
 from farm.growth.settings import _spaces
 
 SUMMARY = Summary(
-    policy="coverage", runs=6, families={"mlp": 6}, pool=40, measured=3, repeated=1, bins_gained={}, gained={},
-    gpu_hours=0.25, from_past=0.0, out_of_memory=1.0, ways={"fast": 6}, notes=(),
-)  # fmt: skip
+    policy="coverage",
+    runs=6,
+    families={"mlp": 6},
+    pool=40,
+    measured=3,
+    repeated=1,
+    bins_gained={},
+    gained={},
+    gpu_hours=0.25,
+    from_past=0.0,
+    out_of_memory=1.0,
+    ways={"fast": 6},
+    notes=(),
+)
 
 
 def test_a_plan_of_simulated_runs_speaks_of_no_measurement_and_no_gpu_hours():

@@ -38,10 +38,23 @@ def written(nights, name=None, plan=None, **steps):
 def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights):
     nights.night([nights.run_row() for _ in range(4)], learned("first"))
     cycle = nights.night(
-        [nights.run_row("cnn"), nights.run_row("gpt", peak_memory_mib=35_000.0), nights.run_row("gpt", status="oom",
-            oom_kind="device", peak_memory_mib=None, smact=None, smocc=None, drama=None, steps=None)],
-        learned("kept", error=120.0), findings=[],
-    )  # fmt: skip
+        [
+            nights.run_row("cnn"),
+            nights.run_row("gpt", peak_memory_mib=35_000.0),
+            nights.run_row(
+                "gpt",
+                status="oom",
+                oom_kind="device",
+                peak_memory_mib=None,
+                smact=None,
+                smocc=None,
+                drama=None,
+                steps=None,
+            ),
+        ],
+        learned("kept", error=120.0),
+        findings=[],
+    )
     report, page = written(nights, plan=next_plan())
     assert report["said"]["level"] == "good" and report["said"]["advice"] == ["Nothing to do."]
     assert report["snapshot"] == cycle and report["changed"]["rows_after"]["runs"] == 7
@@ -49,10 +62,19 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
     assert counts == {("cnn", "ok"): (5, 1), ("gpt", "ok"): (1, 1), ("gpt", "oom"): (1, 1)}
     page_text = page.text
     for text in (
-        "The night is done: 3 runs were measured", "Nothing to do.", "gpt 32–40", "Every check passed", "50.0 min",
-        "0.25 kWh", "kept: better by 4 %", "500 runs of 10,000 candidates", "3.25 GPU-hours", "41 of them",
-        "cnn 32-40 GB", "a note of the plan",
-    ):  # fmt: skip
+        "The night is done: 3 runs were measured",
+        "Nothing to do.",
+        "gpt 32–40",
+        "Every check passed",
+        "50.0 min",
+        "0.25 kWh",
+        "kept: better by 4 %",
+        "500 runs of 10,000 candidates",
+        "3.25 GPU-hours",
+        "41 of them",
+        "cnn 32-40 GB",
+        "a note of the plan",
+    ):
         assert text in page_text, text
 
 
@@ -81,17 +103,21 @@ def test_other_peoples_text_is_shown_and_not_obeyed(nights):
         f'Traceback (most recent call last):\n  File "t.py", line 1\nRuntimeError: {evil}\n\x1b[31mred\x00{evil}'
     )
     nights.night(
-        [nights.failure("crashed", traceback, error_type=evil, device_name=evil),
-         nights.run_row(quality="untrusted", quality_reasons=json.dumps({evil: evil})),
-         nights.run_row(quality="untrusted", quality_reasons="no json <b>")],
+        [
+            nights.failure("crashed", traceback, error_type=evil, device_name=evil),
+            nights.run_row(quality="untrusted", quality_reasons=json.dumps({evil: evil})),
+            nights.run_row(quality="untrusted", quality_reasons="no json <b>"),
+        ],
         learned("failed", target=evil, why=evil),
         findings=[{"rule": evil, "severity": "error", "count": 1, "examples": [evil], "said": evil}],
-    )  # fmt: skip
+    )
     canaries = canaries_payload(
-        verdict="drift", said=evil, environment={evil: evil},
+        verdict="drift",
+        said=evil,
+        environment={evil: evil},
         compared=[compared(evil, moved=True, family=evil, unit=evil)],
         drift={"operators": {evil: [evil]}, "stale_by_family": {evil: 3}, "moved": [evil]},
-    )  # fmt: skip
+    )
     plan = next_plan(policy=evil, families={evil: 1}, gained={evil: {evil: [0, 1]}}, notes=[evil])
     _, page = written(nights, plan=plan, canaries=canaries)
     assert "script" not in page.tags and "b" in page.tags
@@ -102,10 +128,11 @@ def test_other_peoples_text_is_shown_and_not_obeyed(nights):
 def test_failures_are_grouped_by_what_happened_with_a_log_each(nights):
     def crash(number):
         return nights.failure(
-            "crashed", f'Traceback (most recent call last):\n  File "trial.py", line {number}, in step\n    go()\n'
+            "crashed",
+            f'Traceback (most recent call last):\n  File "trial.py", line {number}, in step\n    go()\n'
             f"ValueError: tensor {number} is lost\n--- the trial's output ends:\nlast words {number}",
             error_type="ValueError",
-        )  # fmt: skip
+        )
 
     nights.night([nights.failure("crashed", "of another night")])
     nights.night([*map(crash, range(5)), nights.failure("timeout", "not done after trial.timeout_s=60 s")])
@@ -142,14 +169,21 @@ def test_untrusted_runs_are_counted_by_reason_and_cover_nothing(nights):
 
 
 def test_coverage_counts_a_row_in_its_bins_and_region(nights):
-    nights.night([nights.run_row(batch_size=16, parameters=2_000_000, peak_memory_mib=3000.0, smact=0.95, smocc=0.05,
-                                 drama=0.5)])  # fmt: skip
-    nights.night([
-        nights.run_row(batch_size=31, parameters=3_000_000, peak_memory_mib=4000.0, smact=0.5, smocc=0.05, drama=0.5),
-        nights.run_row(batch_size=4, parameters=40_000_000, peak_memory_mib=39_000.0, smact=0.5, smocc=0.05, drama=0.5),
-        nights.run_row(batch_size=None, peak_memory_mib=3500.0, smact=None, smocc=None, drama=None),
-        nights.run_row(source="imported", device_name="V100-SXM2-32GB"),
-    ])  # fmt: skip
+    nights.night(
+        [nights.run_row(batch_size=16, parameters=2_000_000, peak_memory_mib=3000.0, smact=0.95, smocc=0.05, drama=0.5)]
+    )
+    nights.night(
+        [
+            nights.run_row(
+                batch_size=31, parameters=3_000_000, peak_memory_mib=4000.0, smact=0.5, smocc=0.05, drama=0.5
+            ),
+            nights.run_row(
+                batch_size=4, parameters=40_000_000, peak_memory_mib=39_000.0, smact=0.5, smocc=0.05, drama=0.5
+            ),
+            nights.run_row(batch_size=None, peak_memory_mib=3500.0, smact=None, smocc=None, drama=None),
+            nights.run_row(source="imported", device_name="V100-SXM2-32GB"),
+        ]
+    )
     report, page = written(nights)
     rows = report["rows"]
     assert (rows["device_names"], rows["source"], rows["no_place"]) == ([DEVICE], "measured", 1)
@@ -188,9 +222,11 @@ def test_a_sick_machine_is_named_with_its_causes(nights):
     nights.night([nights.run_row()])
     cycle = nights.begin()
     payload = canaries_payload(
-        verdict="sick", said="smact of 2 canaries moved", causes=["thermal slowdown"],
+        verdict="sick",
+        said="smact of 2 canaries moved",
+        causes=["thermal slowdown"],
         compared=[compared(moved=True), compared("drama")],
-    )  # fmt: skip
+    )
     nights.step(cycle, "canaries", payload)
     nights.journal.start(cycle, "report")
     report, page = written(nights)
@@ -208,17 +244,26 @@ def test_a_sick_machine_is_named_with_its_causes(nights):
 def test_drift_tells_what_moved_and_what_it_makes_stale(nights):
     nights.night([nights.run_row()])
     drift = {
-        "operators": {"step_time_ms": ["convolution"]}, "stale_rows": 1234,
-        "stale_by_family": {"unet": 34, "cnn": 1200}, "stale_by_operator": {"convolution": 1234},
-        "remeasure": 88, "moved": ["step_time_ms of cnn: 10 -> 14 ms"],
-    }  # fmt: skip
+        "operators": {"step_time_ms": ["convolution"]},
+        "stale_rows": 1234,
+        "stale_by_family": {"unet": 34, "cnn": 1200},
+        "stale_by_operator": {"convolution": 1234},
+        "remeasure": 88,
+        "moved": ["step_time_ms of cnn: 10 -> 14 ms"],
+    }
     before = {**ENVIRONMENT, "torch_version": "2.5.1"}
     payload = canaries_payload(verdict="drift", before=before, drift=drift, compared=[compared(moved=True)])
     report, page = written(nights, canaries=payload)
     assert report["canaries"]["drift"] == drift and report["said"]["level"] == "look"
     page_text = page.text
-    for text in ("labels drifted with the environment", "1,234 rows", "88 configurations", "2.5.1", "cnn 1,200 unet 34",
-                 "step_time_ms of cnn: 10 -> 14 ms"):  # fmt: skip
+    for text in (
+        "labels drifted with the environment",
+        "1,234 rows",
+        "88 configurations",
+        "2.5.1",
+        "cnn 1,200 unet 34",
+        "step_time_ms of cnn: 10 -> 14 ms",
+    ):
         assert text in page_text, text
 
 
@@ -255,9 +300,7 @@ def test_runs_that_finished_before_the_run_step_failed_are_told(nights):
     nights.journal.start(cycle, "run")
     nights.journal.fail(cycle, "run", "the workers are gone")
     report, _ = written(nights)
-    assert report["said"]["sentence"] == (
-        "The cycle failed at the step run; runs that finished, canaries included: 2."
-    )  # fmt: skip
+    assert report["said"]["sentence"] == ("The cycle failed at the step run; runs that finished, canaries included: 2.")
     assert report["said"]["advice"][0].startswith("Step run failed: the workers are gone.")
 
 

@@ -111,9 +111,7 @@ class Hostile(ScriptedExecutor):
 def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue, answer, status, attempts):
     submit(queue, 3)
     executor = Hostile(Clock(), answer)
-    dispatcher = Dispatcher(
-        folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-    )  # fmt: skip
+    dispatcher = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock)
     assert dispatcher.run(Stop())
     with connect(folder) as connection:
         rows = connection.execute(
@@ -147,9 +145,7 @@ def test_a_lost_workers_words_are_made_storable(folder, queue):
             ]
 
     executor = Lost(Clock())
-    assert Dispatcher(
-        folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-    ).run(Stop())  # fmt: skip
+    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
     assert queue.counts().by_status == {"crashed": 1}
     assert "\\ud800" in queue.errors("mlp-00000001")[0].error
 
@@ -164,7 +160,5 @@ def test_an_answer_that_nobody_asked_for_is_dropped(folder, queue):
             return [again for done in super().wait(timeout_s) for again in (done, done)]
 
     executor = Twice(Clock())
-    assert Dispatcher(
-        folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-    ).run(Stop())  # fmt: skip
+    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
     assert queue.counts().by_status == {"ok": 2}

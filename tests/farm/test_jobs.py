@@ -198,8 +198,11 @@ def test_leases_go_by_priority_then_age_then_index(queue):
     submit(queue, "cnn-old", n=2, submitted_at=20.0)
     submit(queue, "cnn-urgent", n=1, submitted_at=40.0, priority=1)
     assert indices(queue.lease("w", 4, 100.0, LEASE_S)) == [
-        ("cnn-urgent", 0), ("cnn-old", 0), ("cnn-old", 1), ("cnn-new", 0),
-    ]  # fmt: skip
+        ("cnn-urgent", 0),
+        ("cnn-old", 0),
+        ("cnn-old", 1),
+        ("cnn-new", 0),
+    ]
     assert indices(queue.lease("w", 4, 100.0, LEASE_S)) == [("cnn-new", 1)]
     assert queue.lease("w", 4, 100.0, LEASE_S) == []
 
@@ -211,10 +214,8 @@ def test_a_lease_carries_what_its_worker_needs(queue):
     job = a_job(family="mixed", settings_json=text_of_settings(settings), device=device_key(device))
     queue.submit(job, [(0, text_of_config(config))], 1000.0)
     assert queue.lease("w", 1, 0.0, LEASE_S) == [
-        Task(
-            job_id="cnn-1", task_index=0, attempt=1, config=config, settings=settings, device=device
-        )
-    ]  # fmt: skip
+        Task(job_id="cnn-1", task_index=0, attempt=1, config=config, settings=settings, device=device)
+    ]
 
 
 @pytest.mark.parametrize("broken", ["config", "settings", "device"])
@@ -628,8 +629,12 @@ def test_any_order_of_operations_keeps_every_task_and_ends(tmp_path_factory, ste
                 queue.renew(held, now, LEASE_S)
             counts = queue.counts()
             assert counts.total == n and counts.done == len(finished)
-            queue_counts = {(state, status or ""): count for state, status, count in queue._file.all(
-                "SELECT state, status, count(*) FROM tasks GROUP BY state, status")}  # fmt: skip
+            queue_counts = {
+                (state, status or ""): count
+                for state, status, count in queue._file.all(
+                    "SELECT state, status, count(*) FROM tasks GROUP BY state, status"
+                )
+            }
             kept = queue._file.all("SELECT state, status, count FROM tallies WHERE count != 0")
             assert queue_counts == {(state, status): count for state, status, count in kept}
         submit(queue, n=n)  # revives what was cancelled

@@ -21,53 +21,110 @@ from farm.journal_payloads import (
 from warehouse.folder import DataFolder
 
 ENVIRONMENT = {
-    "torch_version": "2.13.0+cpu", "cuda_version": None, "cudnn_version": None, "driver_version": None,
+    "torch_version": "2.13.0+cpu",
+    "cuda_version": None,
+    "cudnn_version": None,
+    "driver_version": None,
     "allocator_settings": None,
-}  # fmt: skip
+}
 # As a night of version 0.1 wrote them, long lists cut.
 WRITTEN = {
     CanariesPayload: {
-        "verdict": "steady", "said": "8 canaries as before", "device_name": "A100-SXM4-40GB", "source": "simulated",
-        "environment": ENVIRONMENT, "before": ENVIRONMENT, "runs": 8,
-        "compared": [{
-            "family": "mlp", "config_hash": "04f3d197eeaa1b4c", "label": "smact", "unit": "ratio", "before": 0.8,
-            "now": 0.8362112136236574, "tolerance": 0.05, "moved": False, "history_runs": 1,
-            "run_ids": ["canary-6a3b9c10-000000"], "said": "mlp 04f3d1: smact 0.836",
-        }],
+        "verdict": "steady",
+        "said": "8 canaries as before",
+        "device_name": "A100-SXM4-40GB",
+        "source": "simulated",
+        "environment": ENVIRONMENT,
+        "before": ENVIRONMENT,
+        "runs": 8,
+        "compared": [
+            {
+                "family": "mlp",
+                "config_hash": "04f3d197eeaa1b4c",
+                "label": "smact",
+                "unit": "ratio",
+                "before": 0.8,
+                "now": 0.8362112136236574,
+                "tolerance": 0.05,
+                "moved": False,
+                "history_runs": 1,
+                "run_ids": ["canary-6a3b9c10-000000"],
+                "said": "mlp 04f3d1: smact 0.836",
+            }
+        ],
         "causes": ["nobody knows"],
         "drift": {
-            "operators": {"smact": ["convolution"]}, "stale_rows": 12, "stale_by_family": {"cnn": 12},
-            "stale_by_operator": {"convolution": 12}, "remeasure": 4, "moved": ["smact moved with convolution"],
+            "operators": {"smact": ["convolution"]},
+            "stale_rows": 12,
+            "stale_by_family": {"cnn": 12},
+            "stale_by_operator": {"convolution": 12},
+            "remeasure": 4,
+            "moved": ["smact moved with convolution"],
         },
     },
     ChoicePayload: {
-        "policy": "stratified", "runs": 12, "families": {"mlp": 12}, "pool": 40, "measured": 0, "repeated": 0,
-        "bins_gained": {"memory": 1, "smact": 1}, "gained": {"memory": {"mlp 1-2 GB": [2, 10]}, "smact": {}},
-        "gpu_hours": 0.0518885062211872, "from_past": 0.0, "out_of_memory": 0.0, "ways": {"fast": 12}, "notes": [],
-        "remeasured": 0, "next_index": {"mlp/stratified/0/781172f8f11aac94": 12},
+        "policy": "stratified",
+        "runs": 12,
+        "families": {"mlp": 12},
+        "pool": 40,
+        "measured": 0,
+        "repeated": 0,
+        "bins_gained": {"memory": 1, "smact": 1},
+        "gained": {"memory": {"mlp 1-2 GB": [2, 10]}, "smact": {}},
+        "gpu_hours": 0.0518885062211872,
+        "from_past": 0.0,
+        "out_of_memory": 0.0,
+        "ways": {"fast": 12},
+        "notes": [],
+        "remeasured": 0,
+        "next_index": {"mlp/stratified/0/781172f8f11aac94": 12},
         "plan": "growth/plans/2026-11-22.json",
     },
     RunPayload: {
-        "job_id": "grow-6a3b9c10", "runs": 12, "by_status": {"ok": 12}, "by_family": {"mlp": 12},
-        "gpu_seconds": 4.148031728, "energy_j": 2266.1641142838052, "ended": "time", "next_index": {"mlp": 3},
-        "wall_s": 8.615, "failed": None,
+        "job_id": "grow-6a3b9c10",
+        "runs": 12,
+        "by_status": {"ok": 12},
+        "by_family": {"mlp": 12},
+        "gpu_seconds": 4.148031728,
+        "energy_j": 2266.1641142838052,
+        "ended": "time",
+        "next_index": {"mlp": 3},
+        "wall_s": 8.615,
+        "failed": None,
     },
     LandPayload: {
-        "snapshot": "2026-11-22", "before": None, "rows": {"runs": 20, "attempts": 20, "stale": 0},
+        "snapshot": "2026-11-22",
+        "before": None,
+        "rows": {"runs": 20, "attempts": 20, "stale": 0},
         "compacted": {"said": ["28 files with 154 rows merged into 2"], "problems": 0},
-        "findings": [{
-            "rule": "impossible.memory", "severity": "error", "count": 2, "examples": ["J-1 (7)"], "said": "too much",
-        }],
+        "findings": [
+            {
+                "rule": "impossible.memory",
+                "severity": "error",
+                "count": 2,
+                "examples": ["J-1 (7)"],
+                "said": "too much",
+            }
+        ],
     },
     LearnPayload: {
-        "results": [{
-            "target": "memory", "estimator": "hybrid", "decision": "promoted", "why": "better by 4 %", "current": "v1",
-            "candidate": "v2", "held_out": 80, "source": "simulated", "device_name": "A100-SXM4-40GB",
-            "figures": {"current": None, "candidate": {"rows": 80, "accuracy": 0.9, "own_labels": True}},
-        }],
+        "results": [
+            {
+                "target": "memory",
+                "estimator": "hybrid",
+                "decision": "promoted",
+                "why": "better by 4 %",
+                "current": "v1",
+                "candidate": "v2",
+                "held_out": 80,
+                "source": "simulated",
+                "device_name": "A100-SXM4-40GB",
+                "figures": {"current": None, "candidate": {"rows": 80, "accuracy": 0.9, "own_labels": True}},
+            }
+        ],
     },
     ReportPayload: {"html": "reports/2026-11-22.html", "json": "reports/2026-11-22.json"},
-}  # fmt: skip
+}
 SHORTER = {  # what a night without canaries, and one that chose nothing, writes
     CanariesPayload: {"verdict": "none", "said": "left out", "environment": ENVIRONMENT, "runs": 0},
     ChoicePayload: {"runs": 0, "remeasured": 0, "next_index": {"mlp": 40}, "plan": "growth/plans/2026-11-22.json"},

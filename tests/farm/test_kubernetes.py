@@ -55,7 +55,7 @@ REVIEW = {
         "dryRun": False,
         "options": {"kind": "CreateOptions", "apiVersion": "meta.k8s.io/v1"},
     },
-}  # fmt: skip
+}
 
 
 def review(annotations: dict[str, str] | None) -> dict:
@@ -130,9 +130,20 @@ def test_other_pods_stay_as_they_are(service, annotations):
 
 @pytest.mark.parametrize(
     "job",
-    ["", "nonsense", "[1]", "{}", '{"config": {"family": "nope"}}', '{"config": 5}', '{"x": 1}', "[" * 5000,
-     '{"model": "os:system", "inputs": [1]}', '{"script": "print(1)"}', '{"config": {"family": "mlp"}}'],
-)  # fmt: skip
+    [
+        "",
+        "nonsense",
+        "[1]",
+        "{}",
+        '{"config": {"family": "nope"}}',
+        '{"config": 5}',
+        '{"x": 1}',
+        "[" * 5000,
+        '{"model": "os:system", "inputs": [1]}',
+        '{"script": "print(1)"}',
+        '{"config": {"family": "mlp"}}',
+    ],
+)
 def test_a_job_that_cannot_be_answered_is_allowed_and_says_why(service, job):
     notes = patched(service, {"gpufarm.io/job": job})["metadata"]["annotations"]
     assert notes["gpufarm.io/problem"] and "gpufarm.io/upper-mib" not in notes
@@ -164,9 +175,15 @@ def test_what_is_no_review_is_refused(service, body):
 
 @pytest.mark.parametrize(
     ("label", "device"),
-    [("NVIDIA-A100-SXM4-40GB", "A100-SXM4-40GB"), ("NVIDIA-H100-80GB-HBM3", "H100-SXM5-80GB"), ("Tesla-T4", "T4"),
-     ("NVIDIA-L40S", "L40S"), ("NVIDIA-L40S-SHARED", "L40S"), ("NVIDIA-GeForce-RTX-3090", "RTX-3090")],
-)  # fmt: skip
+    [
+        ("NVIDIA-A100-SXM4-40GB", "A100-SXM4-40GB"),
+        ("NVIDIA-H100-80GB-HBM3", "H100-SXM5-80GB"),
+        ("Tesla-T4", "T4"),
+        ("NVIDIA-L40S", "L40S"),
+        ("NVIDIA-L40S-SHARED", "L40S"),
+        ("NVIDIA-GeForce-RTX-3090", "RTX-3090"),
+    ],
+)
 def test_the_gpu_is_that_of_the_nodes_label(label, device):
     assert device_of({"spec": {"nodeSelector": {"nvidia.com/gpu.product": label}}}) == device
 
@@ -214,11 +231,13 @@ def workload(name: str, annotations: dict[str, str], state: str = "Pending") -> 
     return {
         "metadata": {"name": name, "namespace": "training"},
         "spec": {"podSets": [{"name": "main", "count": 1, "template": template}]},
-        "status": {"admissionChecks": [
-            {"name": "memory", "state": state, "message": "", "lastTransitionTime": "2026-11-24T00:00:00Z"},
-            {"name": "other", "state": "Pending", "message": "", "lastTransitionTime": "2026-11-24T00:00:00Z"},
-        ]},
-    }  # fmt: skip
+        "status": {
+            "admissionChecks": [
+                {"name": "memory", "state": state, "message": "", "lastTransitionTime": "2026-11-24T00:00:00Z"},
+                {"name": "other", "state": "Pending", "message": "", "lastTransitionTime": "2026-11-24T00:00:00Z"},
+            ]
+        },
+    }
 
 
 class RecordedApi:
@@ -291,14 +310,20 @@ def test_workloads_are_admitted_where_their_job_fits(service):
     with service.client() as client:
         client.estimate(**json.loads(large))
     patches = decided(
-        service, workload("small", {"gpufarm.io/job": JOB}), workload("large", {"gpufarm.io/job": large}),
-        workload("silent", {}), workload("odd", {"gpufarm.io/job": "{}"}),
+        service,
+        workload("small", {"gpufarm.io/job": JOB}),
+        workload("large", {"gpufarm.io/job": large}),
+        workload("silent", {}),
+        workload("odd", {"gpufarm.io/job": "{}"}),
         workload("decided", {"gpufarm.io/job": JOB}, state="Ready"),
-    )  # fmt: skip
+    )
     states = {name: patch["status"]["admissionChecks"] for name, patch in patches.items() if name != "memory"}
     assert {name: [one["state"] for one in checks] for name, checks in states.items()} == {
-        "small": ["Ready"], "large": ["Rejected"], "silent": ["Ready"], "odd": ["Ready"],
-    }  # fmt: skip
+        "small": ["Ready"],
+        "large": ["Rejected"],
+        "silent": ["Ready"],
+        "odd": ["Ready"],
+    }
     assert "bound" in states["small"][0]["message"] and "does not fit" in states["large"][0]["message"]
     assert "not estimated" in states["odd"][0]["message"] and states["small"][0]["name"] == "memory"
     active = patches["memory"]["status"]["conditions"][0]

@@ -40,8 +40,10 @@ def waiting_process(**environment):
     """A process that waits until it is ended."""
     with subprocess.Popen(
         [sys.executable, "-c", WAITS],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **environment},
-    ) as process:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+    ) as process:
         assert process.stdout.readline() == b"up\n"
         yield process
         process.stdin.close()

@@ -162,9 +162,16 @@ def submit_mixed(queue, n):
     """A job as growth cycles submit it: its own family is no task's."""
     config = canonical_json(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping())
     job = Job(
-        job_id=JOB, family=MIXED_FAMILY, space_json="{}", n=n, seed=0, policy="uniform", device=DEVICE,
-        settings_json=SETTINGS, submitted_at=0.0,
-    )  # fmt: skip
+        job_id=JOB,
+        family=MIXED_FAMILY,
+        space_json="{}",
+        n=n,
+        seed=0,
+        policy="uniform",
+        device=DEVICE,
+        settings_json=SETTINGS,
+        submitted_at=0.0,
+    )
     queue.submit(job, ((index, config) for index in range(n)), now=0.0)
 
 
@@ -173,9 +180,16 @@ def test_rows_that_nobody_can_read_land_once_and_a_lost_queue_knows_them(folder,
 
     def submit_odd(to):
         job = Job(
-            job_id=JOB, family=MIXED_FAMILY, space_json="{}", n=len(texts), seed=0, policy="uniform", device=DEVICE,
-            settings_json=SETTINGS, submitted_at=0.0,
-        )  # fmt: skip
+            job_id=JOB,
+            family=MIXED_FAMILY,
+            space_json="{}",
+            n=len(texts),
+            seed=0,
+            policy="uniform",
+            device=DEVICE,
+            settings_json=SETTINGS,
+            submitted_at=0.0,
+        )
         to.submit(job, enumerate(texts), now=0.0)
 
     submit_odd(queue)

@@ -119,15 +119,29 @@ SIZE = {"batch_size": 2}
 
 def test_a_typo_is_refused_before_anything_is_queued(here, capsys):
     """By the real child, which is one process for all models, whatever they do while they are imported."""
-    names = ["checked_nets.small:factory", "checked_exits:build", "checked_nets.small:fatcory", "checked_leaves:build",
-             "checked_nets.small:never_called"]  # fmt: skip
+    names = [
+        "checked_nets.small:factory",
+        "checked_exits:build",
+        "checked_nets.small:fatcory",
+        "checked_leaves:build",
+        "checked_nets.small:never_called",
+    ]
     models = ",".join(f"'{name} float32[4]'" for name in names)
-    assert cli.run("submit", submit_module.entry,
-                   ["+arch=zoo", "n=4", f"arch.space.model=[{models}]", "detach=true", "data=data"]) == 2  # fmt: skip
+    assert (
+        cli.run(
+            "submit",
+            submit_module.entry,
+            ["+arch=zoo", "n=4", f"arch.space.model=[{models}]", "detach=true", "data=data"],
+        )
+        == 2
+    )
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1 and printed.out == ""
-    for part in ("'checked_exits:build float32[4]' raises SystemExit", "near names: factory",
-                 "importing 'checked_leaves:build float32[4]' ends the process"):  # fmt: skip
+    for part in (
+        "'checked_exits:build float32[4]' raises SystemExit",
+        "near names: factory",
+        "importing 'checked_leaves:build float32[4]' ends the process",
+    ):
         assert part in printed.err
     assert "never_called" not in printed.err and not (here / "data").exists()
     assert "checked_nets" not in sys.modules, "the command itself imports nothing of the user's"
@@ -166,8 +180,14 @@ def test_a_night_of_a_mistyped_model_does_not_begin(here, capsys, monkeypatch):
         return [problem_of(model) for model in models]
 
     monkeypatch.setattr(model_check, "_ask", ask)
-    command = ["families=[zoo]", "space={model: 'checked_nets.small:fatcory', inputs: 'float32[4]'}", "n=2",
-               "device=simulated", "dry_run=true", "data=data"]  # fmt: skip
+    command = [
+        "families=[zoo]",
+        "space={model: 'checked_nets.small:fatcory', inputs: 'float32[4]'}",
+        "n=2",
+        "device=simulated",
+        "dry_run=true",
+        "data=data",
+    ]
     assert cli.run("grow", grow_module.entry, command) == 2
     assert "near names: factory" in capsys.readouterr().err
     assert not DataFolder.resolve(here / "data").root.exists()

@@ -178,8 +178,15 @@ def test_submitting_a_model_that_always_fails_exits_with_1_and_says_why(tmp_path
     (package / "always_failing.py").write_text(MODULE)
     monkeypatch.chdir(package)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    command = ["+arch=zoo", "n=2", "arch.space.model=always_failing:Net", "arch.space.inputs='float32[4]'",
-               "cluster=inline", "device=simulated", f"data={tmp_path / 'data'}"]  # fmt: skip
+    command = [
+        "+arch=zoo",
+        "n=2",
+        "arch.space.model=always_failing:Net",
+        "arch.space.inputs='float32[4]'",
+        "cluster=inline",
+        "device=simulated",
+        f"data={tmp_path / 'data'}",
+    ]
     assert cli.run("submit", submit_module.entry, command) == 1
     printed = capsys.readouterr()
     (line,) = [line for line in printed.err.splitlines() if line.startswith("error: ")]

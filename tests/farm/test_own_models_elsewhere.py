@@ -83,8 +83,16 @@ def test_a_benchmark_answers_for_the_other_families(data, tmp_path, capsys, trus
     assert f"zoo, lightgbm: no answer for {ROWS}" in out
 
 
-NIGHT = ("families=[mlp]", "pool=30", "n=2", "device=simulated", "cluster=inline", "canaries=skip",
-         "learn.targets=[memory]", "learn.estimator=lightgbm")  # fmt: skip
+NIGHT = (
+    "families=[mlp]",
+    "pool=30",
+    "n=2",
+    "device=simulated",
+    "cluster=inline",
+    "canaries=skip",
+    "learn.targets=[memory]",
+    "learn.estimator=lightgbm",
+)
 
 
 @pytest.mark.slow

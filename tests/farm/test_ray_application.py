@@ -107,8 +107,11 @@ def test_a_killed_replica_loses_no_question_and_answers_none_wrong(url):
     for thread in threads:
         thread.start()
     assert halfway.wait(120)
-    replicas = [process for process in psutil.process_iter(["cmdline"])
-                if any("Estimations" in part for part in process.info["cmdline"] or ())]  # fmt: skip
+    replicas = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any("Estimations" in part for part in process.info["cmdline"] or ())
+    ]
     os.kill(replicas[0].pid, 9)
     for thread in threads:
         thread.join()

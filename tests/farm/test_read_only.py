@@ -149,9 +149,18 @@ def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(di
     journal.begin({}, "0badcafe")
     journal.end("".join(cycle.name for cycle in journal.cycles()), "done", "for the test")
     arguments = [
-        f'data="{folder.root}"', "n=1", "families=[mlp]", "policy=uniform", "device=simulated", "device.count=1",
-        "cluster=inline", "canaries=skip", "learn.targets=[]", "window=fixed", "window.seconds=0.1",
-    ]  # fmt: skip
+        f'data="{folder.root}"',
+        "n=1",
+        "families=[mlp]",
+        "policy=uniform",
+        "device=simulated",
+        "device.count=1",
+        "cluster=inline",
+        "canaries=skip",
+        "learn.targets=[]",
+        "window=fixed",
+        "window.seconds=0.1",
+    ]
     fill(disk, left)
     code = run("grow", grow.entry, arguments)
     err = capfd.readouterr().err

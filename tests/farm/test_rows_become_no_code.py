@@ -33,10 +33,18 @@ def folder(tmp_path):
     writer = RunWriter(data_folder)
     for index, config in enumerate([json.dumps(PLAIN), json.dumps(OWN), "[" * 100_000, "no json"]):
         row = {
-            "run_id": f"job-{index:06d}", "job_id": "job", "task_index": index, "attempt": 1, "family": "mlp",
-            "config": config, "config_hash": f"{index}", "status": "ok", "source": "simulated", "device_name": DEVICE,
+            "run_id": f"job-{index:06d}",
+            "job_id": "job",
+            "task_index": index,
+            "attempt": 1,
+            "family": "mlp",
+            "config": config,
+            "config_hash": f"{index}",
+            "status": "ok",
+            "source": "simulated",
+            "device_name": DEVICE,
             "peak_memory_mib": 700.0,
-        }  # fmt: skip
+        }
         writer.write(row, pa.table({"t_ms": pa.array([], pa.float64())}))
     return data_folder
 
@@ -70,6 +78,14 @@ def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_no
 def test_a_job_of_configs_that_name_unknown_code_is_refused_whole(folder):
     with Queue.open(folder.queue) as queue:
         with pytest.raises(UsageError, match="comes from stored data"):
-            submit_listed(folder, queue, "job", [(0, [zoo.Config(**{k: v for k, v in OWN.items() if k != "family"})])],
-                          None, None, "uniform", 0)  # fmt: skip
+            submit_listed(
+                folder,
+                queue,
+                "job",
+                [(0, [zoo.Config(**{k: v for k, v in OWN.items() if k != "family"})])],
+                None,
+                None,
+                "uniform",
+                0,
+            )
         assert not queue.jobs()

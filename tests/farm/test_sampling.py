@@ -90,8 +90,15 @@ def test_seed_space_and_index_decide_the_config(space, policy):
 
 def test_configs_of_a_seed_stay_what_they_were():
     """Other configs for the same seed would break the resumption of jobs: then SAMPLER_VERSION has to grow."""
-    space = parse_space("mlp", {"input_size": {"low": 1, "high": 4096}, "classes": 10, "depth": {"low": 1, "high": 9},
-                                "batch_size": [8, 16, 32]})  # fmt: skip
+    space = parse_space(
+        "mlp",
+        {
+            "input_size": {"low": 1, "high": 4096},
+            "classes": 10,
+            "depth": {"low": 1, "high": 9},
+            "batch_size": [8, 16, 32],
+        },
+    )
     drawn = {
         policy: [(c.input_size, c.depth, c.batch_size) for c in sample_range(space, 3, 0, 4, policy)]
         for policy in POLICIES
@@ -145,8 +152,9 @@ def test_no_pair_of_dimensions_is_confounded(toy):
     """Two binary choices take all four combinations in 16 points, unless all 8 pairs of indices fall the same way: a
     chance of 2 * 2**-8, so 6 of 768 cases on average; 19 and more would be five standard deviations away. For the same
     reason no correlation is left on average over the seeds (0.32 from seed to seed, 0.02 for the mean of 256)."""
-    space = parse_space("toy", {**SPACE, "optimizer": ["adam", "sgd"], "precision": ["bf16", "fp32"],
-                                "batch_size": [8, 16], "width": 5})  # fmt: skip
+    space = parse_space(
+        "toy", {**SPACE, "optimizer": ["adam", "sgd"], "precision": ["bf16", "fp32"], "batch_size": [8, 16], "width": 5}
+    )
     missing, correlations = 0, []
     for seed in range(256):
         configs = list(sample_range(space, seed, 0, 16, "stratified"))
@@ -301,8 +309,15 @@ def test_every_family_s_own_space_gives_configs_that_can_be_built(name, policy):
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**63 - 1), index=st.integers(0, 10**6), policy=st.sampled_from(POLICIES))
 def test_any_seed_and_index_give_a_valid_config(seed, index, policy):
-    space = parse_space("mlp", {"input_size": {"low": 1, "high": 4096}, "classes": {"low": 2, "high": 9},
-                                "depth": {"low": 1, "high": 9}, "batch_size": {"low": 1, "high": 999}})  # fmt: skip
+    space = parse_space(
+        "mlp",
+        {
+            "input_size": {"low": 1, "high": 4096},
+            "classes": {"low": 2, "high": 9},
+            "depth": {"low": 1, "high": 9},
+            "batch_size": {"low": 1, "high": 999},
+        },
+    )
     config = sample(space, seed, index, policy)
     assert (1 <= config.input_size <= 4096) and (1 <= config.depth <= 9) and (2 <= config.classes <= 9)
 

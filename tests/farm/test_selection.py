@@ -112,10 +112,24 @@ def test_a_prefix_of_the_sequence_is_taken_and_the_rest_comes_again(pool):
 
 
 def test_two_families_share_a_night(pool):
-    cnn = parse_space("cnn", {"image_size": [32, 64], "channels": 3, "classes": 10, "base_filters": [16, 32],
-                              "depth": {"low": 2, "high": 6}, "topology": "uniform", "kernel_size": 3,
-                              "activation": "relu", "batch_size": {"low": 2, "high": 60}, "batch_norm": True,
-                              "dropout": 0.1, "pooling": False, "pool_interval": 2})  # fmt: skip
+    cnn = parse_space(
+        "cnn",
+        {
+            "image_size": [32, 64],
+            "channels": 3,
+            "classes": 10,
+            "base_filters": [16, 32],
+            "depth": {"low": 2, "high": 6},
+            "topology": "uniform",
+            "kernel_size": 3,
+            "activation": "relu",
+            "batch_size": {"low": 2, "high": 60},
+            "batch_norm": True,
+            "dropout": 0.1,
+            "pooling": False,
+            "pool_interval": 2,
+        },
+    )
     both = joined([pool, candidates(cnn, "stratified", 0, 0, 150)])
     choice = choose("stratified", both, Known.nothing(), 30, FORECASTER)
     assert Counter(one.config.family for one in choice.chosen) == {"mlp": 20, "cnn": 10}
@@ -158,8 +172,9 @@ def test_what_cannot_be_built_costs_its_own_candidates_and_is_counted(pool, own_
     models = Counter(getattr(one.config, "model", "mlp") for one in choice.chosen)
     assert set(models) == {"mlp", "selection_test_nets:good"}
     (note,) = [note for note in choice.notes if "cannot be built" in note]
-    assert note.endswith("whose model cannot be built: zoo: selection_test_nets:bad does not run on float32[4]: "
-                         "RuntimeError: boom")  # fmt: skip
+    assert note.endswith(
+        "whose model cannot be built: zoo: selection_test_nets:bad does not run on float32[4]: RuntimeError: boom"
+    )
     if policy != "stratified":
         assert note.startswith("left out: 6 candidates whose")
     else:  # its sequence goes on behind those that it left out
@@ -188,8 +203,11 @@ def test_out_of_memory_is_one_bin_however_far_beyond_the_device():
     figures = {"memory": np.array([10.0, 50_000.0, 90_000.0, np.nan]), "smact": np.array([0.1, 0.9, 0.9, 0.5])}
     cells = Map.of(configs, figures, np.full(4, 1e4), capacity_mib=40_960.0)
     assert [cells.cell(i, "memory") for i in range(4)] == [
-        "mlp 0-1 GB", "mlp out of memory", "mlp out of memory", "mlp unknown"
-    ]  # fmt: skip
+        "mlp 0-1 GB",
+        "mlp out of memory",
+        "mlp out of memory",
+        "mlp unknown",
+    ]
     assert cells.cell(0, "smact") == "mlp smact low" and cells.cell(1, "smact") == "mlp smact unknown"
     assert set(cells.names) == set(DIMENSIONS)
 
@@ -315,13 +333,22 @@ def test_what_the_warehouse_has_is_known_by_device_source_and_environment(tmp_pa
     for index, config in enumerate(pool.configs[:6]):
         mapping = config.to_mapping()
         row = {
-            "run_id": f"mlp-0-{index:06d}", "job_id": "mlp-0", "task_index": index, "attempt": 1, "family": "mlp",
-            "config": canonical_json(mapping), "config_hash": config_hash(config), "wall_s": 12.0,
-            "status": "oom" if index == 4 else "crashed" if index == 5 else "ok", "source": "measured",
-            "oom_kind": "device" if index == 4 else None, "peak_memory_mib": 900.0 if index < 4 else None,
+            "run_id": f"mlp-0-{index:06d}",
+            "job_id": "mlp-0",
+            "task_index": index,
+            "attempt": 1,
+            "family": "mlp",
+            "config": canonical_json(mapping),
+            "config_hash": config_hash(config),
+            "wall_s": 12.0,
+            "status": "oom" if index == 4 else "crashed" if index == 5 else "ok",
+            "source": "measured",
+            "oom_kind": "device" if index == 4 else None,
+            "peak_memory_mib": 900.0 if index < 4 else None,
             "device_name": "Tesla V100" if index == 0 else "NVIDIA A100-SXM4-40GB",
-            "torch_version": "2.4.1" if index == 1 else "2.13.0", "quality": "untrusted" if index == 2 else "trusted",
-        }  # fmt: skip
+            "torch_version": "2.4.1" if index == 1 else "2.13.0",
+            "quality": "untrusted" if index == 2 else "trusted",
+        }
         writer.write(row, NO_TELEMETRY)
         beside = {"run_id": f"mlp-0-{index:06d}-with-1", "task_index": None, "group_id": row["run_id"]}
         writer.write({**row, **beside, "status": "ok", "peak_memory_mib": 5.0}, NO_TELEMETRY)

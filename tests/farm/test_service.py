@@ -78,9 +78,14 @@ def test_an_event_is_one_line_that_names_job_task_run_worker_and_status(tmp_path
     (event,) = lines(path)
     assert event.pop("time").endswith("+00:00")
     assert event == {
-        "event": "landed", "job": "mlp-00000001", "task": 7, "run": "mlp-00000001-000007", "attempt": 2,
-        "worker": "worker-0", "status": "ok",
-    }  # fmt: skip
+        "event": "landed",
+        "job": "mlp-00000001",
+        "task": 7,
+        "run": "mlp-00000001-000007",
+        "attempt": 2,
+        "worker": "worker-0",
+        "status": "ok",
+    }
 
 
 def test_a_full_log_becomes_another_file_and_only_some_are_kept(tmp_path):
@@ -101,8 +106,10 @@ def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):
     assert event_keys[0][0] == "device_started" and event_keys[-1][0] == "device_left"
     assert event_keys.count(("retried", 1, None)) == 1 and event_keys.count(("retried", 2, None)) == 2
     assert sorted(ended for ended in event_keys if ended[0] == "landed") == [
-        ("landed", 0, "ok"), ("landed", 1, "ok"), ("landed", 2, "crashed")
-    ]  # fmt: skip
+        ("landed", 0, "ok"),
+        ("landed", 1, "ok"),
+        ("landed", 2, "crashed"),
+    ]
     assert sum(event == "handed_out" for event, _, _ in event_keys) == 6
 
 
@@ -132,7 +139,7 @@ def test_a_log_among_the_data_is_refused_and_nothing_is_planted(folder, queue, t
         pytest.raises(UsageError, match=r"log\.file=.* data folder"),
         Service.open(folder, LogSettings(file=str(path)), MetricsSettings()),
     ):
-        pass  # fmt: skip
+        pass
     assert {file: file.stat().st_size for file in folder.root.rglob("*")} == before
 
 
@@ -229,10 +236,12 @@ def test_a_mistaken_port_is_named(port):
 
 def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_json(folder):
     process = subprocess.Popen(
-        [sys.executable, "-m", "farm.work", "wait=true",
-         "cluster=inline", "log.format=json", "metrics.port=0"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "GPUFARM_DATA": str(folder.root)},
-    )  # fmt: skip
+        [sys.executable, "-m", "farm.work", "wait=true", "cluster=inline", "log.format=json", "metrics.port=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GPUFARM_DATA": str(folder.root)},
+    )
     first = json.loads(process.stdout.readline())
     assert first["event"] == "started"
     process.send_signal(signal.SIGTERM)

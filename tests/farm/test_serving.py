@@ -38,11 +38,19 @@ MLP_TEXT = ", ".join(f"{name}: {value}" for name, value in MLP.items())
 FIGURES = ("peak_memory_mib", "upper_mib", "smact", "smocc", "drama", "step_time_ms")
 JSON = "application/json"
 SMALL_LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000,
-    "torch_dtype": "bfloat16", "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "bos_token_id": 1,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "bos_token_id": 1,
     "_name_or_path": "someone/model",
-}  # fmt: skip
+}
 
 
 class Served:
@@ -311,7 +319,7 @@ def test_the_request_id_is_the_clients_where_it_is_one(service):
         ({}, ""),
         ({"config": MLP, "model": "torchvision.models:resnet18", "inputs": [1]}, ""),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_is_named(service, body, pointer):
     status, document = problem_of(service.post("/v1/estimate", body))
     assert 400 <= status < 500 and document["errors"][0]["pointer"] == pointer
@@ -351,10 +359,11 @@ def test_no_answer_names_the_servers_folders(service):
         os.path.expanduser("~"),
     }
     bodies = [
-        {"config": MLP, "method": "full"}, {"model": "torchvision.models:nope", "inputs": [1]},
+        {"config": MLP, "method": "full"},
+        {"model": "torchvision.models:nope", "inputs": [1]},
         {"config": {**MLP, "family": "gpt"}},
         {"model": "timm:create_model", "arguments": {"model_name": "x"}, "inputs": [1]},
-    ]  # fmt: skip
+    ]
     for body in bodies:
         _, headers, answer = service.post("/v1/estimate", body, prefer="wait=60")
         text = json.dumps(answer) + str(headers)
@@ -366,10 +375,31 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=8,
 )
-fields = st.sampled_from([
-    "config", "model", "hf_config", "inputs", "batch_size", "sequence_length", "training", "parallel", "device",
-    "coverage", "machine", "method", "arguments", "allocator", "find", "devices", "by", "job", "gpu", "risk", "gpus",
-])  # fmt: skip
+fields = st.sampled_from(
+    [
+        "config",
+        "model",
+        "hf_config",
+        "inputs",
+        "batch_size",
+        "sequence_length",
+        "training",
+        "parallel",
+        "device",
+        "coverage",
+        "machine",
+        "method",
+        "arguments",
+        "allocator",
+        "find",
+        "devices",
+        "by",
+        "job",
+        "gpu",
+        "risk",
+        "gpus",
+    ]
+)
 config_fields = st.sampled_from([*MLP, "optimizer", "precision", "dropout", "topology", "activation", "parallel"])
 near_configs = st.dictionaries(config_fields, json_values, max_size=2).map(lambda more: {"config": {**MLP, **more}})
 

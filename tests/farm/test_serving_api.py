@@ -16,9 +16,12 @@ from farm.serving.tracing import TraceLimits, _reply
 from warehouse.folder import DataFolder
 
 CHECKS = (
-    "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
     "negative_data_rejection",
-)  # fmt: skip
+)
 
 
 def test_no_body_that_the_description_allows_or_refuses_makes_the_service_fail(service, tmp_path):

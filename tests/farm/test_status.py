@@ -273,12 +273,27 @@ def test_status_as_a_module_is_runnable(folder, tmp_path):
 def test_no_control_character_of_a_stored_error_reaches_the_terminal(capsys):
     hostile = "a\x1b[2J\x9bb\u202ec\x07"
     job = {
-        "job_id": "J", "family": hostile, "policy": "random", "n": 1, "queued": 0, "running": 0, "done": 1,
-        "cancelled": 0, "by_status": {"crashed": 1}, "rate_per_min": None, "eta_s": None, "priority": 0,
-        "by_quality": {}, "state": "done",
-        "submitted_at": "2025-01-02", "seed": 0, "waiting": 0, "space": {"space": []}, "settings": {"x": hostile},
+        "job_id": "J",
+        "family": hostile,
+        "policy": "random",
+        "n": 1,
+        "queued": 0,
+        "running": 0,
+        "done": 1,
+        "cancelled": 0,
+        "by_status": {"crashed": 1},
+        "rate_per_min": None,
+        "eta_s": None,
+        "priority": 0,
+        "by_quality": {},
+        "state": "done",
+        "submitted_at": "2025-01-02",
+        "seed": 0,
+        "waiting": 0,
+        "space": {"space": []},
+        "settings": {"x": hostile},
         "errors": [{"task_index": 0, "attempt": 1, "status": "crashed", "state": "done", "error": "first\n" + hostile}],
-    }  # fmt: skip
+    }
     _print_table({"jobs": [job]})
     printed = capsys.readouterr().out
     assert "\\x1b[2J" in printed

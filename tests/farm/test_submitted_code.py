@@ -64,9 +64,17 @@ class Executor(ScriptedExecutor):
 
 def dispatch(folder, queue, configs, trust=()):
     job = Job(
-        job_id="zoo-00000001", family="zoo", space_json="{}", n=len(configs), seed=0, policy="uniform", priority=0,
-        device=DEVICE, settings_json=SETTINGS, submitted_at=0.0,
-    )  # fmt: skip
+        job_id="zoo-00000001",
+        family="zoo",
+        space_json="{}",
+        n=len(configs),
+        seed=0,
+        policy="uniform",
+        priority=0,
+        device=DEVICE,
+        settings_json=SETTINGS,
+        submitted_at=0.0,
+    )
     queue.submit(job, enumerate(configs), now=0.0)
     executor = Executor()
     clock = executor.clock
@@ -210,8 +218,17 @@ def test_a_copied_folder_imports_nothing_of_its_own_and_its_submitters_does(tmp_
         return done.stderr
 
     data, copied = tmp_path / "data", tmp_path / "copy"
-    farm("farm.submit", "one", "+arch=zoo", "n=1", "arch.space.model=marking:build", "arch.space.inputs='float32[4]'",
-         "device=simulated", f"data={data}", "detach=true")  # fmt: skip
+    farm(
+        "farm.submit",
+        "one",
+        "+arch=zoo",
+        "n=1",
+        "arch.space.model=marking:build",
+        "arch.space.inputs='float32[4]'",
+        "device=simulated",
+        f"data={data}",
+        "detach=true",
+    )
     mark.unlink(missing_ok=True)  # the submission itself looked at it
     shutil.copytree(data, copied)
     output = farm("farm.work", "another", f"data={copied}", "cluster=inline", code=1)  # no trial of the job may run

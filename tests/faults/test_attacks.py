@@ -116,8 +116,12 @@ def submit(data, folder, n, seed, device):
     environment = {**os.environ, "GPUFARM_DATA": str(data), "TMPDIR": folder}
     subprocess.run(
         [sys.executable, "-m", *SUBMIT, f"n={n}", f"seed={seed}", "detach=true", device],
-        env=environment, check=True, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def answer(data, folder, *arguments):

@@ -17,9 +17,12 @@ torch.__version__ = "9.9.9"
 F.relu = lambda x, inplace=False: torch.clamp_min(x, 0)
 """
 SPACE = [
-    "+arch=mlp", "arch.space.activation=relu", "arch.space.input_size={low:4,high:64}", "cluster=inline",
+    "+arch=mlp",
+    "arch.space.activation=relu",
+    "arch.space.input_size={low:4,high:64}",
+    "cluster=inline",
     "device=simulated",
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -45,10 +48,21 @@ def environments(tmp_path):
 def compare(data, environments, *arguments):
     before, after = environments
     done = subprocess.run(
-        [sys.executable, "-m", "farm.compare", f"before={before}", f"after={after}", f"data={data}",
-         "format=json", *SPACE, *arguments],
-        capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "farm.compare",
+            f"before={before}",
+            f"after={after}",
+            f"data={data}",
+            "format=json",
+            *SPACE,
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "200"},
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 

@@ -18,9 +18,16 @@ from warehouse.snapshot import find_snapshot, snapshot_names
 pytestmark = pytest.mark.slow
 
 GROW = (
-    "farm.grow", "n=40", "families=[mlp]", "pool=100", "policy=coverage", "device=A100-SXM4-40GB", "device.count=2",
-    "learn.targets=[memory]", "learn.estimator=lightgbm",
-)  # fmt: skip
+    "farm.grow",
+    "n=40",
+    "families=[mlp]",
+    "pool=100",
+    "policy=coverage",
+    "device=A100-SXM4-40GB",
+    "device.count=2",
+    "learn.targets=[memory]",
+    "learn.estimator=lightgbm",
+)
 
 
 def lines(root):

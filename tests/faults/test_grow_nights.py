@@ -14,9 +14,14 @@ from warehouse.folder import DataFolder
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    "device=A100-SXM4-40GB", "cluster=inline", "families=[mlp]", "pool=40", "policy=stratified", "learn.targets=[]",
+    "device=A100-SXM4-40GB",
+    "cluster=inline",
+    "families=[mlp]",
+    "pool=40",
+    "policy=stratified",
+    "learn.targets=[]",
     "n=6",
-)  # fmt: skip
+)
 
 
 def cycles(root):

@@ -44,7 +44,11 @@ def test_a_function_over_items_runs_in_processes_from_such_a_folder(tmp_path):
         "print(sorted((i, target.name) for i, target in in_processes(get_target, ['memory', 'smact'], workers=2)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.stdout == "[(0, 'memory'), (1, 'smact')]\n", done.stderr

@@ -45,6 +45,4 @@ def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
 def a_task(timeout_s):
     config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
     settings = TrialSettings(window=LONG, timeout_s=timeout_s)
-    return Task(
-        job_id="mlp-00000000", task_index=0, attempt=1, config=config, settings=settings
-    )  # fmt: skip
+    return Task(job_id="mlp-00000000", task_index=0, attempt=1, config=config, settings=settings)

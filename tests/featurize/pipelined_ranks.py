@@ -167,9 +167,11 @@ def train(case, parallel, mesh, place):
 
 def replicated(model, parallel, mesh):
     return DistributedDataParallel(
-        model, process_group=mesh.get_group("ddp"), bucket_cap_mb=parallel.bucket_cap_mb,
+        model,
+        process_group=mesh.get_group("ddp"),
+        bucket_cap_mb=parallel.bucket_cap_mb,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
-    )  # fmt: skip
+    )
 
 
 def stage_of(model, number, parallel, mesh, shape):
@@ -182,9 +184,13 @@ def stage_of(model, number, parallel, mesh, shape):
     # the reducer count its parameters twice.
     searched = parallel.of_stage == 1 or (parallel.fsdp == parallel.of_stage and parallel.ep == 1)
     return PipelineStage(
-        model, number, parallel.stages, torch.device("cpu"), group=mesh.get_group("pp"),
+        model,
+        number,
+        parallel.stages,
+        torch.device("cpu"),
+        group=mesh.get_group("pp"),
         **({} if searched else {"input_args": given, "output_args": made}),
-    )  # fmt: skip
+    )
 
 
 def one_step(models, wrapped, parallel, mesh, place, batch, target):
@@ -198,9 +204,11 @@ def one_step(models, wrapped, parallel, mesh, place, batch, target):
     def one():
         step.zero_grad()
         run.step(
-            *([batch] if first else []), target=target if last else None, losses=[],
+            *([batch] if first else []),
+            target=target if last else None,
+            losses=[],
             return_outputs=not parallel.drop_outputs,
-        )  # fmt: skip
+        )
         step.update()
 
     return one

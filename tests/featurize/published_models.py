@@ -16,9 +16,15 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "v
 GATED = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
 ENCODER = {**SMALL, "intermediate_size": 48, "max_position_embeddings": 64}
 BART = {
-    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": WORDS,
-}  # fmt: skip
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": WORDS,
+}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -65,8 +71,11 @@ def _labelled_images() -> dict[str, Tensor]:
 
 def _speech() -> dict[str, Tensor]:
     sounds = torch.linspace(-1, 1, BATCH * 8 * 32).reshape(BATCH, 8, 32)
-    return {"input_features": sounds, "attention_mask": torch.ones(BATCH, 32, dtype=torch.long),
-            "labels": words()["labels"]}  # fmt: skip
+    return {
+        "input_features": sounds,
+        "attention_mask": torch.ones(BATCH, 32, dtype=torch.long),
+        "labels": words()["labels"],
+    }
 
 
 def _clip(attention: str) -> nn.Module:
@@ -80,8 +89,12 @@ def _clip(attention: str) -> nn.Module:
 
 def _pairs() -> dict[str, Any]:
     given = words()
-    return {"input_ids": given["input_ids"], "attention_mask": given["attention_mask"], "pixel_values": _image(),
-            "return_loss": True}  # fmt: skip
+    return {
+        "input_ids": given["input_ids"],
+        "attention_mask": given["attention_mask"],
+        "pixel_values": _image(),
+        "return_loss": True,
+    }
 
 
 class _Segmenter(nn.Module):
@@ -92,9 +105,17 @@ class _Segmenter(nn.Module):
 
         super().__init__()
         sizes = {"image_size": 32, "patch_size": 8}
-        vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes,
-                  "output_channels": 16, "global_attn_indexes": [1], "window_size": 2, "num_pos_feats": 8,
-                  "mlp_dim": 48}  # fmt: skip
+        vision = {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            **sizes,
+            "output_channels": 16,
+            "global_attn_indexes": [1],
+            "window_size": 2,
+            "num_pos_feats": 8,
+            "mlp_dim": 48,
+        }
         prompts = {
             "hidden_size": 16,
             "image_size": 32,
@@ -119,8 +140,11 @@ class _Segmenter(nn.Module):
 
 
 def _boxes() -> dict[str, Tensor]:
-    return {"pixel_values": _image(), "input_boxes": torch.tensor([[[2.0, 2.0, 20.0, 20.0]]] * BATCH),
-            "labels": torch.ones(BATCH, 32, 32)}  # fmt: skip
+    return {
+        "pixel_values": _image(),
+        "input_boxes": torch.tensor([[[2.0, 2.0, 20.0, 20.0]]] * BATCH),
+        "labels": torch.ones(BATCH, 32, 32),
+    }
 
 
 class _Denoiser(nn.Module):
@@ -140,25 +164,43 @@ class _Denoiser(nn.Module):
 def _unet(_attention: str) -> nn.Module:
     from diffusers import UNet2DConditionModel
 
-    return _Denoiser(UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(16, 32), layers_per_block=1,
-        norm_num_groups=8, cross_attention_dim=16, attention_head_dim=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ))  # fmt: skip
+    return _Denoiser(
+        UNet2DConditionModel(
+            sample_size=8,
+            in_channels=4,
+            out_channels=4,
+            block_out_channels=(16, 32),
+            layers_per_block=1,
+            norm_num_groups=8,
+            cross_attention_dim=16,
+            attention_head_dim=4,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        )
+    )
 
 
 def _unet_batch() -> dict[str, Tensor]:
-    return {"latents": torch.ones(BATCH, 4, 8, 8), "encoder_hidden_states": torch.ones(BATCH, LENGTH, 16),
-            "encoder_attention_mask": words()["attention_mask"]}  # fmt: skip
+    return {
+        "latents": torch.ones(BATCH, 4, 8, 8),
+        "encoder_hidden_states": torch.ones(BATCH, LENGTH, 16),
+        "encoder_attention_mask": words()["attention_mask"],
+    }
 
 
 def _dit(_attention: str) -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
-    return _Denoiser(DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, num_layers=2, sample_size=8, norm_num_groups=8,
-    ))  # fmt: skip
+    return _Denoiser(
+        DiTTransformer2DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            num_layers=2,
+            sample_size=8,
+            norm_num_groups=8,
+        )
+    )
 
 
 def _dit_batch() -> dict[str, Tensor]:
@@ -198,8 +240,15 @@ def _timm(name: str) -> Callable[[str], nn.Module]:
 
 
 FLASH = ("eager", "sdpa", "flash_attention_2")
-VISION = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48,
-          "image_size": 32, "patch_size": 8, "num_labels": 3}  # fmt: skip
+VISION = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 3,
+}
 MODELS: dict[str, Published] = {
     "llama": _text("LlamaForCausalLM", "LlamaConfig", attentions=FLASH, **GATED),
     "mistral": _text("MistralForCausalLM", "MistralConfig", attentions=FLASH, **GATED, sliding_window=8),
@@ -208,30 +257,97 @@ MODELS: dict[str, Published] = {
     "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", attentions=FLASH, **GATED, head_dim=8),
     "gemma": _text("GemmaForCausalLM", "GemmaConfig", attentions=FLASH, **GATED, head_dim=8),
     "phi": _text("PhiForCausalLM", "PhiConfig", attentions=FLASH, **GATED),
-    "gpt2": _text("GPT2LMHeadModel", "GPT2Config", attentions=FLASH, n_embd=32, n_head=4, n_layer=2, n_positions=64,
-                  vocab_size=WORDS),
+    "gpt2": _text(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        attentions=FLASH,
+        n_embd=32,
+        n_head=4,
+        n_layer=2,
+        n_positions=64,
+        vocab_size=WORDS,
+    ),
     "gpt_neox": _text("GPTNeoXForCausalLM", "GPTNeoXConfig", attentions=FLASH, **ENCODER),
-    "opt": _text("OPTForCausalLM", "OPTConfig", attentions=FLASH, **SMALL, ffn_dim=48, word_embed_proj_dim=32,
-                 max_position_embeddings=64),
-    "bloom": _text("BloomForCausalLM", "BloomConfig", attentions=("eager",), hidden_size=32, n_head=4, n_layer=2,
-                   vocab_size=WORDS),
+    "opt": _text(
+        "OPTForCausalLM",
+        "OPTConfig",
+        attentions=FLASH,
+        **SMALL,
+        ffn_dim=48,
+        word_embed_proj_dim=32,
+        max_position_embeddings=64,
+    ),
+    "bloom": _text(
+        "BloomForCausalLM", "BloomConfig", attentions=("eager",), hidden_size=32, n_head=4, n_layer=2, vocab_size=WORDS
+    ),
     "bert": _text("BertForMaskedLM", "BertConfig", **ENCODER),
     "roberta": _text("RobertaForMaskedLM", "RobertaConfig", **ENCODER),
-    "deberta": _text("DebertaForMaskedLM", "DebertaConfig", attentions=("eager",), **ENCODER, relative_attention=True,
-                     pos_att_type=["c2p", "p2c"]),
-    "deberta_v2": _text("DebertaV2ForMaskedLM", "DebertaV2Config", attentions=("eager",), **ENCODER,
-                        relative_attention=True, position_buckets=8, pos_att_type=["c2p", "p2c"]),
-    "t5": _text("T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-                vocab_size=WORDS, decoder_start_token_id=0),
-    "bart": _text("BartForConditionalGeneration", "BartConfig", attentions=FLASH, **BART, max_position_embeddings=64,
-                  decoder_start_token_id=2),
+    "deberta": _text(
+        "DebertaForMaskedLM",
+        "DebertaConfig",
+        attentions=("eager",),
+        **ENCODER,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+    ),
+    "deberta_v2": _text(
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        attentions=("eager",),
+        **ENCODER,
+        relative_attention=True,
+        position_buckets=8,
+        pos_att_type=["c2p", "p2c"],
+    ),
+    "t5": _text(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=WORDS,
+        decoder_start_token_id=0,
+    ),
+    "bart": _text(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        attentions=FLASH,
+        **BART,
+        max_position_embeddings=64,
+        decoder_start_token_id=2,
+    ),
     "whisper": Published(
-        _of("WhisperForConditionalGeneration", "WhisperConfig", **BART, **TOKENS, num_mel_bins=8,
-            max_source_positions=16, max_target_positions=64, decoder_start_token_id=2), _speech, FLASH),
-    "vit": Published(_of("ViTForImageClassification", "ViTConfig", **VISION),
-                     _labelled_images, FLASH),
-    "swin": Published(_of("SwinForImageClassification", "SwinConfig", image_size=32, patch_size=4, embed_dim=16,
-                          depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=3), _labelled_images, ("eager",)),
+        _of(
+            "WhisperForConditionalGeneration",
+            "WhisperConfig",
+            **BART,
+            **TOKENS,
+            num_mel_bins=8,
+            max_source_positions=16,
+            max_target_positions=64,
+            decoder_start_token_id=2,
+        ),
+        _speech,
+        FLASH,
+    ),
+    "vit": Published(_of("ViTForImageClassification", "ViTConfig", **VISION), _labelled_images, FLASH),
+    "swin": Published(
+        _of(
+            "SwinForImageClassification",
+            "SwinConfig",
+            image_size=32,
+            patch_size=4,
+            embed_dim=16,
+            depths=[2, 2],
+            num_heads=[2, 4],
+            window_size=4,
+            num_labels=3,
+        ),
+        _labelled_images,
+        ("eager",),
+    ),
     "clip": Published(_clip, _pairs, FLASH),
     "sam": Published(_Segmenter, _boxes, ("eager", "sdpa")),
     "unet2d": Published(_unet, _unet_batch, ("sdpa",)),
@@ -239,4 +355,4 @@ MODELS: dict[str, Published] = {
     "faster_rcnn": Published(_detector("fasterrcnn_resnet50_fpn"), lambda: detections(masks=False), ("none",)),
     "mask_rcnn": Published(_detector("maskrcnn_resnet50_fpn"), lambda: detections(masks=True), ("none",)),
     "timm": Published(_timm("vit_tiny_patch16_224.augreg_in21k"), lambda: (torch.ones(BATCH, 3, 224, 224),), ("none",)),
-}  # fmt: skip
+}

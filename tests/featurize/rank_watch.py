@@ -13,12 +13,16 @@ from featurize.replacing import replaced
 from featurize.tensor_parts import local_tensor, wrap_others
 
 SENT = {
-    "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter", "c10d::allreduce_": "all_reduce",
-    "_c10d_functional::all_reduce": "all_reduce", "c10d::broadcast_": "broadcast",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "c10d::broadcast_": "broadcast",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter", "_c10d_functional::all_to_all_single": "all_to_all",
-}  # fmt: skip
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_to_all_single": "all_to_all",
+}
 MESSAGES = ("c10d::send", "c10d::recv_")
 
 

@@ -13,9 +13,7 @@ SIGNS = {"segment_alloc": "+", "segment_map": "+", "segment_free": "-", "segment
 
 
 def allocator(conf="", capacity=None, **extra):
-    return CachingAllocator(
-        None if capacity is None else int(capacity * MIB), AllocatorSettings.parse(conf), **extra
-    )  # fmt: skip
+    return CachingAllocator(None if capacity is None else int(capacity * MIB), AllocatorSettings.parse(conf), **extra)
 
 
 def events(simulated):

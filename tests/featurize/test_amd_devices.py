@@ -87,9 +87,13 @@ def test_a_learner_never_takes_an_amd_gpu_for_a_known_generation():
 
 @pytest.mark.parametrize(
     "given, name",
-    [("AMD Instinct MI300X", "MI300X"), ("amd mi100", "MI100"), ("AMD Instinct MI250X", "MI250X-GCD"),
-     ("mi250", "MI250-GCD")],
-)  # fmt: skip
+    [
+        ("AMD Instinct MI300X", "MI300X"),
+        ("amd mi100", "MI100"),
+        ("AMD Instinct MI250X", "MI250X-GCD"),
+        ("mi250", "MI250-GCD"),
+    ],
+)
 def test_a_drivers_name_of_a_die_is_that_of_the_die(given, name):
     assert resolve_device(given, device_names()) == name
 
@@ -137,9 +141,7 @@ def test_convolutions_are_taken_to_need_copies_for_the_matrix_units_that_fp32_ha
 
 
 def test_fp32_products_run_on_the_matrix_units():
-    vectors_only = dataclasses.replace(
-        MI210, peak_tflops=dataclasses.replace(MI210.peak_tflops, fp32_matrix=None)
-    )  # fmt: skip
+    vectors_only = dataclasses.replace(MI210, peak_tflops=dataclasses.replace(MI210.peak_tflops, fp32_matrix=None))
     assert busy_ms(products, (4096, 2048), MI210) < 0.8 * busy_ms(products, (4096, 2048), vectors_only)
     # Elementwise kernels do not.
     doubled = dataclasses.replace(MI210, peak_tflops=dataclasses.replace(MI210.peak_tflops, fp32_matrix=90.6))
@@ -189,9 +191,7 @@ def test_a_stack_of_cuda_is_refused():
 def test_a_record_of_a_script_keeps_that_there_is_no_compute_capability(tmp_path):
     trace = traced(products, (8, 2048), MI300X)
     settings = {"optimizer": "adam", "precision": "fp32"}
-    record = ScriptRecord(
-        trace=trace, problem=None, settings=settings, batch_size=8, backwards=1, notes=()
-    )  # fmt: skip
+    record = ScriptRecord(trace=trace, problem=None, settings=settings, batch_size=8, backwards=1, notes=())
     write_record(tmp_path, record)
     assert read_record(tmp_path).trace.compute_capability is None
     assert torch.version.hip is None  # nothing here is imitated outside a script's own process

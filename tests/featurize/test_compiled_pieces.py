@@ -111,11 +111,14 @@ def test_a_bucket_is_reduced_while_the_pieces_before_it_run_backwards():
     batch = torch.zeros(2, 12, dtype=torch.long)
     traces = {
         cap: trace_step(
-            lambda: _Net(256), batch, loss=lambda output, _: output.sum(), settings=Training(compile=True),
+            lambda: _Net(256),
+            batch,
+            loss=lambda output, _: output.sum(),
+            settings=Training(compile=True),
             parallel=Parallel(ddp=2, bucket_cap_mb=cap),
         )
         for cap in (1.0, 100.0)
-    }  # fmt: skip
+    }
     ready = {cap: [one.after for one in trace.collectives] for cap, trace in traces.items()}
     assert len(ready[100.0]) == 1
     assert len(ready[1.0]) > 4

@@ -72,9 +72,15 @@ def test_the_pool_of_the_graphs_widens_the_bound_and_not_the_figure():
     assert graphed.peak_memory_mib == plain.peak_memory_mib and GRAPHED in graphed.warnings
     pool = traced(Net(), compile="reduce-overhead")
     assert pool.graph_pool_bytes > 0
-    large = [trace_step(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096)),
-                        torch.empty(4096, 4096, device="meta"), torch.empty(4096, dtype=torch.long, device="meta"),
-                        settings=Training(compile=mode)) for mode in (True, "reduce-overhead")]  # fmt: skip
+    large = [
+        trace_step(
+            nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096)),
+            torch.empty(4096, 4096, device="meta"),
+            torch.empty(4096, dtype=torch.long, device="meta"),
+            settings=Training(compile=mode),
+        )
+        for mode in (True, "reduce-overhead")
+    ]
     assert large[0].peak_live_bytes == large[1].peak_live_bytes
     # At least: Adam's temporaries, which one pool would place in the memory of the activations.
     assert large[1].graph_pool_bytes > 4096 * 4096 * 4
@@ -103,9 +109,13 @@ def test_the_bound_names_the_pool_as_a_cause():
 def test_batches_of_several_shapes_keep_their_blocks_in_the_pool():
     batches = [torch.empty(rows, WIDTH, device="meta") for rows in (ROWS, 2 * ROWS)]
     trace = trace_step(
-        Net(), None, None, lambda output, _target: output.sum(), settings=Training(compile="reduce-overhead"),
+        Net(),
+        None,
+        None,
+        lambda output, _target: output.sum(),
+        settings=Training(compile="reduce-overhead"),
         batches=[(batch,) for batch in batches],
-    )  # fmt: skip
+    )
     assert any(block.pooled for block in trace.blocks) and trace.graph_pool_bytes > 0
 
 

@@ -55,9 +55,13 @@ class Net(nn.Module):
 def llama(depth):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        num_hidden_layers=depth, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=depth,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=1000,
-    )  # fmt: skip
+    )
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 

@@ -101,9 +101,14 @@ def test_each_rank_of_a_sequence_computes_as_much_of_a_causal_mask():
 def mixtral():
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=8, vocab_size=256,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        vocab_size=256,
+    )
     return transformers.MixtralForCausalLM(config)
 
 
@@ -120,9 +125,11 @@ def mixtral():
 def test_a_mixture_of_transformers_is_divided(options, kinds):
     tokens = torch.empty(2, 64, dtype=torch.int64, device="meta")
     trace = trace_step(
-        mixtral, {"input_ids": tokens, "labels": tokens}, settings=Training(precision="bf16"),
+        mixtral,
+        {"input_ids": tokens, "labels": tokens},
+        settings=Training(precision="bf16"),
         parallel=Parallel(**options),
-    )  # fmt: skip
+    )
     alone = trace_step(mixtral, {"input_ids": tokens, "labels": tokens})
     assert {one.kind for one in trace.collectives} == {"all_gather", "reduce_scatter", *kinds}
     assert alone.parameter_bytes / 4 <= trace.parameter_bytes < alone.parameter_bytes / 3.5

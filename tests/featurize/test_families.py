@@ -26,11 +26,17 @@ SMALL = {
     "mlp": dict(batch_size=4, input_size=37, classes=5, depth=3),
     "cnn": dict(batch_size=2, image_size=33, channels=3, classes=5, base_filters=6, depth=9, growth_rate=3),
     "transformer": dict(
-        batch_size=2, vocabulary_size=50, sequence_length=7, embedding_size=16, heads=4, depth=3,
-        feed_forward=24, classes=5,
+        batch_size=2,
+        vocabulary_size=50,
+        sequence_length=7,
+        embedding_size=16,
+        heads=4,
+        depth=3,
+        feed_forward=24,
+        classes=5,
     ),
     "timm": dict(batch_size=2, model="mobilenetv3_small_050", image_size=64),
-}  # fmt: skip
+}
 DESCRIBED = ("mlp", "cnn", "transformer")  # families that write their plans down, module for module
 MODULE_KINDS = {
     torch.nn.Linear: "linear",

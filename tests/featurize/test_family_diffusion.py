@@ -40,9 +40,16 @@ def test_the_plan_tells_the_truth(changes):
 def test_the_published_network_for_images_of_32_pixels_has_its_parameters():
     # Ho et al. (arXiv 2006.11239): 35.7 million for CIFAR-10, widths 128, 256, 256, 256, attention at 16 pixels
     config = small(
-        image_size=32, base_channels=128, levels=4, blocks=2, widest=2, attention_size=16, attention_size_min=16,
-        heads=1, dropout=0.1,
-    )  # fmt: skip
+        image_size=32,
+        base_channels=128,
+        levels=4,
+        blocks=2,
+        widest=2,
+        attention_size=16,
+        attention_size_min=16,
+        heads=1,
+        dropout=0.1,
+    )
     assert parameters_of(on_meta(config)) == 35_746_307
 
 

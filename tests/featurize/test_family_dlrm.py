@@ -27,9 +27,17 @@ from featurize.trial import config_from_mapping
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = dlrm.Config(
-    batch_size=4, dense_features=5, rows=(30, 7, 11), embedding_size=8, bag_size=3, bottom_width=16, bottom_depth=2,
-    top_width=16, top_depth=2, optimizer="sgd",
-)  # fmt: skip
+    batch_size=4,
+    dense_features=5,
+    rows=(30, 7, 11),
+    embedding_size=8,
+    bag_size=3,
+    bottom_width=16,
+    bottom_depth=2,
+    top_width=16,
+    top_depth=2,
+    optimizer="sgd",
+)
 LARGE = dataclasses.replace(SMALL, batch_size=64, rows=(200_000, 300_000))
 VALUES = 4 * LARGE.batch_size * LARGE.bag_size * LARGE.embedding_size  # bytes of one table's sparse gradient
 

@@ -24,13 +24,25 @@ from featurize.nets.prenorm import Conv1D, GeluNew
 from featurize.trace import trace_config, trace_step
 
 GPT2 = gpt.Config(
-    batch_size=2, vocabulary_size=50257, sequence_length=1024, embedding_size=768, heads=12, depth=12,
-    feed_forward=3072, activation="gelu_new",
-)  # fmt: skip
+    batch_size=2,
+    vocabulary_size=50257,
+    sequence_length=1024,
+    embedding_size=768,
+    heads=12,
+    depth=12,
+    feed_forward=3072,
+    activation="gelu_new",
+)
 SMALL = gpt.Config(
-    batch_size=2, vocabulary_size=50, sequence_length=7, embedding_size=16, heads=4, depth=2, feed_forward=24,
+    batch_size=2,
+    vocabulary_size=50,
+    sequence_length=7,
+    embedding_size=16,
+    heads=4,
+    depth=2,
+    feed_forward=24,
     dropout=0.0,
-)  # fmt: skip
+)
 
 
 def small(**changes):
@@ -136,7 +148,10 @@ def test_impossible_configs_are_refused_in_words(changes, message):
 def test_repair_makes_sizes_fit():
     draw = {"heads": 0.0}.__getitem__
     assert gpt.repair({"embedding_size": 700, "feed_forward_multiple": 4, "use_dropout": False}, draw) == {
-        "embedding_size": 672, "heads": 21, "feed_forward": 2688, "dropout": 0.0,
-    }  # fmt: skip
+        "embedding_size": 672,
+        "heads": 21,
+        "feed_forward": 2688,
+        "dropout": 0.0,
+    }
     assert gpt.repair({"embedding_size": 100, "heads": 12}, draw) == {"embedding_size": 96, "heads": 12}
     assert gpt.repair({"embedding_size": "wide"}, draw) == {"embedding_size": "wide"}

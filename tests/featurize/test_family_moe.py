@@ -20,9 +20,17 @@ from featurize.trace import trace_config
 from featurize.training import cross_entropy
 
 SMALL = moe.Config(
-    batch_size=2, vocabulary_size=50, sequence_length=8, embedding_size=16, heads=4, depth=2, feed_forward=24,
-    experts=4, classes=5, dropout=0.0,
-)  # fmt: skip
+    batch_size=2,
+    vocabulary_size=50,
+    sequence_length=8,
+    embedding_size=16,
+    heads=4,
+    depth=2,
+    feed_forward=24,
+    experts=4,
+    classes=5,
+    dropout=0.0,
+)
 
 
 def small(**changes):

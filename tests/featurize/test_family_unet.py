@@ -21,9 +21,11 @@ from featurize.trace import trace_config
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = unet.Config(batch_size=2, image_size=16, channels=3, classes=5, base_channels=4, depth=2)
 MORE_KINDS = {
-    nn.BatchNorm2d: "batchnorm2d", nn.MaxPool2d: "max_pool2d", nn.ConvTranspose2d: "conv_transpose2d",
+    nn.BatchNorm2d: "batchnorm2d",
+    nn.MaxPool2d: "max_pool2d",
+    nn.ConvTranspose2d: "conv_transpose2d",
     nn.Upsample: "upsample",
-}  # fmt: skip
+}
 
 
 def small(**changes):

@@ -22,9 +22,15 @@ from featurize.plan_of_module import plan_of_module
 from featurize.trace import trace_config
 
 BASE = vit.Config(
-    batch_size=2, image_size=224, patch_size=16, classes=1000, embedding_size=768, heads=12, depth=12,
+    batch_size=2,
+    image_size=224,
+    patch_size=16,
+    classes=1000,
+    embedding_size=768,
+    heads=12,
+    depth=12,
     feed_forward=3072,
-)  # fmt: skip
+)
 SMALL = vit.Config(
     batch_size=2, image_size=24, patch_size=8, classes=5, embedding_size=16, heads=2, depth=2, feed_forward=32
 )
@@ -109,6 +115,10 @@ def test_repair_cuts_images_to_whole_patches():
     draw = {"heads": 0.99}.__getitem__
     values = {"image_size": 224, "patch_size": 14, "embedding_size": 200, "feed_forward_multiple": 3}
     assert vit.repair({**values, "image_size": 230}, draw) == {
-        "image_size": 224, "patch_size": 14, "embedding_size": 192, "heads": 2, "feed_forward": 576,
-    }  # fmt: skip
+        "image_size": 224,
+        "patch_size": 14,
+        "embedding_size": 192,
+        "heads": 2,
+        "feed_forward": 576,
+    }
     assert vit.repair({"image_size": 5, "patch_size": 8}, draw) == {"image_size": 8, "patch_size": 8}

@@ -182,8 +182,14 @@ def test_a_mappings_out_is_what_the_loss_is_taken_of(nets):
     ],
 )
 def test_masks_that_models_read_and_mixtures_of_experts_are_traced(model, inputs):
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    }
     one = config(model, inputs, arguments=small)
     assert zoo._reading(one).target == "int64[16]<100"
     assert trace_config(one).peak_live_bytes > 0
@@ -313,9 +319,14 @@ def test_models_are_grouped_by_the_librarys_modules():
         )
     ]
     assert kinds == [
-        "torchvision/resnet", "torchvision/resnet", "transformers/gpt2", "timm/convnext", "timm/resnet",
-        "zoo/torchvision.models.no_such_model", "zoo/mine.nets.build",
-    ]  # fmt: skip
+        "torchvision/resnet",
+        "torchvision/resnet",
+        "transformers/gpt2",
+        "timm/convnext",
+        "timm/resnet",
+        "zoo/torchvision.models.no_such_model",
+        "zoo/mine.nets.build",
+    ]
     assert kinds[3] == timm.kind(timm.Config(model="convnext_base", batch_size=1))
 
 

@@ -42,6 +42,13 @@ def test_features_of_many_configs_are_those_of_each_alone(family):
         assert {name: together[name][place] for name in alone} == alone
 
 
+def test_a_plan_without_layers_counts_as_nothing(monkeypatch):
+    """A model of somebody's own may have none."""
+    monkeypatch.setattr(mlp, "layers", lambda config: [], raising=False)
+    found = scalar_features(sampled("mlp", 1)[0])
+    assert found["layers"] == found["parameters"] == found["flops"] == found["max_parameters"] == 0
+
+
 @pytest.mark.parametrize("family", family_names())
 def test_features_hold_the_configs_own_fields_and_the_plans_totals(family):
     for config in sampled(family, 20):
@@ -76,9 +83,14 @@ def test_features_shared_by_all_families_make_a_joint_table():
 def test_group_key_ignores_batch_size_training_settings_and_dropout():
     config = cnn.Config(**CNN)
     for change in (
-        dict(batch_size=60), dict(optimizer="sgd"), dict(precision="bf16"), dict(dropout=0.3),
-        dict(activation_checkpointing=True), dict(cudnn_benchmark=True), dict(channels_last=True),
-    ):  # fmt: skip
+        dict(batch_size=60),
+        dict(optimizer="sgd"),
+        dict(precision="bf16"),
+        dict(dropout=0.3),
+        dict(activation_checkpointing=True),
+        dict(cudnn_benchmark=True),
+        dict(channels_last=True),
+    ):
         assert group_key(dataclasses.replace(config, **change)) == group_key(config)
 
 
@@ -86,9 +98,16 @@ def test_group_key_tells_architectures_apart():
     config = cnn.Config(**CNN)
     keys = {group_key(config), group_key(mlp.Config(input_size=9, classes=2, depth=1, batch_size=4))}
     changes = (
-        dict(image_size=33), dict(channels=1), dict(classes=11), dict(base_filters=17), dict(depth=9),
-        dict(topology="gradual"), dict(kernel_size=1), dict(activation="prelu"), dict(batch_norm=True),
-    )  # fmt: skip
+        dict(image_size=33),
+        dict(channels=1),
+        dict(classes=11),
+        dict(base_filters=17),
+        dict(depth=9),
+        dict(topology="gradual"),
+        dict(kernel_size=1),
+        dict(activation="prelu"),
+        dict(batch_norm=True),
+    )
     keys |= {group_key(dataclasses.replace(config, **change)) for change in changes}
     assert len(keys) == 2 + len(changes)
 
@@ -100,8 +119,14 @@ def test_group_key_joins_configs_that_build_the_same_network():
 
 def test_features_read_a_transformers_absolute_sizes():
     config = transformer.Config(
-        vocabulary_size=1000, sequence_length=10, embedding_size=32, heads=4, depth=2, feed_forward=70,
-        classes=3, batch_size=5,
-    )  # fmt: skip
+        vocabulary_size=1000,
+        sequence_length=10,
+        embedding_size=32,
+        heads=4,
+        depth=2,
+        feed_forward=70,
+        classes=3,
+        batch_size=5,
+    )
     found = scalar_features(config)
     assert (found["feed_forward"], found["count_attention"], found["parameters_embedding"]) == (70, 2, 32_000)

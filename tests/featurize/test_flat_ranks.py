@@ -56,7 +56,7 @@ CASES = {
     "clipped": ({"fsdp": 2}, {"clip_norm": 1.0}, Net),
     "hybrid": ({"ddp": 2, "fsdp": 2}, {}, Net),
     "hybrid halves": ({"ddp": 2, "fsdp": 2, "reshard_after_forward": False, **HALVES}, {}, lambda: Net(again=True)),
-}  # fmt: skip
+}
 
 
 def loss_of(output, _target):
@@ -81,9 +81,12 @@ def train_real(rank):
             target = torch.zeros(())
             batch = torch.randn(BATCH, WIDTH)
             step = TrainingStep(
-                make(), training_of(name), "cpu", loss=loss_of,
+                make(),
+                training_of(name),
+                "cpu",
+                loss=loss_of,
                 wrap=lambda model, own=(parallel, mesh): shard(model, *own),
-            )  # fmt: skip
+            )
             measured[name] = watched_steps(
                 step.model, (batch, target), lambda own=(step, batch, target): own[0]((own[1],), own[2])
             )
@@ -97,9 +100,15 @@ def measured(tmp_path_factory):
 
 def traced(name, rank=0):
     return trace_step(
-        CASES[name][2], torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of,
-        settings=training_of(name), training_loop=False, parallel=layout_of(name), rank=rank,
-    )  # fmt: skip
+        CASES[name][2],
+        torch.empty(BATCH, WIDTH, device="meta"),
+        torch.empty((), device="meta"),
+        loss_of,
+        settings=training_of(name),
+        training_loop=False,
+        parallel=layout_of(name),
+        rank=rank,
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -145,9 +154,12 @@ def test_whole_gradients_stay_until_the_step_that_reduces_them():
 def test_frozen_parameters_beside_others_need_the_original_ones():
     with pytest.raises(UsageError, match="use_orig_params=true"):
         trace_step(
-            Adapted, torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of,
+            Adapted,
+            torch.empty(BATCH, WIDTH, device="meta"),
+            torch.empty((), device="meta"),
+            loss_of,
             parallel=parse_parallel("fsdp=2,fsdp_version=1,use_orig_params=false"),
-        )  # fmt: skip
+        )
 
 
 def test_a_unit_with_parameters_of_two_types_is_told_what_helps():

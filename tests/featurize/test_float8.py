@@ -78,10 +78,17 @@ def training(**settings):
 
 def traced(factory=Net, device=H100, parallel=None, batch=BATCH, every_pass=None, rank=None, **settings):
     return trace_step(
-        factory, torch.empty(batch, WIDTH, device="meta"), torch.empty((), device="meta"), loss_of, device=device,
-        settings=training(**settings), training_loop=False, parallel=None if parallel is None else Parallel(**parallel),
-        every_pass=every_pass, rank=rank,
-    )  # fmt: skip
+        factory,
+        torch.empty(batch, WIDTH, device="meta"),
+        torch.empty((), device="meta"),
+        loss_of,
+        device=device,
+        settings=training(**settings),
+        training_loop=False,
+        parallel=None if parallel is None else Parallel(**parallel),
+        every_pass=every_pass,
+        rank=rank,
+    )
 
 
 def measured_on_cpu(settings, wrap=None):

@@ -25,7 +25,7 @@ from featurize.kernel_model.calls import (
     as_calls,
     kernel_calls,
     product,
-)  # fmt: skip
+)
 from featurize.kernel_model.step_time import (
     efficiencies_text,
     load_efficiencies,
@@ -55,9 +55,15 @@ def kernels_of(trace, **given):
 @pytest.fixture(scope="module")
 def small_cnn():
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1, groups=16),
-        nn.Conv2d(16, 64, 3, padding=1, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        nn.Conv2d(16, 64, 3, padding=1, groups=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
     return traced(model, 8, 3, 32, 32)
 
 
@@ -206,11 +212,12 @@ def test_an_input_pipeline_and_a_slow_host_thin_every_ratio():
 def test_tensor_cores_are_busy_where_the_precision_uses_them():
     plain, tf32, half = (
         time_step(
-            traced(nn.Sequential(nn.Linear(2048, 2048)), 4096, 2048, precision=precision), A100,
+            traced(nn.Sequential(nn.Linear(2048, 2048)), 4096, 2048, precision=precision),
+            A100,
             Training(precision=precision),
         ).activity
         for precision in ("fp32", "tf32", "bf16")
-    )  # fmt: skip
+    )
     assert plain.tensor == 0 < min(tf32.tensor, half.tensor)
     assert max(tf32.fp32a, half.fp32a) < plain.fp32a
 

@@ -41,6 +41,13 @@ def test_pytorchs_viewer_reads_the_snapshot(profile: MemoryProfile) -> None:
     assert "Allocator State History" in _memory_viz.segment_plot(snapshot)
 
 
+def test_pytorchs_page_finds_the_category_that_it_needs(profile: MemoryProfile) -> None:
+    """Its script fails where entries have categories, and none has this one."""
+    entries = profile.snapshot["device_traces"][0]
+    assert {entry["category"] for entry in entries if entry["action"].startswith("segment")} == {"unknown"}
+    assert all(entry["category"] for entry in entries)
+
+
 def test_requested_bytes_of_the_history_peak_as_the_trace_says(profile: MemoryProfile, trace: StepTrace) -> None:
     live = peak = 0
     for entry in profile.snapshot["device_traces"][0]:
@@ -65,9 +72,10 @@ def test_the_history_replays_to_the_same_segments(
 
 def test_workspaces_are_taken_and_given_back(profile: MemoryProfile) -> None:
     actions = [
-        entry["action"] for entry in profile.snapshot["device_traces"][0] if entry["category"] == "workspace"
-        and not entry["action"].startswith("segment")
-    ]  # fmt: skip
+        entry["action"]
+        for entry in profile.snapshot["device_traces"][0]
+        if entry["category"] == "workspace" and not entry["action"].startswith("segment")
+    ]
     assert actions[:3] == ["alloc", "free_requested", "free_completed"]
 
 
@@ -77,9 +85,7 @@ def test_frames_lead_from_the_operator_through_its_modules_to_the_step(profile: 
         for entry in profile.snapshot["device_traces"][0]
         if entry["action"] == "alloc" and entry["category"] == "activation"
     ]
-    assert convolutions[0] == [
-        ("0.0", "aten::convolution"), ("module", "0.0"), ("module", "0"), ("step 1", "forward")
-    ]  # fmt: skip
+    assert convolutions[0] == [("0.0", "aten::convolution"), ("module", "0.0"), ("module", "0"), ("step 1", "forward")]
 
 
 def test_a_job_that_does_not_fit_ends_with_its_out_of_memory(trace: StepTrace, a100: DeviceSpec) -> None:

@@ -89,6 +89,25 @@ def test_whole_numbers_and_fractions_promote_differently():
     assert meta_result(mul, "aten::mul", (x, 2.0), {}).dtype is torch.float32
 
 
+def test_whole_numbers_and_fractions_in_lists_promote_differently():
+    tensors = [torch.empty(3, dtype=torch.long, device="meta")]
+    mul = torch.ops.aten._foreach_mul.ScalarList
+    for scalar, dtype in ((2, torch.long), (2.0, torch.float32), (True, torch.long), (2, torch.long)):
+        (made,) = meta_result(mul, "aten::_foreach_mul", (tensors, [scalar]), {})
+        assert made.dtype is dtype
+
+
+@pytest.mark.parametrize("again", range(2))
+def test_an_operator_that_points_its_argument_to_other_memory_is_run_each_time(again):
+    """The shape stays as it was."""
+    tensor, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    meta_result(torch.ops.aten.set_.source_Tensor, "aten::set_", (tensor, other), {})
+    assert tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    part = torch.empty(8, device="meta")[:4]
+    meta_result(torch.ops.aten.as_strided_.default, "aten::as_strided_", (part, [4], [1], 4), {})
+    assert part.storage_offset() == 4
+
+
 def test_values_read_from_real_scalars_are_read_each_time():
     keep = [torch.tensor(kept) for kept in (True, False, True, False)]
 

@@ -17,9 +17,14 @@ LAYERS, WIDTH, INNER, VOCABULARY, TOKENS = 3, 128, 256, 500, 32
 
 def base(dtype=torch.bfloat16):
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+    )
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 

@@ -92,9 +92,15 @@ def test_passes_that_are_alike_run_once_and_the_trace_is_that_of_all(options, tr
     def run(rank, every_pass):
         Counted.runs = 0
         trace = trace_step(
-            CountedNet, torch.empty(BATCH, WIDTH, device="meta"), torch.empty(BATCH, 5, device="meta"), loss_of,
-            settings=Training(**training_options), rank=rank, parallel=parallel, every_pass=every_pass,
-        )  # fmt: skip
+            CountedNet,
+            torch.empty(BATCH, WIDTH, device="meta"),
+            torch.empty(BATCH, 5, device="meta"),
+            loss_of,
+            settings=Training(**training_options),
+            rank=rank,
+            parallel=parallel,
+            every_pass=every_pass,
+        )
         operators = tuple(one._replace(sources=()) for one in trace.operators)  # those of other passes are left out
         return replace(trace, operators=operators), Counted.runs
 
@@ -193,9 +199,15 @@ def test_a_parameter_that_two_stages_use_is_on_both():
 def llama():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=100, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
     return transformers.LlamaForCausalLM(config)
 
 

@@ -160,7 +160,7 @@ def test_layers_of_bitsandbytes_take_the_same_as_those_of_the_setting():
         (head, {"quantize": "nf4"}, "has no linear layer to quantize"),
         (head, {"quantize": "int8", "quantize_skip": ()}, "nothing to train"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named(build, settings, message):
     with pytest.raises(UsageError, match=message):
         trace_step(build, batch, settings=Training(**settings))

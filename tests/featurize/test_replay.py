@@ -113,8 +113,15 @@ def test_parts_sum_to_the_peak_but_for_the_rounding_of_blocks():
         assert all(nbytes >= 0 for nbytes in memory.peak_parts.values())
 
 
-@pytest.mark.parametrize("name, kib", [("A100-SXM4-40GB", 8 * 1024 + 128), ("V100-SXM2-32GB", 8 * 1024 + 128),
-                                       ("H100-SXM5-80GB", 32 * 1024), ("H200-SXM-141GB", 32 * 1024)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, kib",
+    [
+        ("A100-SXM4-40GB", 8 * 1024 + 128),
+        ("V100-SXM2-32GB", 8 * 1024 + 128),
+        ("H100-SXM5-80GB", 32 * 1024),
+        ("H200-SXM-141GB", 32 * 1024),
+    ],
+)
 def test_cublas_keeps_a_workspace_of_its_generation_from_each_thread(name, kib):
     spec = load_device(name)
     assert spec.architecture.blas_workspace_bytes == kib * 1024

@@ -1,12 +1,18 @@
 """The second step is made of the first one where the model keeps nothing, and runs where it does."""
 
+import random
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from featurize import tracing
 from featurize.trace import trace_step
 from featurize.training import Training
+
+TARGET = torch.zeros(4, dtype=torch.long)
 
 
 class Plain(nn.Module):
@@ -17,16 +23,122 @@ class Plain(nn.Module):
     def forward(self, x):
         return self.line(self.norm(self.conv(x)).relu_().mean((2, 3)))
 
+    def more(self, x, calls):
+        """Every second step does more."""
+        y = Plain.forward(self, x)
+        return y * 2 if calls % 2 == 0 else y
+
 
 class Counts(Plain):
-    """Every third step does more."""
-
     calls = 0
 
     def forward(self, x):
         self.calls += 1
-        y = super().forward(x)
-        return y * 2 if self.calls % 3 == 0 else y
+        return self.more(x, self.calls)
+
+
+class CountsInMapping(Plain):
+    def __init__(self):
+        super().__init__()
+        self.state = {"steps": [0]}
+
+    def forward(self, x):
+        self.state["steps"][0] += 1
+        return self.more(x, self.state["steps"][0])
+
+
+class Counter:
+    def __init__(self):
+        self.calls = 0
+
+
+class CountsInObject(Plain):
+    def __init__(self):
+        super().__init__()
+        self.counter = Counter()
+
+    def forward(self, x):
+        self.counter.calls += 1
+        return self.more(x, self.counter.calls)
+
+
+class CountsInClass(Plain):
+    of_all = 0
+
+    def forward(self, x):
+        CountsInClass.of_all += 1
+        return self.more(x, CountsInClass.of_all)
+
+
+calls_of_all = 0
+
+
+class CountsInGlobal(Plain):
+    def forward(self, x):
+        global calls_of_all
+        calls_of_all += 1
+        return self.more(x, calls_of_all)
+
+
+class CountsOnHost(Plain):
+    """A tensor on the host counts, past autograd's own counter of changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = torch.zeros((), dtype=torch.long)
+
+    def forward(self, x):
+        self.calls.data += 1
+        return self.more(x, int(self.calls))
+
+
+class CountsInBackward(Plain):
+    """A hook of the backward pass counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 1
+        self.line.register_full_backward_hook(self.count)
+
+    def count(self, *_):
+        self.calls += 1
+
+    def forward(self, x):
+        return self.more(x, self.calls)
+
+
+class CountsInHook(Plain):
+    """A hook counts in its closure."""
+
+    def __init__(self):
+        super().__init__()
+        calls = 0
+
+        def count(*_):
+            nonlocal calls
+            calls += 1
+            return None if calls % 2 else _[-1] * 2
+
+        self.line.register_forward_hook(count)
+
+
+class Draws(Plain):
+    """A layer runs in some steps."""
+
+    def forward(self, x):
+        return self.more(x, 2 if random.random() < 0.5 else 1)
+
+
+class Goes(Plain):
+    """An iterator cannot be looked into."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = None
+
+    def forward(self, x):
+        self.numbers = self.numbers or (number for number in range(1, 10))
+        return self.more(x, next(self.numbers))
 
 
 class Grows(Plain):
@@ -41,6 +153,17 @@ class Grows(Plain):
         return y
 
 
+class KeepsOutput(Plain):
+    def __init__(self):
+        super().__init__()
+        self.outputs = deque(maxlen=1)
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.outputs.append(y)
+        return y
+
+
 class Reads(Plain):
     """The second step's decision is known, as the buffer's value is."""
 
@@ -51,16 +174,68 @@ class Reads(Plain):
     def forward(self, x):
         self.step += 1
         y = super().forward(x)
-        return y + 1 if self.step.item() > 2 else y
+        return y + 1 if self.step.item() > 1 else y
 
 
-MODELS = (Plain, Counts, Grows, Reads)
+class MakesMask(Plain):
+    """The first call makes what later ones read."""
+
+    mask = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(1024, 1024, device=x.device)
+        return super().forward(x) + self.mask.sum()
 
 
-def traced(model, training_loop, **settings):
+class CountingLoss(nn.Module):
+    """Every second loss is a mean of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, y, target):
+        self.calls += 1
+        loss = nn.functional.cross_entropy(y, target)
+        return loss if self.calls % 2 else (loss + nn.functional.cross_entropy(y, target)) / 2
+
+
+class GivesObject(Plain):
+    """The output holds tensors in an object, as caches of keys and values are."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        cache = Counter()
+        cache.rows = [y + 1, y + 2]
+        return y, cache
+
+
+KEEP = (
+    Counts,
+    CountsInMapping,
+    CountsInObject,
+    CountsInClass,
+    CountsInGlobal,
+    CountsOnHost,
+    CountsInBackward,
+    CountsInHook,
+    Draws,
+    Goes,
+    Grows,
+    KeepsOutput,
+    Reads,
+    MakesMask,
+)
+
+
+def traced(model, training_loop, *, target=TARGET, loss=None, **settings):
+    global calls_of_all
+    CountsInClass.of_all = calls_of_all = 0
     torch.manual_seed(0)
+    random.seed(1)  # which draws a number above one half, and then one below
     batch = torch.empty(4, 3, 8, 8, device="meta")
-    return trace_step(model, batch, settings=Training(**settings), training_loop=training_loop)
+    return trace_step(model, batch, target, loss, settings=Training(**settings), training_loop=training_loop)
 
 
 def of_events(trace):
@@ -73,27 +248,76 @@ def of_events(trace):
     ]
 
 
+def require_same(one, other):
+    assert (one is None) == (other is None)
+    if one is not None:
+        assert one.operators == other.operators
+        assert of_events(one) == of_events(other)
+
+
+def require_as_it_runs(monkeypatch, **request):
+    quick = traced(**request)
+    monkeypatch.setattr(tracing.SecondStep, "goes_alike", lambda _: False)
+    both = traced(**request)
+    require_same(quick, both)
+    require_same(quick.in_a_loop, both.in_a_loop)
+    assert (quick.in_a_loop is None) == request["training_loop"]
+
+
 @pytest.mark.parametrize("training_loop", [True, False])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [Plain, GivesObject, *KEEP])
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp16", "clip_norm": 1.0, "ema": True}, {"optimizer": "sgd"}])
 def test_the_trace_is_that_of_two_steps_that_run(monkeypatch, model, training_loop, settings):
-    quick = traced(model, training_loop, **settings)
+    require_as_it_runs(monkeypatch, model=model, training_loop=training_loop, **settings)
+
+
+@pytest.mark.parametrize("training_loop", [True, False])
+def test_a_loss_that_keeps_something_runs_twice(monkeypatch, training_loop):
+    quick = traced(Plain, training_loop, loss=CountingLoss())
     monkeypatch.setattr(tracing.SecondStep, "goes_alike", lambda _: False)
-    both = traced(model, training_loop, **settings)
-    for one, other in ((quick, both), (quick.in_a_loop, both.in_a_loop)):
-        assert (one is None) == (other is None) == (training_loop and one is quick.in_a_loop)
-        if one is not None:
-            assert of_events(one) == of_events(other) and one.operators == other.operators
+    require_same(quick, traced(Plain, training_loop, loss=CountingLoss()))
 
 
-@pytest.mark.parametrize("model, passes", [(Plain, 2), (Counts, 3), (Grows, 3), (Reads, 3)])
+def test_outputs_that_a_library_keeps_live_as_long_as_it_keeps_them(monkeypatch):
+    """Hooks of all modules are the library's: who holds an output is not seen."""
+    kept = deque(maxlen=1)
+    hook = module_hooks.register_module_forward_hook(
+        lambda module, _, y: kept.append(y) if type(module) is Plain else None
+    )
+    try:
+        quick = traced(Plain, True)
+        kept.clear()
+        monkeypatch.setattr(tracing.SecondStep, "goes_alike", lambda _: False)
+        require_same(quick, traced(Plain, True))
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("model", [one for one in (Plain, *KEEP) if one not in (CountsInClass, CountsInGlobal)])
+def test_that_no_target_is_given_changes_nothing(model):
+    """A first call of the model, which shows its output, is none of the job's."""
+    require_same(traced(model, True), traced(model, True, target=None))
+
+
+def test_lazy_parameters_are_made_before_the_first_step():
+    def lazy():
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
+
+    assert traced(lazy, True).parameters == traced(lazy, True, target=None).parameters == 3 * 64 * 5 + 5
+
+
+def test_what_the_first_step_makes_is_in_the_trace():
+    for target in (TARGET, None):
+        trace = traced(MakesMask, True, target=target)
+        assert [event.step for event in trace.events if event.nbytes == 2**22] == [1]
+
+
+@pytest.mark.parametrize("model, passes", [(Plain, 1), (GivesObject, 1), *((model, 2) for model in KEEP)])
 def test_only_a_model_that_keeps_something_runs_its_second_step(model, passes):
     ran = []
-
-    class Watched(model):
-        def forward(self, x):
-            ran.append(x)
-            return super().forward(x)
-
-    traced(Watched, True)
-    assert len(ran) == passes
+    hook = module_hooks.register_module_forward_pre_hook(lambda module, _: ran.append(module))
+    try:
+        traced(model, True)
+    finally:
+        hook.remove()
+    assert sum(isinstance(module, Plain) for module in ran) == passes

@@ -44,9 +44,10 @@ CASES = {
 # The same of models whose ranks share a sequence, or the experts of a mixture; and the model.
 PARTS = {"blocks.*.part": "colwise_gather_output"}
 OF_EXPERTS = {
-    "blocks.*.part.experts": "moe_tp_experts", "blocks.*.part.experts.rise": "packed_rowwise",
+    "blocks.*.part.experts": "moe_tp_experts",
+    "blocks.*.part.experts.rise": "packed_rowwise",
     "blocks.*.part.experts.fall": "colwise",
-}  # fmt: skip
+}
 ROUTERS = {"blocks.*.part.router": "colwise_gather_output"}
 PARTS_CASES = {
     "sequence": ({"cp": 4}, Attending),
@@ -156,9 +157,15 @@ def measured(tmp_path_factory):
 def traced(options, again=False, rank=0):
     inputs, target = torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta")
     return trace_step(
-        lambda: Net(again), inputs, target, loss_of, settings=training(), training_loop=False, rank=rank,
+        lambda: Net(again),
+        inputs,
+        target,
+        loss_of,
+        settings=training(),
+        training_loop=False,
+        rank=rank,
         parallel=Parallel(**options),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("name", ["split", "split and sharded"])
@@ -214,18 +221,28 @@ def test_bytes_and_collectives_of_shared_sequences_and_experts_are_those_of_real
     for rank in (0, 3):
         inputs = torch.empty(2, LENGTH, ATTENTION_WIDTH, device="meta")
         trace = trace_step(
-            make, inputs, torch.empty((), device="meta"), loss_of, settings=training(name), training_loop=False,
-            rank=rank, parallel=Parallel(**options),
-        )  # fmt: skip
+            make,
+            inputs,
+            torch.empty((), device="meta"),
+            loss_of,
+            settings=training(name),
+            training_loop=False,
+            rank=rank,
+            parallel=Parallel(**options),
+        )
         assert_like_real(trace, measured[rank][name])
 
 
 def test_an_embedding_whose_rows_are_split_has_its_whole_gradient_on_each_rank():
     plan = {"blocks.*.part.rows": "embedding_rowwise"}
     trace = trace_step(
-        lambda: Attending(forward_part=Embedding), torch.empty(2, LENGTH, ATTENTION_WIDTH, device="meta"),
-        torch.empty((), device="meta"), loss_of, settings=training(), parallel=Parallel(tp=4, tp_plan=plan),
-    )  # fmt: skip
+        lambda: Attending(forward_part=Embedding),
+        torch.empty(2, LENGTH, ATTENTION_WIDTH, device="meta"),
+        torch.empty((), device="meta"),
+        loss_of,
+        settings=training(),
+        parallel=Parallel(tp=4, tp_plan=plan),
+    )
     rows = Embedding().rows.weight.nbytes
     sizes = [block.nbytes for block in trace.blocks if block.kind == "gradient" and "rows" in block.module]
     assert sizes == [rows] * len(sizes) and sizes

@@ -19,26 +19,61 @@ BATCHES = (2, 8, 13, 32, 48)
 CONFIGS = {
     "mlp": mlp.Config(batch_size=2, input_size=300, classes=10, depth=3, batch_norm=True, dropout=0.2),
     "cnn": cnn.Config(
-        batch_size=2, image_size=32, channels=3, classes=10, base_filters=16, depth=5, batch_norm=True, dropout=0.1,
-        pooling=True, pool_interval=2,
+        batch_size=2,
+        image_size=32,
+        channels=3,
+        classes=10,
+        base_filters=16,
+        depth=5,
+        batch_norm=True,
+        dropout=0.1,
+        pooling=True,
+        pool_interval=2,
     ),
     "residual cnn": cnn.Config(
-        batch_size=2, image_size=32, channels=3, classes=10, base_filters=16, depth=6, topology="residual",
-        batch_norm=True, precision="tf32",
+        batch_size=2,
+        image_size=32,
+        channels=3,
+        classes=10,
+        base_filters=16,
+        depth=6,
+        topology="residual",
+        batch_norm=True,
+        precision="tf32",
     ),
     "dense cnn": cnn.Config(
-        batch_size=2, image_size=32, channels=3, classes=10, base_filters=16, depth=8, topology="dense",
+        batch_size=2,
+        image_size=32,
+        channels=3,
+        classes=10,
+        base_filters=16,
+        depth=8,
+        topology="dense",
         optimizer="momentum",
     ),
     "transformer": transformer.Config(
-        batch_size=2, vocabulary_size=5000, sequence_length=24, embedding_size=128, heads=4, depth=2, feed_forward=256,
+        batch_size=2,
+        vocabulary_size=5000,
+        sequence_length=24,
+        embedding_size=128,
+        heads=4,
+        depth=2,
+        feed_forward=256,
         classes=5,
     ),
     "hybrid transformer": transformer.Config(
-        batch_size=2, vocabulary_size=5000, sequence_length=24, embedding_size=128, heads=4, depth=3, feed_forward=256,
-        classes=5, topology="hybrid", activation_checkpointing=True,
+        batch_size=2,
+        vocabulary_size=5000,
+        sequence_length=24,
+        embedding_size=128,
+        heads=4,
+        depth=3,
+        feed_forward=256,
+        classes=5,
+        topology="hybrid",
+        activation_checkpointing=True,
     ),
-}  # fmt: skip
+}
 MEMORY = ("job_memory_mib", "job_reserved_mib", "job_allocated_mib", "job_log_memory", "job_log_batch_bytes")
 TIMES = ("job_step_time_ms", "job_priced_busy_log2_ms")
 
@@ -102,9 +137,11 @@ def test_a_network_that_differs_is_told_apart():
     plain = CONFIGS["mlp"]
     before = network(by_batch("mlp")[0])
     changes = {
-        "optimizer": ("sgd", {"net_states"}), "precision": ("tf32", {"net_math_bits"}),
-        "cudnn_benchmark": (True, {"net_cudnn_benchmark"}), "channels_last": (True, {"net_channels_last"}),
-    }  # fmt: skip
+        "optimizer": ("sgd", {"net_states"}),
+        "precision": ("tf32", {"net_math_bits"}),
+        "cudnn_benchmark": (True, {"net_cudnn_benchmark"}),
+        "channels_last": (True, {"net_channels_last"}),
+    }
     for field, (value, names) in changes.items():
         found = network(features(dataclasses.replace(plain, **{field: value})))
         assert {name for name in found if found[name] != before[name]} == names

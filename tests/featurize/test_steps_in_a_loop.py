@@ -19,9 +19,13 @@ def test_a_trace_without_a_loop_shows_the_loop_that_a_trace_in_it_has(name, at):
 
     def traced(training_loop):
         return trace_step(
-            lambda: family.build(config), lambda on: family.batch(config, on), loss=loss_of(config), settings=config,
-            device=A100, training_loop=training_loop,
-        )  # fmt: skip
+            lambda: family.build(config),
+            lambda on: family.batch(config, on),
+            loss=loss_of(config),
+            settings=config,
+            device=A100,
+            training_loop=training_loop,
+        )
 
     shown, wanted = traced(False).in_a_loop, traced(True)
     assert shown.operators == wanted.operators and shown.breakdown == wanted.breakdown

@@ -30,10 +30,15 @@ def config(model="resnet10t", **changes):
 @pytest.mark.parametrize(
     ("model", "size"),
     [
-        ("resnet10t", 64), ("mobilenetv3_small_050", 64), ("vit_tiny_patch16_224", None), ("vit_tiny_patch16_224", 64),
-        ("levit_128s", None), ("beit_base_patch16_224", None), ("swin_tiny_patch4_window7_224", None),
+        ("resnet10t", 64),
+        ("mobilenetv3_small_050", 64),
+        ("vit_tiny_patch16_224", None),
+        ("vit_tiny_patch16_224", 64),
+        ("levit_128s", None),
+        ("beit_base_patch16_224", None),
+        ("swin_tiny_patch4_window7_224", None),
     ],
-)  # fmt: skip
+)
 def test_a_plan_has_the_models_parameters_and_flops(model, size):
     one = config(model, image_size=size)
     with torch.device("meta"):
@@ -49,8 +54,15 @@ def test_a_plan_has_the_models_parameters_and_flops(model, size):
 def test_plans_use_the_words_of_the_other_families():
     kinds = Counter(layer.kind for layer in timm.layers(config("vit_tiny_patch16_224")))
     assert kinds == {
-        "position": 1, "conv2d": 1, "concat": 1, "layernorm": 25, "linear": 49, "attention": 12, "add": 24, "gelu": 12,
-    }  # fmt: skip
+        "position": 1,
+        "conv2d": 1,
+        "concat": 1,
+        "layernorm": 25,
+        "linear": 49,
+        "attention": 12,
+        "add": 24,
+        "gelu": 12,
+    }
     kinds = Counter(layer.kind for layer in timm.layers(config("resnet10t", image_size=64)))
     assert {"conv2d", "batchnorm2d", "relu", "add", "max_pool2d", "linear"} <= set(kinds)
     assert scalar_features(config("resnet10t", image_size=64))["model"] == "resnet10t"
@@ -70,8 +82,10 @@ def test_parameters_that_no_layer_holds_are_positions_and_shared_ones_count_once
     with torch.device("meta"):
         plan = plan_of_module(Tied(), (4,))
     assert [(x.kind, x.output_elements, x.parameters, x.flops) for x in plan] == [
-        ("position", 4, 4, 0), ("linear", 4, 20, 32), ("linear", 4, 4, 32),
-    ]  # fmt: skip
+        ("position", 4, 4, 0),
+        ("linear", 4, 20, 32),
+        ("linear", 4, 4, 32),
+    ]
 
 
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}, {"channels_last": True}])

@@ -324,8 +324,9 @@ def test_kernels_that_make_a_tensor_of_their_own_are_known_by_it():
 
     x = 4 * 8 * 32 * 16
     assert temporaries(lambda: nn.Sequential(nn.Linear(16, 16), Transposed()), (8, 32, 16)) == {
-        "aten::native_layer_norm": x, "aten::native_layer_norm_backward": x,
-    }  # fmt: skip
+        "aten::native_layer_norm": x,
+        "aten::native_layer_norm_backward": x,
+    }
 
 
 def test_cublas_takes_a_workspace_once_in_each_of_its_two_threads():

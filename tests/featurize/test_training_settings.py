@@ -170,8 +170,10 @@ def test_paged_state_of_large_tensors_is_not_on_the_device():
 
 def test_a_foreach_step_takes_a_temporary_of_all_weights_a_loop_of_one_and_a_fused_one_none():
     largest = 4 * 4 * WIDTH * WIDTH
-    taken = {name: most_of(traced(implementation=name), "temporary", phases=("optimizer",)) for name in
-             ("foreach", "loop", "fused")}  # fmt: skip
+    taken = {
+        name: most_of(traced(implementation=name), "temporary", phases=("optimizer",))
+        for name in ("foreach", "loop", "fused")
+    }
     assert taken["foreach"] >= weights()
     assert largest <= taken["loop"] <= 3 * largest
     assert taken["fused"] < 4096
@@ -330,10 +332,15 @@ def test_checkpointed_blocks_keep_what_a_real_forward_pass_keeps(every):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"checkpointing": "full"}, {"checkpointing": "full", "checkpoint_every": 3}, {"checkpointing": "selective"},
-     {"checkpointing": "full", "checkpoint_reentrant": True}, {"offload_activations": True}],
+    [
+        {"checkpointing": "full"},
+        {"checkpointing": "full", "checkpoint_every": 3},
+        {"checkpointing": "selective"},
+        {"checkpointing": "full", "checkpoint_reentrant": True},
+        {"offload_activations": True},
+    ],
     ids=lambda settings: "-".join(map(str, settings.values())),
-)  # fmt: skip
+)
 def test_what_is_recomputed_or_moved_changes_no_gradient_and_takes_less(settings):
     for found, wanted in zip(gradients(**settings), gradients(), strict=True):
         assert torch.allclose(found, wanted, atol=1e-6)
@@ -417,7 +424,7 @@ def test_an_optimizer_on_the_host_leaves_weights_and_gradients_on_the_device():
         ({"offload_optimizer": True, "optimizer": "lion"}, "runs adam, adamw, sgd, momentum, nesterov, adagrad on"),
         ({"offload_optimizer": True, "precision": "fp16"}, "take precision=bf16"),
     ],
-)  # fmt: skip
+)
 def test_wrong_and_contradicting_settings_are_named(settings, message):
     with pytest.raises(UsageError, match=message):
         Training(**settings)

@@ -22,8 +22,10 @@ PADDING = 8 * 16  # a few elements of a rank, in bytes
 SMALL = {"param_dtype": "bf16", "reduce_bucket_size": 300_000}
 # DeepSpeed's defaults keep all of so small a model gathered.
 SMALL_3 = {
-    "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 1000,
-}  # fmt: skip
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_param_persistence_threshold": 1000,
+}
 STATES = ("parameter", "gradient", "master_weight", "optimizer_state", "gathered_parameter", "unreduced_gradient")
 
 
@@ -168,12 +170,18 @@ def test_a_file_says_what_zero_and_the_training_are(tmp_path):
     for given in (FILE, path, str(path)):
         file = read_deepspeed(given, ranks=16)
         assert file.zero == {
-            "zero": 3, "param_dtype": "bf16", "reduce_bucket_size": 200_000_000, "overlap_comm": True,
+            "zero": 3,
+            "param_dtype": "bf16",
+            "reduce_bucket_size": 200_000_000,
+            "overlap_comm": True,
             "offload_param": True,
-        }  # fmt: skip
+        }
         assert file.training == {
-            "accumulation": 8, "clip_norm": 1.0, "optimizer": "adamw", "implementation": "fused",
-        }  # fmt: skip
+            "accumulation": 8,
+            "clip_norm": 1.0,
+            "optimizer": "adamw",
+            "implementation": "fused",
+        }
         assert file.micro_batch == 4 and len(file.left_open) == 3
     sized = read_deepspeed(FILE, ranks=16, hidden_size=lambda: 1000)
     assert sized.zero["stage3_prefetch_bucket_size"] == 900_000
@@ -181,9 +189,12 @@ def test_a_file_says_what_zero_and_the_training_are(tmp_path):
 
 
 def test_a_batch_size_of_all_gives_what_is_left_open():
-    assert read_deepspeed({**FILE, "train_batch_size": 64, "gradient_accumulation_steps": "auto"}, ranks=8).training[
-        "accumulation"
-    ] == 2  # fmt: skip
+    assert (
+        read_deepspeed({**FILE, "train_batch_size": 64, "gradient_accumulation_steps": "auto"}, ranks=8).training[
+            "accumulation"
+        ]
+        == 2
+    )
     file = {**FILE, "train_batch_size": 128, "train_micro_batch_size_per_gpu": "auto"}
     assert read_deepspeed(file, ranks=8).micro_batch == 2
 

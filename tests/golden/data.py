@@ -23,9 +23,14 @@ from warehouse.snapshot import take_snapshot
 from warehouse.writer import RunWriter
 
 NIGHT = (
-    "device=A100-SXM4-40GB", "cluster=inline", "families=[mlp,cnn]", "pool=60", "data=grown", "learn.targets=[memory]",
+    "device=A100-SXM4-40GB",
+    "cluster=inline",
+    "families=[mlp,cnn]",
+    "pool=60",
+    "data=grown",
+    "learn.targets=[memory]",
     "learn.estimator=lightgbm",
-)  # fmt: skip
+)
 
 NOT_KEPT = ("config", "node", "worker", "device_uuid", "started_at", "finished_at", "host_load")  # of a row
 
@@ -72,9 +77,12 @@ def comparisons():
         yield f"{module} {form}", invoked(module, [*sides, f"format={form}", "data=nights"])
     lab = Lab(DataFolder.resolve("lab").create())
     changes = {
-        "first": usual, "steady": where("linear", smact=0.62), "slower": where("convolution", step_time_ms=9.0),
-        "larger": of(0, 1, peak_memory_mib=2100.0), "crashed": of(2, status="crashed", error="no kernel"),
-    }  # fmt: skip
+        "first": usual,
+        "steady": where("linear", smact=0.62),
+        "slower": where("convolution", step_time_ms=9.0),
+        "larger": of(0, 1, peak_memory_mib=2100.0),
+        "crashed": of(2, status="crashed", error="no kernel"),
+    }
     for name, change in changes.items():
         yield f"canaries {name}", dataclasses.asdict(lab.verdict(lab.night(change)))
 

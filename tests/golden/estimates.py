@@ -18,15 +18,30 @@ from tests.featurize.small_configs import small_config
 from tests.learn import test_script_kinds as kinds
 
 DEVICES = (
-    "A100-SXM4-40GB", "H100-SXM5-80GB", "V100-SXM2-32GB", "T4", "RTX-4090", "L4", "P100-PCIE-16GB", "B200-SXM-180GB",
-    "MI300X", "RTX-3060",
-)  # fmt: skip
+    "A100-SXM4-40GB",
+    "H100-SXM5-80GB",
+    "V100-SXM2-32GB",
+    "T4",
+    "RTX-4090",
+    "L4",
+    "P100-PCIE-16GB",
+    "B200-SXM-180GB",
+    "MI300X",
+    "RTX-3060",
+)
 OF_FAMILIES = ({}, {"loop": "pipeline"}, {"parallel": "ddp=8"}, {"estimator": "trace"}, {"parallel": "fsdp=4"})
 FAST = ("mlp", "cnn", "transformer")
 MIXTURE = {
-    "family": "moe", "batch_size": 4, "vocabulary_size": 1000, "sequence_length": 128, "embedding_size": 128,
-    "heads": 2, "depth": 2, "feed_forward": 512, "experts": 8,
-}  # fmt: skip
+    "family": "moe",
+    "batch_size": 4,
+    "vocabulary_size": 1000,
+    "sequence_length": 128,
+    "embedding_size": 128,
+    "heads": 2,
+    "depth": 2,
+    "feed_forward": 512,
+    "experts": 8,
+}
 
 
 def llama():
@@ -66,47 +81,105 @@ NETS = {  # name -> factory, and what the estimate is told of its inputs
 }
 # Of each, two nets in turn and the blocks of `tokens`.
 SETTINGS = (
-    {}, {"precision": "tf32"}, {"precision": "bf16"}, {"precision": "fp16", "clip_norm": 1.0},
-    {"precision": "bf16-true"}, {"optimizer": "sgd"}, {"optimizer": "momentum", "implementation": "loop"},
-    {"optimizer": "adamw", "implementation": "fused"}, {"optimizer": "adafactor"}, {"optimizer": "lion"},
-    {"accumulation": 4}, {"accumulation": 2, "zero_grad": "after_forward"}, {"checkpointing": "full"},
-    {"checkpointing": "selective", "precision": "bf16"}, {"checkpointing": "full", "checkpoint_every": 2},
-    {"compile": True}, {"compile": "reduce-overhead", "precision": "bf16"}, {"compile": True, "checkpointing": "full"},
-    {"offload_activations": True}, {"offload_optimizer": True}, {"optimizer_in_backward": True}, {"ema": True},
-    {"loop": "pipeline"}, {"loop": "resident", "estimator": "trace"}, {"float8": "tensorwise", "precision": "bf16"},
-    {"allocator": "expandable_segments:True"}, {"machine": "eager"}, {"coverage": 0.9}, {"cudnn_benchmark": True},
-    {"channels_last": True}, {"power_limit_w": 250, "device": "A100-SXM4-40GB"}, {"framework": "graphs"},
-)  # fmt: skip
+    {},
+    {"precision": "tf32"},
+    {"precision": "bf16"},
+    {"precision": "fp16", "clip_norm": 1.0},
+    {"precision": "bf16-true"},
+    {"optimizer": "sgd"},
+    {"optimizer": "momentum", "implementation": "loop"},
+    {"optimizer": "adamw", "implementation": "fused"},
+    {"optimizer": "adafactor"},
+    {"optimizer": "lion"},
+    {"accumulation": 4},
+    {"accumulation": 2, "zero_grad": "after_forward"},
+    {"checkpointing": "full"},
+    {"checkpointing": "selective", "precision": "bf16"},
+    {"checkpointing": "full", "checkpoint_every": 2},
+    {"compile": True},
+    {"compile": "reduce-overhead", "precision": "bf16"},
+    {"compile": True, "checkpointing": "full"},
+    {"offload_activations": True},
+    {"offload_optimizer": True},
+    {"optimizer_in_backward": True},
+    {"ema": True},
+    {"loop": "pipeline"},
+    {"loop": "resident", "estimator": "trace"},
+    {"float8": "tensorwise", "precision": "bf16"},
+    {"allocator": "expandable_segments:True"},
+    {"machine": "eager"},
+    {"coverage": 0.9},
+    {"cudnn_benchmark": True},
+    {"channels_last": True},
+    {"power_limit_w": 250, "device": "A100-SXM4-40GB"},
+    {"framework": "graphs"},
+)
 LAYOUTS = (
-    "ddp=8", "ddp=16,gpus_per_node=8", "ddp=4,static_graph=true", "ddp=8,gradient_as_bucket_view=true,bucket_cap_mb=5",
-    "fsdp=8", "fsdp=16", "fsdp=8,reshard_after_forward=false", "fsdp=8,param_dtype=bf16,reduce_dtype=fp32",
-    "fsdp=8,cpu_offload=true", "fsdp=8,fsdp_version=1", "fsdp=8,fsdp_version=1,backward_prefetch=none", "ddp=2,fsdp=4",
-    "zero=1,ddp=8", "zero=2,ddp=8,param_dtype=bf16", "zero=3,ddp=8", "zero=3,ddp=8,offload_param=true,cpu_offload=true",
-    "tp=2", "tp=4,fsdp=2", "cp=2", "cp=2,fsdp=2,cp_rotate=alltoall", "pp=2", "pp=4,schedule=gpipe,micro_batches=4",
-    "pp=2,schedule=interleaved", "pp=2,ddp=2", "pp=2,fsdp=2", "pp=2,tp=2", "pp=2,fsdp=2,tp=2",
-)  # fmt: skip
+    "ddp=8",
+    "ddp=16,gpus_per_node=8",
+    "ddp=4,static_graph=true",
+    "ddp=8,gradient_as_bucket_view=true,bucket_cap_mb=5",
+    "fsdp=8",
+    "fsdp=16",
+    "fsdp=8,reshard_after_forward=false",
+    "fsdp=8,param_dtype=bf16,reduce_dtype=fp32",
+    "fsdp=8,cpu_offload=true",
+    "fsdp=8,fsdp_version=1",
+    "fsdp=8,fsdp_version=1,backward_prefetch=none",
+    "ddp=2,fsdp=4",
+    "zero=1,ddp=8",
+    "zero=2,ddp=8,param_dtype=bf16",
+    "zero=3,ddp=8",
+    "zero=3,ddp=8,offload_param=true,cpu_offload=true",
+    "tp=2",
+    "tp=4,fsdp=2",
+    "cp=2",
+    "cp=2,fsdp=2,cp_rotate=alltoall",
+    "pp=2",
+    "pp=4,schedule=gpipe,micro_batches=4",
+    "pp=2,schedule=interleaved",
+    "pp=2,ddp=2",
+    "pp=2,fsdp=2",
+    "pp=2,tp=2",
+    "pp=2,fsdp=2,tp=2",
+)
 UNDER_LAYOUTS = (
-    {"parallel": "ddp=8", "accumulation": 4}, {"parallel": "fsdp=8", "checkpointing": "full", "precision": "bf16"},
-    {"parallel": "fsdp=8", "compile": True}, {"parallel": "tp=2", "precision": "bf16-true"},
-    {"parallel": "pp=2", "accumulation": 2}, {"parallel": "pp=2", "checkpointing": "full"},
+    {"parallel": "ddp=8", "accumulation": 4},
+    {"parallel": "fsdp=8", "checkpointing": "full", "precision": "bf16"},
+    {"parallel": "fsdp=8", "compile": True},
+    {"parallel": "tp=2", "precision": "bf16-true"},
+    {"parallel": "pp=2", "accumulation": 2},
+    {"parallel": "pp=2", "checkpointing": "full"},
     {"parallel": "ddp=8", "loop": "pipeline"},
-    {"parallel": "cp=2", "optimizer": "sgd", "precision": "bf16"}, {"parallel": "zero=2,ddp=8", "clip_norm": 1.0},
-)  # fmt: skip
+    {"parallel": "cp=2", "optimizer": "sgd", "precision": "bf16"},
+    {"parallel": "zero=2,ddp=8", "clip_norm": 1.0},
+)
 ON_CONVOLUTIONS = (
     *({"known": [{"batch_size": 8, "memory_mib": 1200, "kind": kind}]} for kind in ("process", "card", "reserved")),
     {"known": [{"batch_size": 16, "memory_mib": 900}, {"batch_size": 4, "memory_mib": 700}]},
     {"known": [{"batch_size": 8, "memory_mib": 1200, "device": "T4"}], "loop": "pipeline"},
-    {"workspaces": "cudnn"}, {"workspaces": "cudnn", "precision": "fp16", "channels_last": True},
-    {"workspaces": "cudnn", "cudnn_benchmark": True, "device": "H100-SXM5-80GB"}, {"estimator": "dnnmem"},
-    {"estimator": "llmem", "precision": "bf16"}, {"estimator": "horus"}, {"estimator": "faketensor"},
-)  # fmt: skip
+    {"workspaces": "cudnn"},
+    {"workspaces": "cudnn", "precision": "fp16", "channels_last": True},
+    {"workspaces": "cudnn", "cudnn_benchmark": True, "device": "H100-SXM5-80GB"},
+    {"estimator": "dnnmem"},
+    {"estimator": "llmem", "precision": "bf16"},
+    {"estimator": "horus"},
+    {"estimator": "faketensor"},
+)
 COMMANDS = (
-    "python plain_amp.py --amp none", "python plain_amp.py --amp fp16", "python rnn_loop.py", "python nanogpt_like.py",
-    "python torchvision_like.py --wd 0", "python timm_like.py", "python hf_trainer.py --bf16",
-    "python accelerate_loop.py", "torchrun --nproc_per_node 8 torchrun_ddp.py",
-    "torchrun --nproc_per_node 4 torchrun_fsdp2.py", "torchrun --nproc_per_node 8 torchrun_fsdp1.py",
+    "python plain_amp.py --amp none",
+    "python plain_amp.py --amp fp16",
+    "python rnn_loop.py",
+    "python nanogpt_like.py",
+    "python torchvision_like.py --wd 0",
+    "python timm_like.py",
+    "python hf_trainer.py --bf16",
+    "python accelerate_loop.py",
+    "torchrun --nproc_per_node 8 torchrun_ddp.py",
+    "torchrun --nproc_per_node 4 torchrun_fsdp2.py",
+    "torchrun --nproc_per_node 8 torchrun_fsdp1.py",
     "torchrun --nproc_per_node 2 torchrun_tensor_parallel.py",
-)  # fmt: skip
+)
 
 
 def cases():

@@ -50,9 +50,14 @@ def benchmarks():
     for device, times in DEVICES.items():
         labels = {"step_time_ms": times * labels_of(configs)["step_time_ms"]}
         write_runs(
-            Path("measured"), configs, source="measured", job=device, device=device, statuses=["ok"] * ROWS,
+            Path("measured"),
+            configs,
+            source="measured",
+            job=device,
+            device=device,
+            statuses=["ok"] * ROWS,
             labels=labels,
-        )  # fmt: skip
+        )
     for target in TARGETS[:2]:
         yield from _benchmark(f"simulated {target}", f"target={target}", "data=simulated", "workers=0")
     yield from _benchmark(

@@ -46,9 +46,15 @@ def run(worker, family, index=0, **values):
 
 def cnn(**changes):
     return {
-        "batch_size": 16, "image_size": 64, "channels": 3, "classes": 10, "base_filters": 32, "depth": 4,
-        "kernel_size": 3, **changes,
-    }  # fmt: skip
+        "batch_size": 16,
+        "image_size": 64,
+        "channels": 3,
+        "classes": 10,
+        "base_filters": 32,
+        "depth": 4,
+        "kernel_size": 3,
+        **changes,
+    }
 
 
 def test_the_trial_server_has_not_touched_cuda_and_every_trial_starts_clean(worker):

@@ -38,9 +38,16 @@ def work(tmp_path):
     Series.begun(path)
     folder = DataFolder.resolve(path / "data").create()
     job = Job(
-        job_id="J", family="mlp", space_json="{}", n=3, seed=0, policy="uniform", settings_json="{}",
-        device="{}", submitted_at=0.0,
-    )  # fmt: skip
+        job_id="J",
+        family="mlp",
+        space_json="{}",
+        n=3,
+        seed=0,
+        policy="uniform",
+        settings_json="{}",
+        device="{}",
+        submitted_at=0.0,
+    )
     with Queue.open(folder.queue) as queue:
         queue.submit(job, [(index, "{}") for index in range(3)], now=0.0)
         row = {"run_id": "J-000000", "job_id": "J", "task_index": 0, "attempt": 1, "family": "mlp", "config": "{}"}
@@ -443,8 +450,10 @@ def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice
         previous = [f"previous={folder}"] if folder.exists() else []
         return subprocess.Popen(
             [sys.executable, "-m", "infra.offline.steps", steps_text, "minutes=4", *keys, *previous],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def await_runs(process, name, count):
         data = tmp_path / name / "data"

@@ -12,8 +12,11 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_every_package_is_listed_and_says_that_it_is_typed():
-    folders = {path.parent for room in ("conf", "farm", "featurize", "learn", "warehouse", "workers")
-               for path in (ROOT / room).rglob("__init__.py")}  # fmt: skip
+    folders = {
+        path.parent
+        for room in ("conf", "farm", "featurize", "learn", "warehouse", "workers")
+        for path in (ROOT / room).rglob("__init__.py")
+    }
     packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     built = PYPROJECT["tool"]["setuptools"]
     assert set(built["packages"]) == {*packages, "gpufarm"}

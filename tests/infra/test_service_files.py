@@ -100,9 +100,11 @@ def test_a_night_is_one_growth_cycle_and_two_never_run_at_once(tmp_path):
     fake.write_text('#!/bin/sh\necho "$@" "$GPUFARM_DATA" $$\n')
     fake.chmod(0o755)
     night = subprocess.Popen(
-        [INFRA / "nightly.sh", "n=7"], stdout=subprocess.PIPE, text=True,
+        [INFRA / "nightly.sh", "n=7"],
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "GPUFARM_DATA": str(data), "GPUFARM_PYTHON": str(fake)},
-    )  # fmt: skip
+    )
     # The very process that systemd asks to leave
     assert night.communicate()[0] == f"-m farm.grow n=7 {data} {night.pid}\n" and night.returncode == 0
     with open(DataFolder.resolve(data).create().growth_lock, "a") as lock:

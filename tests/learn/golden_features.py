@@ -39,9 +39,13 @@ Values = dict[str, dict[str, float | str]]  # kind of features -> name -> value;
 
 def _convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Conv2d(3, 16, 3, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
         nn.Linear(16, 10),
-    )  # fmt: skip
+    )
 
 
 class _Recurrent(nn.Module):

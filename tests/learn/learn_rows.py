@@ -19,11 +19,22 @@ from warehouse.writer import RunWriter
 DEVICE = "A100-SXM4-40GB"
 MEMORY_MIB = 40_326.0
 LLM_FOUNDRY = {
-    "section": "", "Model": "125m", "SeqLen (T)": "512", "# GPUs": "8", "GPU": "h100_80gb", "MFU": "30",
-    "MicroBatchSize": "4", "GradAccum": "2", "GlobalBatchSize": "64", "Throughput (T/s)": "3276800",
-    "Throughput (T/s/GPU)": "409600", "GlobalBatchSize (T)": "32768", "Precision": "amp_bf16",
-    "Activation Checkpointing": "False", "NumParams": "125000000",
-}  # fmt: skip
+    "section": "",
+    "Model": "125m",
+    "SeqLen (T)": "512",
+    "# GPUs": "8",
+    "GPU": "h100_80gb",
+    "MFU": "30",
+    "MicroBatchSize": "4",
+    "GradAccum": "2",
+    "GlobalBatchSize": "64",
+    "Throughput (T/s)": "3276800",
+    "Throughput (T/s/GPU)": "409600",
+    "GlobalBatchSize (T)": "32768",
+    "Precision": "amp_bf16",
+    "Activation Checkpointing": "False",
+    "NumParams": "125000000",
+}
 
 
 def make_configs(n, seed=0, families=("cnn", "mlp")):
@@ -69,10 +80,18 @@ def runs_of(configs, *, source="simulated", device=DEVICE, job="job", statuses=N
     for i, config in enumerate(configs):
         status = statuses[i] if statuses else ("oom" if labels["peak_memory_mib"][i] > MEMORY_MIB else "ok")
         run = {
-            "run_id": f"{job}-{i:06d}", "job_id": job, "task_index": i, "attempt": 1, "family": config.family,
-            "config": json.dumps(config.to_mapping()), "config_hash": config_hash(config), "status": status,
-            "source": source, "device_name": device, "device_memory_mib": MEMORY_MIB,
-        }  # fmt: skip
+            "run_id": f"{job}-{i:06d}",
+            "job_id": job,
+            "task_index": i,
+            "attempt": 1,
+            "family": config.family,
+            "config": json.dumps(config.to_mapping()),
+            "config_hash": config_hash(config),
+            "status": status,
+            "source": source,
+            "device_name": device,
+            "device_memory_mib": MEMORY_MIB,
+        }
         if status == "oom":
             run["oom_kind"] = "device"
         if status == "ok":

@@ -37,10 +37,15 @@ def rows():
         activity = time_step(trace, A100, config, learned=learned).activity
         rows.append(
             MeasuredActivity(
-                family=config.family, group=f"{config.family} {len(rows) % 6}", device=A100,
-                calls=kernel_calls(trace.operators), smact=activity.smact, smocc=activity.smocc, input_ms=0.0,
+                family=config.family,
+                group=f"{config.family} {len(rows) % 6}",
+                device=A100,
+                calls=kernel_calls(trace.operators),
+                smact=activity.smact,
+                smocc=activity.smocc,
+                input_ms=0.0,
             )
-        )  # fmt: skip
+        )
     return rows
 
 

@@ -119,8 +119,11 @@ def command(monkeypatch, capsys, *arguments):
 
 
 def test_the_command_answers_in_a_table_and_in_json(monkeypatch, capsys):
-    asked = ("job={memory_mib: 9000, memory_bound_mib: 10000, smact: 0.7}", "used_mib=14000",
-             "jobs=[{name: old, memory_mib: 12000, memory_bound_mib: 13500, smact: 0.6}]")  # fmt: skip
+    asked = (
+        "job={memory_mib: 9000, memory_bound_mib: 10000, smact: 0.7}",
+        "used_mib=14000",
+        "jobs=[{name: old, memory_mib: 12000, memory_bound_mib: 13500, smact: 0.6}]",
+    )
     code, out, err = command(monkeypatch, capsys, *asked)
     assert (code, err) == (0, "")
     assert out.startswith("yes: Memory fits at the 99 % level: 24,000 of 40,326 MiB") and "old" in out and "1.30" in out

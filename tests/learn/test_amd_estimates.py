@@ -62,8 +62,10 @@ def test_auto_takes_the_guess():
 
 
 def test_method_fast_is_refused_and_the_choice_of_trials_does_without_it():
-    for answer in (lambda: estimate(CNN, device="MI300X", method="fast"),
-                   lambda: estimate_many([CNN, MLP], device="MI300X", method="fast")):  # fmt: skip
+    for answer in (
+        lambda: estimate(CNN, device="MI300X", method="fast"),
+        lambda: estimate_many([CNN, MLP], device="MI300X", method="fast"),
+    ):
         with pytest.raises(UsageError, match="method=fast was fitted on NVIDIA GPUs, and MI300X is an AMD GPU"):
             answer()
     outlook = Forecaster(device=load_device("MI300X"), workers=0).look([CNN, MLP])

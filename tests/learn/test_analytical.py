@@ -50,9 +50,15 @@ def test_horus_is_800_and_parameters_and_batch_times_both():
 def test_horus_counts_in_place_activations_and_no_pooling_or_dropout():
     def net():
         return nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Dropout(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2),
-        )  # fmt: skip
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Dropout(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        )
 
     parts = Horus().parts_mib(workload(net, (2, 3, 8, 8)), DEVICE)
     of_one = 3 * 4 * 8 * 8 + 4 + 2  # convolution, normalisation, ReLU; adaptive pooling; linear
@@ -180,8 +186,11 @@ def test_xmem_pairs_events_into_blocks_by_address_and_phase():
 
 
 def test_xmem_replays_blocks_on_the_caching_allocator():
-    events = [ProfilerEvent(1, 30 * MIB, "forward", 0, True), ProfilerEvent(1, -30 * MIB, "backward", 0, True),
-              ProfilerEvent(2, 24 * MIB, "forward", 1, True)]  # fmt: skip
+    events = [
+        ProfilerEvent(1, 30 * MIB, "forward", 0, True),
+        ProfilerEvent(1, -30 * MIB, "backward", 0, True),
+        ProfilerEvent(2, 24 * MIB, "forward", 1, True),
+    ]
     reserved, live = replay([12 * MIB], [MIB // 2], events, pair(events))
     # 12 and 30 MiB segments of their own; two small batches share one of 2 MiB; 24 MiB fit in the cached 30.
     assert reserved == (12 + 30 + 2) * MIB
@@ -248,9 +257,16 @@ def test_llmem_by_hand(tied):
 
 
 ENCODER = transformer.Config(
-    batch_size=2, precision="bf16", vocabulary_size=100, sequence_length=8, embedding_size=16, heads=2, depth=2,
-    feed_forward=32, classes=3,
-)  # fmt: skip
+    batch_size=2,
+    precision="bf16",
+    vocabulary_size=100,
+    sequence_length=8,
+    embedding_size=16,
+    heads=2,
+    depth=2,
+    feed_forward=32,
+    classes=3,
+)
 
 
 @pytest.mark.parametrize(
@@ -260,10 +276,9 @@ ENCODER = transformer.Config(
         (tokens_of(Decoder, optimizer="sgd"), "optimizer=sgd"),
         (tokens_of(lambda: Decoder(checkpoints=False)), "without activation checkpointing"),
         (workload(small_mlp, precision="bf16"), "Sequential is not covered: .*no nn.Embedding"),
-        (of_config(ENCODER),
-         "TransformerClassifier is not covered: it is no transformer language model"),
+        (of_config(ENCODER), "TransformerClassifier is not covered: it is no transformer language model"),
     ],
-)  # fmt: skip
+)
 def test_llmem_refuses_by_name_what_it_does_not_cover(job, named):
     with pytest.raises(CannotEstimate, match=named):
         LLMem().parts_mib(job, DEVICE)
@@ -299,11 +314,19 @@ def state_of_torch():
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return (
-        torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(), torch.is_grad_enabled(),
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark,
-        torch.autograd._profiler_enabled(), torch.UntypedStorage.resize_, torch.get_rng_state().tolist(),
-        len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack()),
-    )  # fmt: skip
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.benchmark,
+        torch.autograd._profiler_enabled(),
+        torch.UntypedStorage.resize_,
+        torch.get_rng_state().tolist(),
+        len(_get_current_function_mode_stack()),
+        len(_get_current_dispatch_mode_stack()),
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,13 +3,17 @@
 import contextlib
 import dataclasses
 import sqlite3
+import sys
 import threading
+import types
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace
+from conf.errors import UsageError
 from featurize import trace_cache
 from featurize.device_spec import load_device
 from featurize.disk_cache import DiskCache
@@ -144,6 +148,58 @@ def test_the_code_of_a_module_is_in_the_key_with_what_it_names(monkeypatch):
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight)
     keys.append(key(module))
     assert None not in keys and len(set(keys)) == len(keys)
+
+
+def test_hooks_of_parameters_are_in_the_key():
+    def build(hook):
+        model = net()
+        if hook is not None:
+            model[0].weight.register_post_accumulate_grad_hook(hook)
+        return model
+
+    def keeps(parameter):
+        parameter.kept = parameter.grad
+
+    def frees(parameter):
+        parameter.grad = None
+
+    keys = [key(lambda hook=hook: build(hook)) for hook in (None, keeps, frees)]
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert key(lambda: build(frees)) == keys[2]
+
+
+def test_what_torch_and_timm_are_set_to_is_in_the_keys(monkeypatch):
+    keys = [(key(net), trace_cache.config_key(CONFIG))]
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", torch.bfloat16)  # the type of a `torch.autocast` that names none
+    keys.append((key(net), trace_cache.config_key(CONFIG)))
+    torch.set_autocast_dtype("cuda", before)
+    monkeypatch.setitem(sys.modules, "timm.layers.config", types.SimpleNamespace(_USE_FUSED_ATTN=0))
+    keys.append((key(net), trace_cache.config_key(CONFIG)))
+    assert len(set(keys)) == len({of_config for _, of_config in keys}) == 3
+    hook = register_module_forward_hook(lambda *_: None)  # nobody knows what it does
+    assert key(net) is trace_cache.config_key(CONFIG) is None
+    hook.remove()
+
+
+def test_what_a_deepspeed_file_leaves_open_is_said_of_that_file_only(cache):
+    def noted(**more):
+        file = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 1},
+            **more,
+        }
+        layout = {"deepspeed": file, "ddp": 2}
+        return [one for one in estimate(model, (2, 4), parallel=layout).warnings if "auto in the DeepSpeed file" in one]
+
+    model, left_open = net(), {"gradient_clipping": "auto"}
+    assert [len(noted(**more)) for more in ({}, left_open, {})] == [0, 1, 0]
+
+
+def test_a_trial_config_has_its_own_inputs():
+    with pytest.raises(UsageError, match="leave input_dtype out"):
+        estimate(CONFIG, input_dtype="int64")
 
 
 def test_what_no_text_stands_for_has_no_key(tmp_path):

@@ -87,8 +87,11 @@ def test_the_order_of_shares_decides_nothing_and_the_sequence_is_the_token_ids()
     given = {"pixel_values": [8, 3, 32, 32], "input_ids": [8, 77], "mask": [8, 1, 77, 77], "hidden": [8, 77, 77]}
     ((inputs, _),) = batches_of([20], given, None)
     assert inputs == {
-        "pixel_values": [8, 3, 32, 32], "input_ids": [8, 20], "mask": [8, 1, 20, 20], "hidden": [8, 20, 77]
-    }  # fmt: skip
+        "pixel_values": [8, 3, 32, 32],
+        "input_ids": [8, 20],
+        "mask": [8, 1, 20, 20],
+        "hidden": [8, 20, 77],
+    }
 
 
 def test_estimators_that_follow_no_mix_take_the_longest_batch_and_say_so():

@@ -47,9 +47,7 @@ def write(path, rows):
 
 
 def settings(path, **values):
-    return BenchmarkSettings(
-        **{"published": str(path), "estimators": ("hundreds",), "workers": 0, **values}
-    )  # fmt: skip
+    return BenchmarkSettings(**{"published": str(path), "estimators": ("hundreds",), "workers": 0, **values})
 
 
 def run(*argv):
@@ -222,15 +220,27 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
     (folder / "other.csv").write_text("x\n1\n")
     out, page = folder / "report.json", tmp_path / "page.html"
     code = run(
-        f"published={json.dumps(str(folder))}", "estimators=[hundreds]", "workers=0", "by=module", "worst=1",
-        f"out={json.dumps(str(out))}", f"report={json.dumps(str(page))}",
-    )  # fmt: skip
+        f"published={json.dumps(str(folder))}",
+        "estimators=[hundreds]",
+        "workers=0",
+        "by=module",
+        "worst=1",
+        f"out={json.dumps(str(out))}",
+        f"report={json.dumps(str(page))}",
+    )
     said = capsys.readouterr()
     assert code == 0
     for text in (
-        "memory on A100-SXM4-40GB, card 40,326 MiB", "2/3 + 1/1 oom", "+100", "mlp/pyramid", "furthest off",
-        "no answer for 1: three is a crowd", "other.csv has no known header", "GPUMemNet (published)", "95% to 98%",
-    ):  # fmt: skip
+        "memory on A100-SXM4-40GB, card 40,326 MiB",
+        "2/3 + 1/1 oom",
+        "+100",
+        "mlp/pyramid",
+        "furthest off",
+        "no answer for 1: three is a crowd",
+        "other.csv has no known header",
+        "GPUMemNet (published)",
+        "95% to 98%",
+    ):
         assert text in said.out, text
     assert "4/4 steps" in said.err
     assert "some, hundreds: answered 2/3 + 1/1 oom, median 41.7%, p90 48.3%, accuracy 100.0%" in said.err
@@ -312,6 +322,7 @@ _serve(theirs)
 
 
 def test_a_worker_whose_parent_is_gone_leaves_without_a_word():
-    done = subprocess.run([sys.executable, "-c", ORPHAN], cwd=Path(__file__).parent, env=ENVIRONMENT,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN], cwd=Path(__file__).parent, env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -34,9 +34,14 @@ def folder(tmp_path_factory):
         spec = load_device(device)
         times = [time_step(trace_config(one, device=spec), spec, one).step_time_ms for one in CONFIGS]
         write_runs(
-            data, CONFIGS, source="measured", job=device, device=device, statuses=["ok"] * len(CONFIGS),
+            data,
+            CONFIGS,
+            source="measured",
+            job=device,
+            device=device,
+            statuses=["ok"] * len(CONFIGS),
             labels={"step_time_ms": np.array(times)},
-        )  # fmt: skip
+        )
     file = tmp_path_factory.mktemp("published") / "llm.csv"
     write_llm_foundry(file, {})
     ingest(IngestSettings(source="llm_foundry", path=str(file), data=str(data)))
@@ -82,9 +87,16 @@ def test_rows_of_one_source_or_device_alone_are_asked(folder):
 def test_the_command_prints_and_writes_what_it_compared(folder, tmp_path, capsys):
     out, page = tmp_path / "report.json", tmp_path / "page.html"
     arguments = [
-        "target=step_time", f"data={folder}", "split=leave_one_out", "by=source", "estimators=[trace,roofline]",
-        f"out={out}", f"report={page}", "worst=1", "workers=0",
-    ]  # fmt: skip
+        "target=step_time",
+        f"data={folder}",
+        "split=leave_one_out",
+        "by=source",
+        "estimators=[trace,roofline]",
+        f"out={out}",
+        f"report={page}",
+        "worst=1",
+        "workers=0",
+    ]
     assert cli.run("benchmark", benchmark_command.entry, arguments) == 0
     text = capsys.readouterr().out
     assert "each source left out in turn" in text and "llm_foundry" in text and "furthest off" in text

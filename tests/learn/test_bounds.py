@@ -146,9 +146,11 @@ def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
     at = {size: estimate(dataclasses.replace(MLP, batch_size=size)) for size in (32, 64)}
     half, other = dataclasses.replace(MLP, batch_size=32), dataclasses.replace(MLP, depth=5, batch_size=32)
     for config, source, uuid, more_mib in (
-        (half, "measured", "GPU-1", 250), (half, "simulated", "GPU-1", 900), (half, "measured", None, 900),
+        (half, "measured", "GPU-1", 250),
+        (half, "simulated", "GPU-1", 900),
+        (half, "measured", None, 900),
         (other, "measured", "GPU-1", 900),
-    ):  # fmt: skip
+    ):
         labels = {"peak_memory_mib": [at[32].process_mib + more_mib]}
         job = f"{source}-{uuid}-{config.depth}"
         write_runs(tmp_path / "d", [config], source=source, job=job, device_uuid=uuid, labels=labels)
@@ -188,12 +190,19 @@ def test_measured_runs_of_the_data_folder_move_the_estimate_without_being_named(
 @pytest.mark.parametrize(
     "options",
     [
-        {"known": "none"}, {"known": []}, {"estimator": "trace"}, {"estimator": "hybrid"}, {"method": "fast"},
-        {"allocator": "expandable_segments:True"}, {"torch_version": "2.4"}, {"device": "H100"},
-        {"method": "fast", "known": "none"}, {"estimator": "hybrid", "known": []},
+        {"known": "none"},
+        {"known": []},
+        {"estimator": "trace"},
+        {"estimator": "hybrid"},
+        {"method": "fast"},
+        {"allocator": "expandable_segments:True"},
+        {"torch_version": "2.4"},
+        {"device": "H100"},
+        {"method": "fast", "known": "none"},
+        {"estimator": "hybrid", "known": []},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_measured_runs_of_the_data_folder_leave_other_questions_alone(options, measured_folder):
     elsewhere = measured_folder.parent / "empty"
     write_runs(elsewhere, [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")

@@ -24,8 +24,18 @@ from warehouse import dataset
 from warehouse.export import ExportSettings, export
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT",
-          "Avg SMOCC", "Avg DRAMA", "Status")  # fmt: skip
+HEADER = (
+    "Filename",
+    "Depth",
+    "Total Parameters",
+    "Batch Size",
+    "Max GPU Memory (MiB)",
+    "Avg GPUTL",
+    "Avg SMACT",
+    "Avg SMOCC",
+    "Avg DRAMA",
+    "Status",
+)
 ROWS = 36
 
 
@@ -109,9 +119,14 @@ def test_runs_of_the_data_set_are_fitted_on_beside_the_published_ones_and_the_ca
         for i in range(12)
     ]
     write_runs(
-        runs, configs, source="measured", device="NVIDIA H100 80GB HBM3", device_memory_mib=81_559.0,
-        device_uuid="GPU-1", finished_at=datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
-    )  # fmt: skip
+        runs,
+        configs,
+        source="measured",
+        device="NVIDIA H100 80GB HBM3",
+        device_memory_mib=81_559.0,
+        device_uuid="GPU-1",
+        finished_at=datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
+    )
     export(ExportSettings(data=str(runs), out=str(place / "set")))
     monkeypatch.setattr(dataset, "repository_folder", lambda: place / "set")
     assert run(f"path={files}", f"out={out}") == 0
@@ -165,8 +180,15 @@ build(BuildSettings(path=sys.argv[1], out=sys.argv[2], data=sys.argv[3]), dying)
 @pytest.mark.slow
 def test_a_killed_build_writes_nothing_where_the_models_would_be(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(published(tmp_path / "files")), str(tmp_path / "models"),
-         str(tmp_path / "data")],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            KILLED,
+            str(published(tmp_path / "files")),
+            str(tmp_path / "models"),
+            str(tmp_path / "data"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == -signal.SIGKILL and not (tmp_path / "models").exists()

@@ -62,8 +62,9 @@ def test_current_software_takes_a_gigabyte_less_than_the_machine_of_the_a100_row
 
 
 def test_a_job_fits_up_to_the_last_mib_that_the_machine_leaves_free():
-    free = estimate(mlp, [32, 64], estimator="trace", machine=MachineProfile(
-        name="free", context_mib=0, kernels_mib=0, cudnn_mib=0))  # fmt: skip
+    free = estimate(
+        mlp, [32, 64], estimator="trace", machine=MachineProfile(name="free", context_mib=0, kernels_mib=0, cudnn_mib=0)
+    )
     room = A100.memory_mib - free.reserved_mib
     for other_mib, fits in ((room, True), (room + 1, False)):
         on = MachineProfile(name="full", context_mib=0, kernels_mib=0, cudnn_mib=0, other_mib=other_mib)
@@ -194,9 +195,14 @@ def test_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, capsys):
     outside_mib = TRUE.outside_mib(False)
     for source, uuid, more_mib in (("measured", "GPU-1", 0), ("measured", None, 5000), ("imported", None, 7000)):
         write_runs(
-            tmp_path / "d", configs, source=source, job=f"job-{source}-{uuid}", device_uuid=uuid,
-            peak_reserved_mib=100.0, labels={"peak_memory_mib": [100.0 + outside_mib + more_mib] * len(configs)},
-        )  # fmt: skip
+            tmp_path / "d",
+            configs,
+            source=source,
+            job=f"job-{source}-{uuid}",
+            device_uuid=uuid,
+            peak_reserved_mib=100.0,
+            labels={"peak_memory_mib": [100.0 + outside_mib + more_mib] * len(configs)},
+        )
     assert cli.run("calibrate", calibrate_command.entry, [f"data={tmp_path / 'd'}", "format=json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert len(printed["measured"]) == len(configs)

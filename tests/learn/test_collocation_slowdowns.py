@@ -43,10 +43,16 @@ def made_up_groups(noise=0.01, device="RTX-3090", count=2):
         measured = true * np.exp(rng.normal(0, noise, 2))
         groups.append(
             MeasuredGroup(
-                group_id=f"g{number:04d}", title="made", series="", device=device, jobs=profiles,
-                models=tuple(model for model, _ in pair), slowdowns=tuple(measured.tolist()), joint_memory_mib=2010.0,
+                group_id=f"g{number:04d}",
+                title="made",
+                series="",
+                device=device,
+                jobs=profiles,
+                models=tuple(model for model, _ in pair),
+                slowdowns=tuple(measured.tolist()),
+                joint_memory_mib=2010.0,
             )
-        )  # fmt: skip
+        )
     return groups
 
 
@@ -72,18 +78,26 @@ def pairs_folder(tmp_path, groups):
         return {f"{name}{number}": value for name, value in own.items()}
 
     alone = [
-        {**cells(model, job), "speed": 10, "gpu_util": 100 * job.gpu_util, "gmem_util": 100 * job.memory_util,
-         "gmem": 1000, "label": 0}
+        {
+            **cells(model, job),
+            "speed": 10,
+            "gpu_util": 100 * job.gpu_util,
+            "gmem_util": 100 * job.memory_util,
+            "gmem": 1000,
+            "label": 0,
+        }
         for model, job in singles.values()
-    ]  # fmt: skip
+    ]
     pairs = [
         {
             **numbered({**cells(g.models[0], g.jobs[0]), "speed": 1 / g.slowdowns[0]}, 1),
             **numbered({**cells(g.models[1], g.jobs[1]), "speed": 1 / g.slowdowns[1]}, 2),
-            "gpu_util": 99, "gmem_util": 50, "gmem": 2010,
+            "gpu_util": 99,
+            "gmem_util": 50,
+            "gmem": 2010,
         }
         for g in groups
-    ]  # fmt: skip
+    ]
     for name, rows in (("single", alone), ("pairs", pairs)):
         with open(tmp_path / f"{name}.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
@@ -141,13 +155,18 @@ def test_smact_stands_in_for_an_unknown_utilization_and_a_job_of_which_nothing_i
 def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
     named = [
         MeasuredGroup(
-            group_id=f"{device}{a}{b}", title="made", series="", device=device, jobs=(JobProfile(a), JobProfile(b)),
-            models=(a, b), slowdowns=(1 + cost[b], 1 + cost[a]),
+            group_id=f"{device}{a}{b}",
+            title="made",
+            series="",
+            device=device,
+            jobs=(JobProfile(a), JobProfile(b)),
+            models=(a, b),
+            slowdowns=(1 + cost[b], 1 + cost[a]),
         )
         for cost in ({"a": 0.1, "b": 0.5, "c": 0.9, "d": 0.3, "e": 0.7},)
         for device in ("K80", "P100")
         for a, b in itertools.combinations("abcde", 2)
-    ]  # fmt: skip
+    ]
     scores = {score.by: score.figures for score in judged(named, "device")}
     assert scores["learned"]["speed_mae"] < 0.01 < scores["constant"]["speed_mae"]
     assert set(scores) == {"learned", "constant"}  # the others need a utilization

@@ -37,8 +37,9 @@ def test_sampled_configurations_depend_on_the_seed_and_their_place_alone():
 
 def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
     configs = sampled_configs(3, seed=5)
-    apart, looped = ([compute(case).values for case in of_configs(configs, training_loop=loop)]
-                     for loop in (False, True))  # fmt: skip
+    apart, looped = (
+        [compute(case).values for case in of_configs(configs, training_loop=loop)] for loop in (False, True)
+    )
     derived = _without_input(looped)
     assert derived["step_time"] == pytest.approx([values["job_step_time_ms"] for values in apart])
     assert derived["drama"] == pytest.approx([values["job_priced_drama"] for values in apart])
@@ -71,8 +72,9 @@ def test_a_model_of_ones_own_folder_answers_in_place_of_the_one_that_comes_along
     assert first.peak_memory_mib <= first.upper_mib and first.peak_memory_mib != second.peak_memory_mib
     errors = fitted.meta["metrics"]
     assert first.held_out_errors["memory"] == {
-        "median": errors["median_relative_error"]["test"], "p90": errors["p90_relative_error"]["test"],
-    }  # fmt: skip
+        "median": errors["median_relative_error"]["test"],
+        "p90": errors["p90_relative_error"]["test"],
+    }
     assert estimate(configs[0], method="fast", data=data, device="H200-SXM-141GB").answered_by["memory"] == (
         "lightgbm (default)"
     ), "another GPU model than that of the folder's rows"

@@ -77,8 +77,12 @@ def test_every_split_is_judged_and_printed(fit):
     small = TimeFit(fit.rows[:12], {})
     scores, held_out = judged(small, 2, silent)
     assert {score.by for score in scores} == {
-        "nothing learned", "learned from", "families left out", "sources left out", "GPU models left out",
-    }  # fmt: skip
+        "nothing learned",
+        "learned from",
+        "families left out",
+        "sources left out",
+        "GPU models left out",
+    }
     assert {"one", "two", *DEVICES} == {score.rows for score in scores}
     assert np.isfinite(held_out).all() and len(held_out) == 12
     assert "families left out" in score_text(scores)
@@ -119,17 +123,36 @@ def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reaso
 
 def test_measured_operators_of_the_table_of_kernels_are_learned_from(tmp_path):
     sizes = [
-        ("linear", {"B": 1, "M": 64, "N": 96, "K": 32}), ("bmm", {"B": 4, "M": 8, "N": 16, "K": 24}),
-        ("conv", {"B": 2, "Input_Channel": 3, "Input_Size": 16, "Kernel_Szie": 3, "Output_Channel": 8, "Padding": 1,
-                  "Stride": 2}),
-        ("relu", {"B": 5, "H": 7}), ("ln", {"B": 5, "H": 7}),
-    ]  # fmt: skip
+        ("linear", {"B": 1, "M": 64, "N": 96, "K": 32}),
+        ("bmm", {"B": 4, "M": 8, "N": 16, "K": 24}),
+        (
+            "conv",
+            {
+                "B": 2,
+                "Input_Channel": 3,
+                "Input_Size": 16,
+                "Kernel_Szie": 3,
+                "Output_Channel": 8,
+                "Padding": 1,
+                "Stride": 2,
+            },
+        ),
+        ("relu", {"B": 5, "H": 7}),
+        ("ln", {"B": 5, "H": 7}),
+    ]
     text = {"kernel": "sgemm", "grid": "1x2x3", "block": "128x1x1", "torch": "p2.1.0", "cuda": "cu121", "cudnn": "8902"}
     rows = [
-        {"op": op, "device": "Tesla T4", "latency_ms": 0.1, "warps_per_sm": 1.0, "blocks_per_sm": 1.0, **text,
-         "dims": json.dumps({name: str(size) for name, size in dims.items()})}
+        {
+            "op": op,
+            "device": "Tesla T4",
+            "latency_ms": 0.1,
+            "warps_per_sm": 1.0,
+            "blocks_per_sm": 1.0,
+            **text,
+            "dims": json.dumps({name: str(size) for name, size in dims.items()}),
+        }
         for op, dims in sizes
-    ]  # fmt: skip
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "kernels.parquet")
     ingest(IngestSettings(source="neusight", path=str(tmp_path / "kernels.parquet"), data=str(tmp_path / "data")))
     times, left_out = kernel_times(tmp_path / "data", 10)

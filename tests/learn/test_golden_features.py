@@ -96,8 +96,11 @@ def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
         "print(featurize.__file__, FEATURES_STAMP, record_version(), sep='\\n')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(code)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str(code / "featurize" / "__init__.py"), FEATURES_STAMP, record_version()]

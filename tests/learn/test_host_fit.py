@@ -29,18 +29,45 @@ def imported(folder, source, rows):
 
 def small_model(test, environment, ms, **cells):
     return {
-        "model": "gpt", "gpu": "A100-SXM4-80GB", "gpus": 8, "tp": 1, "pp": 1, "micro_batch": 4, "global_batch": 32,
-        "precision": "bf16", "what_was_measured": "iteration_time", "value": ms, "unit": "ms", "num_layers": 2,
-        "hidden": 256, "test_case": test, "environment": environment, **cells,
-    }  # fmt: skip
+        "model": "gpt",
+        "gpu": "A100-SXM4-80GB",
+        "gpus": 8,
+        "tp": 1,
+        "pp": 1,
+        "micro_batch": 4,
+        "global_batch": 32,
+        "precision": "bf16",
+        "what_was_measured": "iteration_time",
+        "value": ms,
+        "unit": "ms",
+        "num_layers": 2,
+        "hidden": 256,
+        "test_case": test,
+        "environment": environment,
+        **cells,
+    }
 
 
 def timed(layers, width, ms):
     return {
-        "model": "GPT", "gpu": "A100-SXM4-80GB", "gpus": 1, "tp": 1, "pp": 1, "micro_batch": 1, "global_batch": 1,
-        "precision": "fp16", "what_was_measured": "iteration time", "value": ms, "unit": "ms", "num_layers": layers,
-        "hidden": width, "heads": 2, "dp": 1, "micro_batches": 1, "pipeline_schedule": "1f1b",
-    }  # fmt: skip
+        "model": "GPT",
+        "gpu": "A100-SXM4-80GB",
+        "gpus": 1,
+        "tp": 1,
+        "pp": 1,
+        "micro_batch": 1,
+        "global_batch": 1,
+        "precision": "fp16",
+        "what_was_measured": "iteration time",
+        "value": ms,
+        "unit": "ms",
+        "num_layers": layers,
+        "hidden": width,
+        "heads": 2,
+        "dp": 1,
+        "micro_batches": 1,
+        "pipeline_schedule": "1f1b",
+    }
 
 
 def test_a_folder_without_steps_keeps_the_packaged_constants(tmp_path):

@@ -116,10 +116,16 @@ def test_what_is_unlike_anything_fitted_on_is_said(fitted):
         mlp.Config(batch_size=100_000, input_size=512, classes=10, depth=2),
         mlp.Config(batch_size=64, input_size=512, classes=10, depth=2, precision="bf16"),
         transformer.Config(
-            batch_size=8, vocabulary_size=100, sequence_length=64, embedding_size=64, heads=4, depth=2,
-            feed_forward=128, classes=10,
+            batch_size=8,
+            vocabulary_size=100,
+            sequence_length=64,
+            embedding_size=64,
+            heads=4,
+            depth=2,
+            feed_forward=128,
+            classes=10,
         ),
-    ]  # fmt: skip
+    ]
     said = fitted.predict(of_configs(odd), STEPS).unfamiliar
     assert "a batch of 100,000, fitted on 8 to 512" in said[0]
     assert any("half precision: only fp32 was fitted on" in reason for reason in said[1])
@@ -172,9 +178,17 @@ def test_an_easy_family_does_not_speak_for_what_is_of_no_family():
 
 def test_what_is_unfamiliar_stretches_a_bound_to_four_times_the_point_at_most(fitted):
     config = transformer.Config(
-        batch_size=8, vocabulary_size=100, sequence_length=64, embedding_size=64, heads=4, depth=2, feed_forward=128,
-        classes=10, precision="bf16", optimizer="sgd",
-    )  # fmt: skip
+        batch_size=8,
+        vocabulary_size=100,
+        sequence_length=64,
+        embedding_size=64,
+        heads=4,
+        depth=2,
+        feed_forward=128,
+        classes=10,
+        precision="bf16",
+        optimizer="sgd",
+    )
     found = fitted.predict([Case(config, "H200-SXM-141GB")], STEPS)
     assert 1 < found.upper()[0] / found.point[0] <= 4.0001
 

@@ -38,7 +38,7 @@ DEFAULT = "hybrid (default)"  # what comes with the project
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "{family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
 
-FACTORIES = '''
+FACTORIES = """
 import torch
 from torch import nn
 
@@ -75,7 +75,7 @@ class Tokens(nn.Module):
 
     def forward(self, x):
         return self.out(self.embedding(x))
-'''  # fmt: skip
+"""
 
 
 @pytest.fixture
@@ -156,8 +156,17 @@ def test_the_trace_alone_is_bounded_by_its_causes():
     assert 0 <= done.smact <= 1 and 0 <= done.smocc <= 1 and 0 <= done.drama <= 1
 
 
-PARTS = ["parameters", "gradients", "optimizer state", "activations", "temporaries", "buffers and batch", "workspace",
-         "fragmentation", "context"]  # fmt: skip
+PARTS = [
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "temporaries",
+    "buffers and batch",
+    "workspace",
+    "fragmentation",
+    "context",
+]
 
 
 def test_breakdown_sums_to_the_traced_peak_and_knows_weights_and_optimizer():
@@ -642,18 +651,31 @@ def test_command_builds_models_of_the_known_libraries(library, model, shape, par
     dtype = ["input_dtype=int64"] if library == "transformers" else []
     done = subprocess.run(
         [sys.executable, "-m", "learn.estimate", f"model={model}", shape, *dtype, "format=json"],
-        capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["parameters"] == pytest.approx(parameters, rel=0.01)
 
 
 def test_python_dash_m_works_from_any_folder(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "learn.estimate", f"config={MAPPING}", "estimator=trace", "format=json",
-         "allocator=expandable_segments:True,max_split_size_mb:128"],
-        capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "learn.estimate",
+            f"config={MAPPING}",
+            "estimator=trace",
+            "format=json",
+            "allocator=expandable_segments:True,max_split_size_mb:128",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["estimator"] == "trace"
     assert not list(tmp_path.iterdir())
@@ -676,9 +698,11 @@ def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):
     models = ("20260101T000000Z-a", "hybrid", "memory"), ("20260102T000000Z-b", "lightgbm", "fast/memory")
     for version, name, model in models:
         meta = {
-            "target": "memory", "estimator": name, "feature_version": FEATURES_STAMP,
+            "target": "memory",
+            "estimator": name,
+            "feature_version": FEATURES_STAMP,
             "rows": {"family": {"mlp": 40}, "device": {DEVICE: 40}, "source": {"measured": 40}},
-        }  # fmt: skip
+        }
         shutil.copytree(DEFAULT_MODELS / model / "model", home / version / "model")
         restamp(home / version, **meta)
     DataFolder.resolve(tmp_path).create()

@@ -24,19 +24,31 @@ CONFIGS = (
     CONFIG,
     cnn.Config(batch_size=16, image_size=64, channels=3, classes=10, base_filters=32, depth=5),
     transformer.Config(
-        batch_size=8, vocabulary_size=60_000, sequence_length=128, embedding_size=256, heads=4, depth=3,
-        feed_forward=512, classes=500,
+        batch_size=8,
+        vocabulary_size=60_000,
+        sequence_length=128,
+        embedding_size=256,
+        heads=4,
+        depth=3,
+        feed_forward=512,
+        classes=500,
     ),
     mlp.Config(batch_size=32, input_size=64, classes=10, depth=1, optimizer="sgd"),
-)  # fmt: skip
+)
 LARGE = (
     mlp.Config(batch_size=1, input_size=60_000, classes=60_000, depth=1),
     transformer.Config(
-        batch_size=1, vocabulary_size=900_000, sequence_length=8, embedding_size=8192, heads=8, depth=2,
-        feed_forward=512, classes=400,
+        batch_size=1,
+        vocabulary_size=900_000,
+        sequence_length=8,
+        embedding_size=8192,
+        heads=8,
+        depth=2,
+        feed_forward=512,
+        classes=400,
     ),
     cnn.Config(batch_size=1, image_size=1, channels=3, classes=10, base_filters=2048, depth=40, topology="uniform"),
-)  # fmt: skip
+)
 NAME = 'a\'; echo foo, [b] {c}: "d".jsonl'
 FIGURES = ("peak_memory_mib", "upper_mib", "smact", "smocc", "drama", "step_time_ms")
 

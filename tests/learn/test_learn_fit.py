@@ -69,9 +69,13 @@ def test_artifact_holds_model_provenance_report_and_plots(data, fitted):
     assert fitted.path.name.startswith("20261120T101500Z-")
     names = {p.relative_to(fitted.path).as_posix() for p in fitted.path.rglob("*") if p.is_file()}
     assert names == {
-        "meta.json", "report.json", "report.html", "test_predictions.csv",
-        "model/estimator.json", "model/model.npz",
-    }  # fmt: skip
+        "meta.json",
+        "report.json",
+        "report.html",
+        "test_predictions.csv",
+        "model/estimator.json",
+        "model/model.npz",
+    }
     meta = json.loads((fitted.path / "meta.json").read_text())
     rows = load_rows(data, "memory")
     assert meta["target"] == "memory" and meta["estimator"] == "lightgbm" and meta["seed"] == 0

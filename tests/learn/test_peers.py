@@ -22,9 +22,13 @@ MIB = 2**20
 
 def row(counts, device, measured_ms, source="steps", group="a"):
     return MeasuredTime(
-        name=source, source=source, group=group, device=device, calls=as_calls(Counter(counts), 0.0),
+        name=source,
+        source=source,
+        group=group,
+        device=device,
+        calls=as_calls(Counter(counts), 0.0),
         measured_ms=measured_ms,
-    )  # fmt: skip
+    )
 
 
 def square(size, pipe=FP32):

@@ -257,9 +257,15 @@ def test_sizes_are_doubled_and_halved_or_divide_the_batch():
 def row_of(parallel, micro_batch=8, way=None, *, mib=100.0, rate=None, fits=True):
     times = {"step_time_ms": 100.0, "exposed_ms": 20.0, "samples_per_s": rate} if rate else {}
     return PlanRow(
-        parallel=parallel, micro_batch=micro_batch, accumulation=1, checkpointing=way, fits=fits, peak_memory_mib=mib,
-        upper_mib=mib, **times,
-    )  # fmt: skip
+        parallel=parallel,
+        micro_batch=micro_batch,
+        accumulation=1,
+        checkpointing=way,
+        fits=fits,
+        peak_memory_mib=mib,
+        upper_mib=mib,
+        **times,
+    )
 
 
 @dataclass(frozen=True)
@@ -360,8 +366,14 @@ def test_modes_that_nobody_names_are_tried_beside_shards_alone():
 def test_named_experts_are_divided_over_ranks_that_divide_them():
     layouts, notes = meshes.meshes_of(12, {"gpus_per_node": 12}, meshes.modes_of(["fsdp", "tp", "ep"], 0, {6}))
     assert {(one.fsdp, one.tp, one.ep) for one in layouts if one.tp < 3} == {
-        (12, 1, 1), (12, 1, 2), (12, 1, 3), (12, 1, 6), (6, 2, 1), (6, 2, 2), (6, 2, 6),
-    }  # fmt: skip
+        (12, 1, 1),
+        (12, 1, 2),
+        (12, 1, 3),
+        (12, 1, 6),
+        (6, 2, 1),
+        (6, 2, 2),
+        (6, 2, 6),
+    }
     assert meshes.mesh_text(layouts[-1]).endswith("ep=6") and notes
     with pytest.raises(UsageError, match="modes: ep: the model has no experts of a known kind"):
         meshes.modes_of(["fsdp", "ep"])
@@ -381,9 +393,12 @@ class Mixing(nn.Module):
 def test_a_model_with_experts_is_planned_with_ep(monkeypatch):
     monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
     done = planned(
-        gpus=4, model=lambda: nn.Sequential(*(Mixing() for _ in range(2))), inputs=[1024, EXPERTS_WIDTH],
-        checkpointing="none", global_batch=4096,
-    )  # fmt: skip
+        gpus=4,
+        model=lambda: nn.Sequential(*(Mixing() for _ in range(2))),
+        inputs=[1024, EXPERTS_WIDTH],
+        checkpointing="none",
+        global_batch=4096,
+    )
     assert {row.mesh for row in done.fitting} >= {"fsdp=4", "fsdp=4, ep=2"}
     assert {row.mesh for row in done.rows} >= {"fsdp=4, ep=4"}
     assert not any(row.parallel.ep > 1 and row.parallel.ddp > 1 for row in done.rows)
@@ -463,9 +478,15 @@ def made_up(count=10):
     ]
     worst = replace(row_of(Parallel(ddp=4096), mib=99_999.0, fits=False), why="takes 99,999 MiB")
     return LayoutPlan(
-        name="<b>net</b>", device="A100-SXM4-40GB", limit_mib=40_000.0, coverage=0.99, global_batch=None,
-        rows=in_order([*rows, worst]), notes=("a note",), seconds=1.0,
-    )  # fmt: skip
+        name="<b>net</b>",
+        device="A100-SXM4-40GB",
+        limit_mib=40_000.0,
+        coverage=0.99,
+        global_batch=None,
+        rows=in_order([*rows, worst]),
+        notes=("a note",),
+        seconds=1.0,
+    )
 
 
 def test_the_picture_places_each_row_by_its_rate_and_its_memory():

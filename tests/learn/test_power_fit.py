@@ -26,8 +26,9 @@ def write(data, name, limits_w, batch=512, timed=("A40", "V100")):
         for gpu, limits in limits_w.items():
             for limit_w in limits:
                 for model, dataset, power_w, epoch_s in (
-                    ("shufflenetv2", "cifar100", 0.7 * limit_w, 2000 / limit_w), ("ncf", "movielens-1m", 60, 900),
-                ):  # fmt: skip
+                    ("shufflenetv2", "cifar100", 0.7 * limit_w, 2000 / limit_w),
+                    ("ncf", "movielens-1m", 60, 900),
+                ):
                     job = dict(zip(names, (model, dataset, gpu, 1, batch, "fp32", "adam", limit_w), strict=False))
                     table.writerow({**job, "what_was_measured": "average power", "value": power_w, "unit": "W"})
                     if gpu in timed:

@@ -81,8 +81,13 @@ def test_the_first_model_is_kept_with_its_figures_on_rows_held_out(grown):
     written = versions(data, "memory")[0]
     assert written.version == first.candidate and written.meta["cycle"] == "2026-11-20"
     assert set(first.figures["candidate"]) == {
-        "rows", "out_of_memory", "mean_abs_error", "median_rel_error", "accuracy", "above_bound",
-    }  # fmt: skip
+        "rows",
+        "out_of_memory",
+        "mean_abs_error",
+        "median_rel_error",
+        "accuracy",
+        "above_bound",
+    }
 
 
 def test_more_rows_help_and_the_new_model_is_promoted(grown):

@@ -25,8 +25,11 @@ def test_a_row_names_its_model_its_micro_steps_and_its_ranks():
     assert (job.config.embedding_size, job.config.depth, job.config.batch_size) == (768, 12, 4)
     assert job.config.sequence_length == 256 and not job.config.activation_checkpointing and job.accumulation == 2
     assert job.parallel == {
-        "fsdp": 8, "reshard_after_forward": True, "param_dtype": "bf16", "reduce_dtype": "bf16",
-    }  # fmt: skip
+        "fsdp": 8,
+        "reshard_after_forward": True,
+        "param_dtype": "bf16",
+        "reduce_dtype": "bf16",
+    }
     kept = rank_job_of(
         ROW | {"Sharding Strategy": "SHARD_GRAD_OP", "MP Mode": "DEFAULT", "Activation Checkpointing": "True"}
     )
@@ -42,9 +45,16 @@ def test_a_row_of_an_unknown_job_is_refused_with_all_that_is_unknown():
 def test_the_time_is_that_of_a_micro_step_of_the_ranks():
     job = replace(rank_job_of(ROW), parallel={"ddp": 8})
     whole = estimate(
-        lambda: gpt.build(job.config), [4, 256], target=[4, 256], input_dtype="int64", loss=fused_mpt_loss,
-        parallel="ddp=8", optimizer="adamw", accumulation=2, device=H100,
-    )  # fmt: skip
+        lambda: gpt.build(job.config),
+        [4, 256],
+        target=[4, 256],
+        input_dtype="int64",
+        loss=fused_mpt_loss,
+        parallel="ddp=8",
+        optimizer="adamw",
+        accumulation=2,
+        device=H100,
+    )
     assert job.micro_step_ms(H100) == pytest.approx(whole.step_time_ms / 2)
     with pytest.raises(UsageError, match="unknown 'colour'"):
         replace(job, parallel={"ddp": 8, "colour": 1}).micro_step_ms(H100)

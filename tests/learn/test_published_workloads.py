@@ -23,9 +23,19 @@ needs = {
 LARGE = ("BERT_large", "xlnet_large", "gpt2_xl")
 
 DENSE = {
-    "family": "cnn", "batch_size": 2, "image_size": 64, "channels": 3, "classes": 5, "base_filters": 16, "depth": 48,
-    "topology": "dense", "activation": "relu", "batch_norm": True, "dropout": 0.0, "softmax": True,
-}  # fmt: skip
+    "family": "cnn",
+    "batch_size": 2,
+    "image_size": 64,
+    "channels": 3,
+    "classes": 5,
+    "base_filters": 16,
+    "depth": 48,
+    "topology": "dense",
+    "activation": "relu",
+    "batch_norm": True,
+    "dropout": 0.0,
+    "softmax": True,
+}
 
 
 def row(**values):
@@ -62,11 +72,19 @@ def test_rows_without_a_job_say_why():
             row(
                 family="transformer",
                 config={
-                    "family": "transformer", "batch_size": 2, "vocabulary_size": 9, "sequence_length": 4,
-                    "embedding_size": 10, "heads": 3, "depth": 1, "feed_forward": 8, "classes": 2, "dropout": 0.1,
+                    "family": "transformer",
+                    "batch_size": 2,
+                    "vocabulary_size": 9,
+                    "sequence_length": 4,
+                    "embedding_size": 10,
+                    "heads": 3,
+                    "depth": 1,
+                    "feed_forward": 8,
+                    "classes": 2,
+                    "dropout": 0.1,
                 },
             )
-        )  # fmt: skip
+        )
 
 
 @needs["timm"]

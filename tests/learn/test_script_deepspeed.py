@@ -22,9 +22,13 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 def write_settings(path, stage, *, micro_steps=1, bf16=True, **more):
     settings = {
-        "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": micro_steps, "bf16": {"enabled": bf16},
-        "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage, "reduce_bucket_size": 2e6}, **more,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": micro_steps,
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2e6},
+        **more,
+    }
     path.write_text(json.dumps(settings))
     return settings
 
@@ -32,8 +36,10 @@ def write_settings(path, stage, *, micro_steps=1, bf16=True, **more):
 def check_loop(folder, monkeypatch, options="", *, launcher=DEEPSPEED, **settings):
     write_settings(folder / "ds.json", **settings)
     script = launched(
-        "deepspeed_loop", f"--deepspeed --deepspeed_config ds.json {options}", launcher=launcher,
-    )  # fmt: skip
+        "deepspeed_loop",
+        f"--deepspeed --deepspeed_config ds.json {options}",
+        launcher=launcher,
+    )
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     names = names_of("deepspeed_loop")
     module = estimate(
@@ -93,9 +99,14 @@ def test_hf_trainer_fills_in_what_is_auto(tmp_path, launcher, own):
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     script = launched("hf_trainer", "--bf16 --deepspeed ds.json", ranks=4, launcher=launcher)
     module = estimate(
-        kinds.llama, [[8, 64]], parallel={"ddp": 4, "zero": 3, "param_dtype": "bf16", **of_width}, clip_norm=1.0,
-        estimator="trace", implementation=None if own else "fused", **kinds.TRAINER,
-    )  # fmt: skip
+        kinds.llama,
+        [[8, 64]],
+        parallel={"ddp": 4, "zero": 3, "param_dtype": "bf16", **of_width},
+        clip_norm=1.0,
+        estimator="trace",
+        implementation=None if own else "fused",
+        **kinds.TRAINER,
+    )
     assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
     for part in ("parameters", "gradients", "gradient buckets", "master weights", "optimizer state"):
         assert script.breakdown[part] == pytest.approx(module.breakdown[part], rel=1e-5), part
@@ -154,13 +165,18 @@ def test_what_is_not_followed_of_deepspeed_is_said_in_one_line(tmp_path):
         estimate_script(["torchrun", "--nproc-per-node=4", "train.py"], estimator="trace")
     reasons = json.loads((tmp_path / "reasons.json").read_text())
     wanted = {
-        "stage": "zero_optimization.stage must be 1, 2 or 3 to be estimated, got 0", "optimizer": "no optimizer",
-        "file": "'absent.json' cannot be read", "settings": "no settings: config, or --deepspeed_config",
+        "stage": "zero_optimization.stage must be 1, 2 or 3 to be estimated, got 0",
+        "optimizer": "no optimizer",
+        "file": "'absent.json' cannot be read",
+        "settings": "no settings: config, or --deepspeed_config",
         "pipeline": "deepspeed.pipe.PipelineModule is not followed; estimate the model itself",
-        "experts": "deepspeed.moe.layer.MoE is not followed", "inference": "deepspeed.init_inference is not followed",
-        "alone": "within deepspeed.initialize only", "key": "not estimated: sparse_attention",
-        "twice": "several engines", "compiled": "compiled models are not followed under DeepSpeed",
-    }  # fmt: skip
+        "experts": "deepspeed.moe.layer.MoE is not followed",
+        "inference": "deepspeed.init_inference is not followed",
+        "alone": "within deepspeed.initialize only",
+        "key": "not estimated: sparse_attention",
+        "twice": "several engines",
+        "compiled": "compiled models are not followed under DeepSpeed",
+    }
     assert {name: text in reasons.get(name, "") for name, text in wanted.items()} == dict.fromkeys(wanted, True)
     assert not any("\n" in reason for reason in reasons.values())
 

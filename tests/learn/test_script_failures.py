@@ -140,9 +140,13 @@ TRACE = StepTrace(
     compute_capability=(8, 0),
 )
 RECORD = ScriptRecord(
-    trace=TRACE, problem=None, settings={"optimizer": "adam", "precision": "fp32", "cudnn_benchmark": False},
-    batch_size=2, backwards=1, notes=("a note",),
-)  # fmt: skip
+    trace=TRACE,
+    problem=None,
+    settings={"optimizer": "adam", "precision": "fp32", "cudnn_benchmark": False},
+    batch_size=2,
+    backwards=1,
+    notes=("a note",),
+)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):

@@ -56,9 +56,14 @@ def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, use_cache=False,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
     return WithLabels(LlamaForCausalLM(config))
 
 
@@ -66,9 +71,13 @@ def bert():
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=2000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024,
+        vocab_size=2000,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=1024,
         num_labels=3,
-    )  # fmt: skip
+    )
     return WithLabels(BertForSequenceClassification(config))
 
 
@@ -134,13 +143,20 @@ JOBS = {
     "detection_loop": Job(detector, [*detections(masks=False)], {"optimizer": "momentum"}),
 }
 NEEDS = {
-    "plain_amp": ("torchvision",), "hf_trainer": ("transformers", "accelerate"),
-    "accelerate_loop": ("transformers", "accelerate"), "lightning_fit": ("torchvision", "lightning"),
-    "timm_like": ("timm",), "torchvision_like": ("torchvision",), "segmentation_loop": ("torchvision",),
-    "detection_loop": ("torchvision",), "mask_rcnn_evaluated": ("torchvision",),
-    "pretrained_folder": ("transformers",), "trainer_saves": ("transformers", "accelerate"),
-    "accelerate_saves": ("accelerate",), "lightning_saves": ("lightning",),
-}  # fmt: skip
+    "plain_amp": ("torchvision",),
+    "hf_trainer": ("transformers", "accelerate"),
+    "accelerate_loop": ("transformers", "accelerate"),
+    "lightning_fit": ("torchvision", "lightning"),
+    "timm_like": ("timm",),
+    "torchvision_like": ("torchvision",),
+    "segmentation_loop": ("torchvision",),
+    "detection_loop": ("torchvision",),
+    "mask_rcnn_evaluated": ("torchvision",),
+    "pretrained_folder": ("transformers",),
+    "trainer_saves": ("transformers", "accelerate"),
+    "accelerate_saves": ("accelerate",),
+    "lightning_saves": ("lightning",),
+}
 
 
 def run(command, **settings):
@@ -178,9 +194,14 @@ def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path
 @pytest.mark.wide
 def test_a_compiled_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_module():
     settings = {
-        "optimizer": "adamw", "precision": "bf16", "compile": True, "implementation": "fused", "clip_norm": 1.0,
-        "loss": lambda output, _target: output[1], **TOKENS,
-    }  # fmt: skip
+        "optimizer": "adamw",
+        "precision": "bf16",
+        "compile": True,
+        "implementation": "fused",
+        "clip_norm": 1.0,
+        "loss": lambda output, _target: output[1],
+        **TOKENS,
+    }
     script = check_same("nanogpt_like", Job(gpt, [[4, 128], [4, 128]], settings))
     assert MODELLED in script.warnings
     assert script.tokens_per_s * script.step_time_ms == pytest.approx(1e3 * 4 * 128)
@@ -323,11 +344,12 @@ def test_a_model_is_read_from_a_local_folder(tmp_path):
 def test_a_module_of_a_package_runs_with_its_arguments(tmp_path):
     (tmp_path / "mine").mkdir()
     for name, text in {
-        "__init__": "", "model": "from torch import nn\n\ndef make(width):\n    return nn.Linear(width, 4)\n",
+        "__init__": "",
+        "model": "from torch import nn\n\ndef make(width):\n    return nn.Linear(width, 4)\n",
         "train": "import sys, torch\nfrom .model import make\nwidth = int(sys.argv[1])\nmodel = make(width).cuda()\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nwhile True:\n"
         "    model(torch.randn(2, width).cuda()).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n",
-    }.items():  # fmt: skip
+    }.items():
         (tmp_path / "mine" / f"{name}.py").write_text(text)
     assert estimate_script(["python", "-m", "mine.train", "16"], estimator="trace").parameters == 16 * 4 + 4
 

@@ -90,10 +90,16 @@ def test_deepspeed_starts_as_many_ranks_as_its_options_say(command, ranks, per_n
 def test_the_first_rank_gets_the_variables_of_torchrun():
     variables = parsed("torchrun --nnodes 2 --nproc-per-node 4 --rdzv-id job7 --max-restarts 3 train.py").variables
     wanted = {
-        "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
-        "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_MAX_RESTARTS": "3",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "job7",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
         "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    }
     assert wanted.items() <= variables.items()
     assert {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"} <= variables.keys()
 
@@ -140,9 +146,13 @@ def test_accelerate_reads_its_own_options_and_file():
     assert (read.script, read.arguments) == ("train.py", ("--epochs", "3"))
     assert (read.nodes, read.per_node) == (2, 4)
     wanted = {
-        "WORLD_SIZE": "8", "RANK": "0", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
-        "ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
-    }  # fmt: skip
+        "WORLD_SIZE": "8",
+        "RANK": "0",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+    }
     assert wanted.items() <= read.variables.items()
     assert dict(os.environ) == before
 

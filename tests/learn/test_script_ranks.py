@@ -139,10 +139,12 @@ def test_what_a_script_reduces_for_its_log_counts_as_well():
 @pytest.mark.needs_mode("fsdp")
 def test_a_script_that_splits_its_modules_takes_what_a_plan_takes(options, parallel):
     module = of_module(
-        "torchrun_tensor_parallel", {**parallel, "tp_plan": {"*.up": "colwise", "*.down": "rowwise"}},
-        loss=lambda output, _: nn.functional.mse_loss(output, torch.zeros_like(output)), optimizer="adamw",
+        "torchrun_tensor_parallel",
+        {**parallel, "tp_plan": {"*.up": "colwise", "*.down": "rowwise"}},
+        loss=lambda output, _: nn.functional.mse_loss(output, torch.zeros_like(output)),
+        optimizer="adamw",
         framework="eager",
-    )  # fmt: skip
+    )
     check_same(launched("torchrun_tensor_parallel", options, ranks=4), module, held_mib=0.001)
 
 
@@ -164,12 +166,13 @@ def of_accelerate(parallel, **settings):
         ("", "ddp=4", {"accumulation": 2}),
         ("--mixed_precision bf16", "ddp=4", {"accumulation": 2, "precision": "bf16"}),
         (
-            "--use_deepspeed --zero_stage 2 --gradient_accumulation_steps 2 --gradient_clipping 1.0", "ddp=4,zero=2",
+            "--use_deepspeed --zero_stage 2 --gradient_accumulation_steps 2 --gradient_clipping 1.0",
+            "ddp=4,zero=2",
             {"accumulation": 2},
         ),
         pytest.param(SHARDS, "fsdp=4,wrap=[Block]", {}, marks=pytest.mark.needs_mode("fsdp")),
     ],
-)  # fmt: skip
+)
 def test_accelerate_ends_in_the_layout_that_its_options_say(before, parallel, settings):
     options = "" if settings else "--accumulate 1"
     script = launched("accelerate_launched", options, ranks=4, launcher=ACCELERATE, before=before)
@@ -210,9 +213,13 @@ def test_hf_trainer_is_a_rank_of_its_launcher():
     pytest.importorskip("transformers")
     script = launched("hf_trainer", ranks=4)
     module = estimate(
-        kinds.llama, [[8, 64]], parallel="ddp=4,find_unused_parameters=true", clip_norm=1.0, estimator="trace",
+        kinds.llama,
+        [[8, 64]],
+        parallel="ddp=4,find_unused_parameters=true",
+        clip_norm=1.0,
+        estimator="trace",
         **kinds.TRAINER,
-    )  # fmt: skip
+    )
     assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
     assert script.breakdown["gradient buckets"] == module.breakdown["gradient buckets"]
     assert script.sent_mib["all_reduce"] == pytest.approx(module.sent_mib["all_reduce"], rel=1e-6)
@@ -280,12 +287,16 @@ def test_the_graph_of_a_compiled_replica_is_cut_where_its_buckets_end(tmp_path, 
         for ask in (
             lambda cap: run(tmp_path, f"(lambda net: {adapt.format(f'bucket_cap_mb={cap}')})"),
             lambda cap: estimate(
-                lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), [8, 64],
-                parallel=f"ddp=4,bucket_cap_mb={cap}", compile=True, optimizer="sgd", estimator="trace",
+                lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)),
+                [8, 64],
+                parallel=f"ddp=4,bucket_cap_mb={cap}",
+                compile=True,
+                optimizer="sgd",
+                estimator="trace",
                 loss=lambda output, _: output.sum(),
             ),
         )
-    )  # fmt: skip
+    )
     for script, module in zip(scripts, modules, strict=True):
         assert script.exposed_ms == pytest.approx(module.exposed_ms)
         assert script.step_time_ms == pytest.approx(module.step_time_ms)

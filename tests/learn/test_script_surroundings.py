@@ -30,8 +30,9 @@ def test_a_script_reads_its_checkpoints_back_and_leaves_the_users_files_alone(tm
     assert "the script also chooses zero_grad=after_forward" in script.warnings
     assert saved_files.NOTE in script.warnings
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "kept.pt": "the user's own", "earlier.json": "{}",
-    }  # fmt: skip
+        "kept.pt": "the user's own",
+        "earlier.json": "{}",
+    }
 
 
 @pytest.mark.slow

@@ -20,9 +20,15 @@ from learn.estimation.memory_causes import COMMUNICATION
 
 CONFIG = mlp.Config(batch_size=64, input_size=1024, classes=10, depth=3)
 MIXTURES = moe.Config(
-    batch_size=4, vocabulary_size=1000, sequence_length=128, embedding_size=128, heads=2, depth=2, feed_forward=512,
+    batch_size=4,
+    vocabulary_size=1000,
+    sequence_length=128,
+    embedding_size=128,
+    heads=2,
+    depth=2,
+    feed_forward=512,
     experts=8,
-)  # fmt: skip
+)
 INPUTS = [32, 3, 32, 32]
 
 
@@ -227,9 +233,15 @@ def test_ranks_that_split_modules_share_a_batch():
 @pytest.mark.needs_mode("fsdp")
 def test_ranks_that_share_a_sequence_hold_a_part_of_its_activations():
     config = gpt.Config(
-        batch_size=2, vocabulary_size=1000, sequence_length=512, embedding_size=128, heads=2, depth=2, feed_forward=512,
+        batch_size=2,
+        vocabulary_size=1000,
+        sequence_length=512,
+        embedding_size=128,
+        heads=2,
+        depth=2,
+        feed_forward=512,
         precision="bf16",
-    )  # fmt: skip
+    )
     shards, parts = (estimate(config, parallel=one, estimator="trace") for one in ("fsdp=4", "cp=4"))
     assert parts.breakdown["optimizer state"] == shards.breakdown["optimizer state"]
     assert parts.breakdown["activations"] < shards.breakdown["activations"] / 3

@@ -42,9 +42,13 @@ HOSTILE = "</title><script>alert('x')</script>\"><img src=x onerror=alert(1)>&am
 
 def net():
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU()), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 3),
+        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU()),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
 
 
 def hostile_net():
@@ -69,10 +73,21 @@ def test_the_page_explains_the_estimate(case, tmp_path):
     page = page_of(path)
     assert page.tags.count("svg") == 2 and "a small net" in page.text
     for words in (
-        f"{done.peak_memory_mib:,.0f} MiB", done.peak_operator, done.peak_module, DEVICE.name, "40,326 MiB",
-        "forward", "backward", "optimizer", "step 1", "step 2", "Activations by module", "Largest tensors at the peak",
-        "precision", "the bound exceeds the estimate by",
-    ):  # fmt: skip
+        f"{done.peak_memory_mib:,.0f} MiB",
+        done.peak_operator,
+        done.peak_module,
+        DEVICE.name,
+        "40,326 MiB",
+        "forward",
+        "backward",
+        "optimizer",
+        "step 1",
+        "step 2",
+        "Activations by module",
+        "Largest tensors at the peak",
+        "precision",
+        "the bound exceeds the estimate by",
+    ):
         assert words in page.text, words
     for part, mib in done.breakdown.items():
         assert part in page.text and f"{mib:,.1f}" in page.text

@@ -33,10 +33,17 @@ def booster_of(seed=1, **about):
     return lightgbm.train(about, lightgbm.Dataset(rows, label), num_boost_round=30)
 
 
-@pytest.mark.parametrize("about", [
-    {}, {"use_missing": False}, {"num_leaves": 2}, {"num_leaves": 63, "max_depth": 20}, {"objective": "regression"},
-    {"min_data_in_leaf": 10_000},  # no tree has a second leaf
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "about",
+    [
+        {},
+        {"use_missing": False},
+        {"num_leaves": 2},
+        {"num_leaves": 63, "max_depth": 20},
+        {"objective": "regression"},
+        {"min_data_in_leaf": 10_000},  # no tree has a second leaf
+    ],
+)
 def test_trees_answer_as_lightgbm_does(about):
     booster = booster_of(**about)
     table = table_of(6, rows=3000, seed=2)

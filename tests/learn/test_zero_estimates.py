@@ -85,9 +85,13 @@ def test_buckets_that_are_auto_follow_the_width_of_the_model(sizes, is_made):
     model = functools.partial(Configured, **sizes)
     auto = estimate(model() if is_made else model, INPUTS, parallel={"deepspeed": FILE, "ddp": 8})
     given = estimate(
-        model, INPUTS, accumulation=2, optimizer="adamw", implementation="fused",
+        model,
+        INPUTS,
+        accumulation=2,
+        optimizer="adamw",
+        implementation="fused",
         parallel=f"ddp=8,zero=2,param_dtype=bf16,reduce_bucket_size={1024**2}",
-    )  # fmt: skip
+    )
     assert auto.breakdown == given.breakdown
     assert not any("auto in the DeepSpeed file" in note for note in auto.warnings)
 
@@ -126,9 +130,10 @@ def test_a_plan_traces_each_number_of_ranks_that_share_the_optimizer():
     settings = "zero=2,reduce_bucket_size=1e6,param_dtype=bf16"
     done = plan(net, INPUTS, gpus=[2, 8], optimizer="adamw", parallel=settings, device="A100-SXM4-40GB")
     taken = {
-        (row.parallel.ddp, row.micro_batch): row.peak_memory_mib for row in done.rows
+        (row.parallel.ddp, row.micro_batch): row.peak_memory_mib
+        for row in done.rows
         if row.parallel.zero and row.peak_memory_mib is not None and row.checkpointing is None
-    }  # fmt: skip
+    }
     sizes = {size for ranks, size in taken if ranks == 2} & {size for ranks, size in taken if ranks == 8}
     assert sizes and all(taken[8, size] < taken[2, size] for size in sizes)
 

@@ -11,8 +11,15 @@ from conf.errors import UsageError
 from warehouse.ingest import IngestSettings, ingest
 from warehouse.published_kernels import KERNEL_TABLES
 
-CELLS = {"gpu": "A100-SXM4", "gpus": "4", "precision": "fp32", "size_bytes": "4096", "what_was_measured": "all-reduce",
-         "value": "31.5", "unit": "us"}  # fmt: skip
+CELLS = {
+    "gpu": "A100-SXM4",
+    "gpus": "4",
+    "precision": "fp32",
+    "size_bytes": "4096",
+    "what_was_measured": "all-reduce",
+    "value": "31.5",
+    "unit": "us",
+}
 
 
 def all_reduce_file(path, *rows):

@@ -65,11 +65,17 @@ def test_a_folder_that_is_well(filled, capsys):
 @pytest.mark.parametrize(
     "pattern",
     [
-        "runs/family=cnn/J-000004.parquet", "telemetry/family=cnn/J-000005.parquet", "runs/family=cnn/merged-*.parquet",
-        "telemetry/family=cnn/merged-*.parquet", "jobs/J.parquet", "compactions/runs/merged-*.parquet",
-        "runs/family=_schema/*.parquet", "models/memory/v1/model/model.txt", "models/memory/v1/meta.json",
+        "runs/family=cnn/J-000004.parquet",
+        "telemetry/family=cnn/J-000005.parquet",
+        "runs/family=cnn/merged-*.parquet",
+        "telemetry/family=cnn/merged-*.parquet",
+        "jobs/J.parquet",
+        "compactions/runs/merged-*.parquet",
+        "runs/family=_schema/*.parquet",
+        "models/memory/v1/model/model.txt",
+        "models/memory/v1/meta.json",
     ],
-)  # fmt: skip
+)
 def test_a_flipped_bit_in_any_file_is_named_with_its_path(filled, capsys, pattern):
     (path,) = filled.root.glob(pattern)
     flip(path)

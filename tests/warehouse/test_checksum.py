@@ -40,15 +40,28 @@ def test_every_file_that_the_project_writes_carries_its_checksum(folder):
         writer.write(run_row(index), samples(), kernels(), ranks(), collocations())
     writer.write_batch([run_row(9, family="mlp", source="imported")])
     mark = Mark(
-        run_id="J-000001", label="drama", operators=(), device_name="A", source="measured", environment={},
-        shift=None, said="moved",
-    )  # fmt: skip
+        run_id="J-000001",
+        label="drama",
+        operators=(),
+        device_name="A",
+        source="measured",
+        environment={},
+        shift=None,
+        said="moved",
+    )
     write_marks(folder, "2026-01-02", [mark], marked_at=datetime.datetime.now(datetime.UTC))
     compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2))
     paths = sorted(folder.root.rglob("*.parquet"))
     assert {path.relative_to(folder.root).parts[0] for path in paths} == {
-        "runs", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale", "compactions"
-    }  # fmt: skip
+        "runs",
+        "telemetry",
+        "kernels",
+        "ranks",
+        "collocations",
+        "jobs",
+        "stale",
+        "compactions",
+    }
     assert [path for path in paths if verify(path) != (True, None)] == []
 
 

@@ -36,9 +36,14 @@ def land_pair(folder, **columns):
     writer.write(run_row(0, **where), samples(1))
     for member in (0, 1):
         figures = {
-            "member": [member], "slowdown": [1.5], "solo_step_ms": [10.0], "shared_step_ms": [15.0],
-            "joint_memory_mib": [900.0], "solo_run_id": ["J-000000" if member == 0 else None], **columns,
-        }  # fmt: skip
+            "member": [member],
+            "slowdown": [1.5],
+            "solo_step_ms": [10.0],
+            "shared_step_ms": [15.0],
+            "joint_memory_mib": [900.0],
+            "solo_run_id": ["J-000000" if member == 0 else None],
+            **columns,
+        }
         writer.write(run_row(1 + member, group_id="G", **where), samples(1), collocations=collocations(**figures))
 
 
@@ -48,8 +53,10 @@ def land_pair(folder, **columns):
 def test_members_land_with_their_runs_device_config_and_count(folder):
     land_pair(folder)
     assert ask(folder, "SELECT run_id, collocation_rows FROM runs ORDER BY 1") == [
-        ("J-000000", None), ("J-000001", 1), ("J-000002", 1),
-    ]  # fmt: skip
+        ("J-000000", None),
+        ("J-000001", 1),
+        ("J-000002", 1),
+    ]
     assert ask(folder, "SELECT member_row, group_id, member, device_name, config, family FROM collocations") == [
         (f"J-00000{1 + member}-c00000", "G", member, "NVIDIA T4", '{"family":"cnn"}', "cnn") for member in (0, 1)
     ]
@@ -78,9 +85,12 @@ def test_checks_name_members_that_cannot_be(folder):
     RunWriter(folder).write(run_row(7), samples(1), collocations=collocations(group_id=["H"]))
     findings = {finding.rule: finding.count for finding in check(folder)}
     assert findings == {
-        "impossible.collocations.slowdown": 2, "range.collocations.solo_gpu_util": 2,
-        "impossible.collocations.member": 2, "impossible.collocations.died_of": 2, "collocations.members": 1,
-    }  # fmt: skip
+        "impossible.collocations.slowdown": 2,
+        "range.collocations.solo_gpu_util": 2,
+        "impossible.collocations.member": 2,
+        "impossible.collocations.died_of": 2,
+        "collocations.members": 1,
+    }
 
 
 def test_members_survive_compaction_and_snapshots(folder):
@@ -112,18 +122,47 @@ def test_groups_leave_in_data_sets_under_public_ids_and_come_back_the_same(folde
 
 # ---- published pairs
 
-SINGLE = {"model": "BERT", "dataset": "SQuAD", "batchsize": 32, "amp": 0, "speed": 80, "gpu_util": 90,
-          "gmem_util": 60, "gmem": 8000, "label": 2}  # fmt: skip
+SINGLE = {
+    "model": "BERT",
+    "dataset": "SQuAD",
+    "batchsize": 32,
+    "amp": 0,
+    "speed": 80,
+    "gpu_util": 90,
+    "gmem_util": 60,
+    "gmem": 8000,
+    "label": 2,
+}
 LSTM = {**SINGLE, "model": "LSTM", "dataset": "Wikitext2", "amp": 1, "gpu_util": 50, "gmem_util": 40, "gmem": 4000}
 PAIR = {
-    "model1": "BERT", "dataset1": "SQuAD", "gpu_num1": 1, "batchsize1": 32, "amp1": 0, "speed1": 0.8,
-    "model2": "LSTM", "dataset2": "Wikitext2", "gpu_num2": 1, "batchsize2": 32, "amp2": 1, "speed2": 0.5,
-    "gpu_util": 99.5, "gmem_util": 70, "gmem": 12020,
-}  # fmt: skip
+    "model1": "BERT",
+    "dataset1": "SQuAD",
+    "gpu_num1": 1,
+    "batchsize1": 32,
+    "amp1": 0,
+    "speed1": 0.8,
+    "model2": "LSTM",
+    "dataset2": "Wikitext2",
+    "gpu_num2": 1,
+    "batchsize2": 32,
+    "amp2": 1,
+    "speed2": 0.5,
+    "gpu_util": 99.5,
+    "gmem_util": 70,
+    "gmem": 12020,
+}
 GAVEL_ROW = {
-    "table": "simulation_throughputs.json", "gpu": "p100", "job_a": "LM (batch size 5)", "gpus_a": 1, "job_b": "",
-    "gpus_b": "", "iters_per_s_a": 40.0, "iters_per_s_b": "", "slowdown_a": "", "provenance": "here",
-}  # fmt: skip
+    "table": "simulation_throughputs.json",
+    "gpu": "p100",
+    "job_a": "LM (batch size 5)",
+    "gpus_a": 1,
+    "job_b": "",
+    "gpus_b": "",
+    "iters_per_s_a": 40.0,
+    "iters_per_s_b": "",
+    "slowdown_a": "",
+    "provenance": "here",
+}
 
 
 def write(path, *lines):

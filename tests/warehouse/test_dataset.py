@@ -34,20 +34,24 @@ torch.OutOfMemoryError: on host17.example.org (10.1.2.3), see /home/someone/logs
 
 
 def gpu_run(index, **changes):
-    return run_row(index) | {
-        "config": json.dumps({"family": "cnn", "depth": index // 2, "batch_size": index % 2}),
-        "batch_size": index % 2,
-        "source": "measured",
-        "device_name": "NVIDIA H100 80GB HBM3",
-        "device_uuid": "GPU-0a1b2c3d-0000-1111-2222-333344445555",
-        "device_memory_mib": 81559.0,
-        "node": "host17.example.org",
-        "worker": "ray-0",
-        "torch_version": "2.13.0+cu130",
-        "smact": 0.1 + index / 100,
-        "telemetry_missing": json.dumps({"dcgm": "no answer at http://host17:9400/metrics"}),
-        "finished_at": DAY + datetime.timedelta(minutes=index),
-    } | changes  # fmt: skip
+    return (
+        run_row(index)
+        | {
+            "config": json.dumps({"family": "cnn", "depth": index // 2, "batch_size": index % 2}),
+            "batch_size": index % 2,
+            "source": "measured",
+            "device_name": "NVIDIA H100 80GB HBM3",
+            "device_uuid": "GPU-0a1b2c3d-0000-1111-2222-333344445555",
+            "device_memory_mib": 81559.0,
+            "node": "host17.example.org",
+            "worker": "ray-0",
+            "torch_version": "2.13.0+cu130",
+            "smact": 0.1 + index / 100,
+            "telemetry_missing": json.dumps({"dcgm": "no answer at http://host17:9400/metrics"}),
+            "finished_at": DAY + datetime.timedelta(minutes=index),
+        }
+        | changes
+    )
 
 
 def readings(n, start_ms=0.0, every_ms=20.0, **columns):
@@ -100,8 +104,11 @@ def test_there_is_a_pair_of_files_for_each_family_device_and_day(filled, out):
     report = exported(filled, out)
     assert report.added.total() == 7
     stem = "NVIDIA-H100-80GB-HBM3-2026-03-0"
-    pairs = {f"{family}/{stem}{day}-{kind}.parquet"
-             for family, day in (("cnn", 4), ("cnn", 5), ("mlp", 4)) for kind in ("runs", "telemetry")}  # fmt: skip
+    pairs = {
+        f"{family}/{stem}{day}-{kind}.parquet"
+        for family, day in (("cnn", 4), ("cnn", 5), ("mlp", 4))
+        for kind in ("runs", "telemetry")
+    }
     assert set(files(out)) == {"README.md", *pairs}
     assert len(find_parts(out)) == 3
 

@@ -51,9 +51,10 @@ def leave(disk, kib):
 def places(disk):
     """Every path but locks, and the folder of snapshots, which is one of the data folder's own."""
     return {
-        path for path in disk.rglob("*")
+        path
+        for path in disk.rglob("*")
         if path.parent.name != "locks" and path.name not in ("snapshots", "filler", "warehouse.duckdb")
-    }  # fmt: skip
+    }
 
 
 COMMANDS = {
@@ -63,10 +64,15 @@ COMMANDS = {
     "compact": (compact.entry, []),
     "ingest": (
         ingest.entry,
-        ["source=csv", "path='{disk}/rows.csv'", "family=cnn", "device_name=A100",
-         "columns='{{peak_memory_mib: memory, batch_size: batch}}'"],
+        [
+            "source=csv",
+            "path='{disk}/rows.csv'",
+            "family=cnn",
+            "device_name=A100",
+            "columns='{{peak_memory_mib: memory, batch_size: batch}}'",
+        ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.spread(2)

@@ -24,8 +24,18 @@ from warehouse.folder import DataFolder
 from warehouse.gpumemnet import dense_parameters, pool_intervals
 from warehouse.ingest import IngestSettings, ingest
 
-HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT",
-          "Avg SMOCC", "Avg DRAMA", "Status")  # fmt: skip
+HEADER = (
+    "Filename",
+    "Depth",
+    "Total Parameters",
+    "Batch Size",
+    "Max GPU Memory (MiB)",
+    "Avg GPUTL",
+    "Avg SMACT",
+    "Avg SMOCC",
+    "Avg DRAMA",
+    "Status",
+)
 OLD_HEADER = HEADER[:5]
 TIMM = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
 TRANSFORMER = (
@@ -96,11 +106,27 @@ def test_rows_land_with_their_configuration_labels_and_environment(place, take):
     assert report.statuses == {"ok": 3, "oom": 1}
     (one,) = rows(place, where="batch_size = 64")
     wanted = {
-        "job_id": "import-gpumemnet", "family": "mlp", "status": "ok", "source": "imported", "oom_kind": None,
-        "device_name": "A100-SXM4-40GB", "device_memory_mib": 40_960, "torch_version": "2.4.1", "cuda_version": "12.2",
-        "precision": "fp32", "optimizer": "adam", "peak_memory_mib": 1600, "gpu_util": 0.8, "smact": 0.5, "smocc": None,
-        "drama": 0.25, "parameters": 100, "step_time_ms": None, "error": None, "error_type": None,
-    }  # fmt: skip
+        "job_id": "import-gpumemnet",
+        "family": "mlp",
+        "status": "ok",
+        "source": "imported",
+        "oom_kind": None,
+        "device_name": "A100-SXM4-40GB",
+        "device_memory_mib": 40_960,
+        "torch_version": "2.4.1",
+        "cuda_version": "12.2",
+        "precision": "fp32",
+        "optimizer": "adam",
+        "peak_memory_mib": 1600,
+        "gpu_util": 0.8,
+        "smact": 0.5,
+        "smocc": None,
+        "drama": 0.25,
+        "parameters": 100,
+        "step_time_ms": None,
+        "error": None,
+        "error_type": None,
+    }
     assert {name: one[name] for name in wanted} == wanted
     (oom,) = rows(place, where="status = 'oom'")
     assert (oom["oom_kind"], oom["peak_memory_mib"], oom["family"]) == ("device", 39_000, "cnn")
@@ -122,10 +148,18 @@ def test_configs_are_complete_and_known_by_the_farms_own_hash(place, take):
 def test_a_dense_networks_parameters_are_counted_as_the_family_counts_them():
     for at in range(200):
         values = dict(
-            batch_size=2, image_size=8 + at, channels=1 + at % 3, classes=2 + at, base_filters=16, depth=4 + at % 29,
-            activation=ACTIVATIONS[at % len(ACTIVATIONS)], batch_norm=at % 2 == 0, topology="dense", softmax=True,
+            batch_size=2,
+            image_size=8 + at,
+            channels=1 + at % 3,
+            classes=2 + at,
+            base_filters=16,
+            depth=4 + at % 29,
+            activation=ACTIVATIONS[at % len(ACTIVATIONS)],
+            batch_norm=at % 2 == 0,
+            topology="dense",
+            softmax=True,
             growth_rate=32 if at % 5 else 7,
-        )  # fmt: skip
+        )
         for interval in pool_intervals(values["image_size"], values["depth"]):
             config = cnn.Config(**values, pool_interval=interval)
             assert dense_parameters(config.to_mapping()) == totals(layers_of(config)).parameters
@@ -135,9 +169,16 @@ def test_how_dense_blocks_are_pooled_is_told_by_the_parameters(place, take):
     name = cnn_name("dense", 48, 64)
     first, second = pool_intervals(64, 48)
     config = dict(
-        batch_size=4, image_size=64, channels=3, classes=7, base_filters=16, depth=48, topology="dense",
-        activation="silu", softmax=True,
-    )  # fmt: skip
+        batch_size=4,
+        image_size=64,
+        channels=3,
+        classes=7,
+        base_filters=16,
+        depth=48,
+        topology="dense",
+        activation="silu",
+        softmax=True,
+    )
     counts = [totals(layers_of(cnn.Config(**config, pool_interval=i))).parameters for i in (first, second)]
     table = [(name, 48, count, 4, 2000 + at) for at, count in enumerate([*counts, 1])]
     take(write(place / "dense.csv", OLD_HEADER, table))
@@ -174,14 +215,23 @@ def test_equal_rows_of_a_file_are_runs_of_their_own(place, take):
 
 
 def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, take):
-    table = [measured(mlp(), 32, 0), measured(mlp(), 32, 1500, depth=0), ROWS[0], measured("what?", 3, -1),
-             measured(mlp(), 32, 1800, "EXPLODED"), measured(mlp(), 32, 9e30)]  # fmt: skip
+    table = [
+        measured(mlp(), 32, 0),
+        measured(mlp(), 32, 1500, depth=0),
+        ROWS[0],
+        measured("what?", 3, -1),
+        measured(mlp(), 32, 1800, "EXPLODED"),
+        measured(mlp(), 32, 9e30),
+    ]
     (report,) = take(write(place / "some.csv", HEADER, table)).files
     assert report.statuses == {"invalid": 5, "ok": 1}
     assert report.invalid == {
-        "never started: no memory": [1], "never started: depth 0": [2], "file name has no known first key": [4],
-        "status EXPLODED": [5], "peak_memory_mib: 9e+30 MiB, on a device of 40,960 MiB": [6],
-    }  # fmt: skip
+        "never started: no memory": [1],
+        "never started: depth 0": [2],
+        "file name has no known first key": [4],
+        "status EXPLODED": [5],
+        "peak_memory_mib: 9e+30 MiB, on a device of 40,960 MiB": [6],
+    }
     invalid_rows = rows(place, where="status = 'invalid'")
     assert {row["error"] for row in invalid_rows} == set(report.invalid)
     assert {row["family"] for row in invalid_rows} == {"mlp", "unknown"}
@@ -215,9 +265,10 @@ def test_a_folder_is_searched_below_and_other_files_are_named(place, take):
     report = take(place / "set")
     assert {(file.path.parent.name, file.new) for file in report.files} == {("A", 1), ("B", 1)}
     assert {path.name: why.split(";")[0] for path, why in report.left.items()} == {
-        "odd.csv": "unknown header", "timm.csv": "its rows are of source=timm",
+        "odd.csv": "unknown header",
+        "timm.csv": "its rows are of source=timm",
         "known.csv": "well-known models by name: no configurations of a family that could be rebuilt",
-    }  # fmt: skip
+    }
 
 
 MAPPING = dict(
@@ -231,10 +282,15 @@ MAPPING = dict(
 def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
     header = ("net", "bs", "mem", "sm", "end", "note")
     table = [
-        ("resnet18", 8, 2100.5, 0.5, "ok", "x"), ("resnet18", 999, "", -1, "OOM", "x"),
-        ("resnet18", 8, 10, 50, "ok", ""), ("resnet18", 8, -3, 0.5, "ok", ""), ("resnet18", 8, 90_000, 0.5, "ok", ""),
-        ("resnet18", "", 10, 0.5, "ok", ""), ("resnet18", 8, "", "nan", "", ""), ("resnet18", 8, 10, "", "meh", ""),
-    ]  # fmt: skip
+        ("resnet18", 8, 2100.5, 0.5, "ok", "x"),
+        ("resnet18", 999, "", -1, "OOM", "x"),
+        ("resnet18", 8, 10, 50, "ok", ""),
+        ("resnet18", 8, -3, 0.5, "ok", ""),
+        ("resnet18", 8, 90_000, 0.5, "ok", ""),
+        ("resnet18", "", 10, 0.5, "ok", ""),
+        ("resnet18", 8, "", "nan", "", ""),
+        ("resnet18", 8, 10, "", "meh", ""),
+    ]
     path = write(place / "mine.csv", header, table)
     (report,) = take(path, "csv", **MAPPING).files
     assert report.statuses == {"ok": 1, "oom": 1, "invalid": 6}
@@ -294,12 +350,16 @@ def test_cells_that_are_no_figures_are_invalid(place, take):
         (["source=csv", "family=cnn", "columns={smact: a}"], "device_name=... is missing"),
         (["source=csv", "family=cnn", "device_name=x"], "columns='{peak_memory_mib: COLUMN, ...}' is missing"),
         (["source=csv", "family=cnn", "device_name=x", "columns=mem"], "columns must be written as"),
-        (["source=csv", "family=cnn", "device_name=x", "columns={smat: Depth, run_id: Depth}"],
-         "columns: unknown smat, run_id; known: "),
-        (["source=csv", "family=cnn", "device_name=x", "columns={smact: Deep}"],
-         "no column Deep; the file has Filename"),
+        (
+            ["source=csv", "family=cnn", "device_name=x", "columns={smat: Depth, run_id: Depth}"],
+            "columns: unknown smat, run_id; known: ",
+        ),
+        (
+            ["source=csv", "family=cnn", "device_name=x", "columns={smact: Deep}"],
+            "no column Deep; the file has Filename",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_message_and_writes_nothing(place, capsys, arguments, expected_text):
     path = write(place / "some.csv", HEADER, ROWS)
     if not any(text.startswith("path=") for text in arguments):
@@ -344,8 +404,9 @@ def test_a_kill_leaves_whole_batches_and_a_repeat_adds_the_rest_once(place, take
     write(place / "set" / "b.csv", HEADER, [*ROWS[2:], measured(cnn_name(depth=5), 4, 3000)])
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(place / "set"), str(place / "data"), str(survived)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == -signal.SIGKILL
     assert len(rows(place)) == [0, 2, 4][survived]
     take(place / "set")

@@ -27,16 +27,28 @@ from warehouse.writer import RunWriter
 NOW_S = 4_000_000_000.0
 
 CELLS = {
-    "op": "bmm", "device": "NVIDIA A100-PCIE-40GB", "latency_ms": 0.0358,
-    "dims": '{"B": "6", "K": "390", "M": "27", "N": "21"}', "kernel": "ampere_sgemm_128x128_nn",
-    "warps_per_sm": 1.5, "blocks_per_sm": 0.25, "grid": "4x1x6", "block": "256x1x1",
-    "torch": "p2.1.0", "cuda": "cu121", "cudnn": "8902",
-}  # fmt: skip
+    "op": "bmm",
+    "device": "NVIDIA A100-PCIE-40GB",
+    "latency_ms": 0.0358,
+    "dims": '{"B": "6", "K": "390", "M": "27", "N": "21"}',
+    "kernel": "ampere_sgemm_128x128_nn",
+    "warps_per_sm": 1.5,
+    "blocks_per_sm": 0.25,
+    "grid": "4x1x6",
+    "block": "256x1x1",
+    "torch": "p2.1.0",
+    "cuda": "cu121",
+    "cudnn": "8902",
+}
 CONVOLUTION = CELLS | {
-    "op": "conv", "device": "Tesla T4",
-    "dims": json.dumps(dict(B="38", Input_Channel="893", Input_Size="5", Kernel_Szie="3", Output_Channel="326",
-                            Padding="1", Stride="2")),
-}  # fmt: skip
+    "op": "conv",
+    "device": "Tesla T4",
+    "dims": json.dumps(
+        dict(
+            B="38", Input_Channel="893", Input_Size="5", Kernel_Szie="3", Output_Channel="326", Padding="1", Stride="2"
+        )
+    ),
+}
 VECTORS = {"dims": '{"B": "127", "H": "168"}'}
 
 

@@ -32,8 +32,9 @@ def test_medians_of_rows_with_the_same_key_are_paired_and_null_equals_null():
 def test_keys_of_one_side_alone_are_returned_where_they_are_wanted():
     both = pairs([("a", "T4", 1.0, None)], [("b", "T4", 2.0, None)], alone=True)
     assert [(pair.key["config_hash"], bool(pair.before), bool(pair.after)) for pair in both] == [
-        ("a", True, False), ("b", False, True),
-    ]  # fmt: skip
+        ("a", True, False),
+        ("b", False, True),
+    ]
     assert [pair.shift("peak_memory_mib") for pair in both] == [None, None]
 
 

@@ -83,9 +83,17 @@ def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(filled, tm
     report = publish(settings(filled, tmp_path / "set"))
     out = tmp_path / "set"
     assert sorted(path.name for path in out.iterdir()) == [
-        "README.md", "collocations", "croissant.json", "jobs", "kernels", "load_example.py", "pages", "ranks", "runs",
+        "README.md",
+        "collocations",
+        "croissant.json",
+        "jobs",
+        "kernels",
+        "load_example.py",
+        "pages",
+        "ranks",
+        "runs",
         "telemetry",
-    ]  # fmt: skip
+    ]
     assert dict(report.rows) == {
         "runs": 7,
         "telemetry": 5 * 40 + 2 + 3,
@@ -149,8 +157,13 @@ def test_the_loading_example_runs_from_anywhere(filled, tmp_path):
 def test_croissant_accepts_the_metadata_and_reads_the_records(filled, tmp_path, caplog):
     mlcroissant = pytest.importorskip("mlcroissant")
     out = tmp_path / "set"
-    given = {"citation": "@misc{x}", "creators": ["Ada Lovelace", "org:ACME"], "url": "https://example.org/x",
-             "version": "1.2.0", "published": "2026-11-20"}  # fmt: skip
+    given = {
+        "citation": "@misc{x}",
+        "creators": ["Ada Lovelace", "org:ACME"],
+        "url": "https://example.org/x",
+        "version": "1.2.0",
+        "published": "2026-11-20",
+    }
     publish(settings(filled, out, **given))
     dataset = mlcroissant.Dataset(jsonld=out / "croissant.json")
     assert not dataset.metadata.issues.errors and not dataset.metadata.issues.warnings

@@ -116,9 +116,14 @@ def test_rows_that_never_started_are_kept_as_invalid_with_their_reason(tmp_path)
     assert [row.row for row in file.rows] == [1, 2, 3, 4, 5, 6, 7] and file.rows[0].file == "a'; echo foo"
     assert file.rows[2].memory_mib is None
     assert [row.reason for row in file.rows] == [
-        "crashed out of memory", "never started: depth 0", "never started: no memory", "status EXPLODED",
-        "batch size is not the one in the file name", "file name has no known first key", None,
-    ]  # fmt: skip
+        "crashed out of memory",
+        "never started: depth 0",
+        "never started: no memory",
+        "status EXPLODED",
+        "batch size is not the one in the file name",
+        "file name has no known first key",
+        None,
+    ]
 
 
 def test_a_file_without_a_status_column_holds_what_ran(tmp_path):

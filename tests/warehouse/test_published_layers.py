@@ -23,16 +23,31 @@ def write(path, rows):
 
 def sailor_row(**cells):
     return {
-        "model": "OPT-350", "layer": "head", "gpu": "V100-16", "tp": 1, "batch_per_gpu": 1,
-        "what_was_measured": "forward time", "value": 0.02, "unit": "s", **cells,
-    }  # fmt: skip
+        "model": "OPT-350",
+        "layer": "head",
+        "gpu": "V100-16",
+        "tp": 1,
+        "batch_per_gpu": 1,
+        "what_was_measured": "forward time",
+        "value": 0.02,
+        "unit": "s",
+        **cells,
+    }
 
 
 def liger_row(**cells):
     return {
-        "model": "swiglu", "provider": "huggingface", "mode": "full", "x_name": "T", "x_value": 256,
-        "config": CONFIG, "gpu": "NVIDIA B200", "value": 0.5, "unit": "ms", **cells,
-    }  # fmt: skip
+        "model": "swiglu",
+        "provider": "huggingface",
+        "mode": "full",
+        "x_name": "T",
+        "x_value": 256,
+        "config": CONFIG,
+        "gpu": "NVIDIA B200",
+        "value": 0.5,
+        "unit": "ms",
+        **cells,
+    }
 
 
 def landed(folder, source, rows):

@@ -15,69 +15,195 @@ from warehouse.published_tables import TABLES
 from warehouse.schema import SCHEMA_VERSION
 
 TIMM = {
-    "model": "resnet18", "gpu": "RTX-3090", "precision": "amp fp16", "layout": "nhwc", "torch": "1.12", "cuda": "11.3",
-    "optimizer": "momentum (timm sgd)", "cudnn_benchmark": "yes", "batch": 256, "img_size": 224, "step_ms": 100,
-    "samples_per_s": 2560, "param_m": 11.69, "provenance": "owner/name@abc",
-}  # fmt: skip
+    "model": "resnet18",
+    "gpu": "RTX-3090",
+    "precision": "amp fp16",
+    "layout": "nhwc",
+    "torch": "1.12",
+    "cuda": "11.3",
+    "optimizer": "momentum (timm sgd)",
+    "cudnn_benchmark": "yes",
+    "batch": 256,
+    "img_size": 224,
+    "step_ms": 100,
+    "samples_per_s": 2560,
+    "param_m": 11.69,
+    "provenance": "owner/name@abc",
+}
 LITGPT = {
-    "source": "tables", "model": "phi", "method": "lora", "quantization": "bnb.nf4", "precision": "bf16-true",
-    "optimizer": "AdamW", "micro_batch": 1, "gpus": 1, "gpu": "A100-SXM4-40GB", "peak_memory_gb": 4, "outcome": "ok",
+    "source": "tables",
+    "model": "phi",
+    "method": "lora",
+    "quantization": "bnb.nf4",
+    "precision": "bf16-true",
+    "optimizer": "AdamW",
+    "micro_batch": 1,
+    "gpus": 1,
+    "gpu": "A100-SXM4-40GB",
+    "peak_memory_gb": 4,
+    "outcome": "ok",
     "memory_kind": "torch max_memory_allocated, 1e9 bytes",
-}  # fmt: skip
+}
 TORCHTUNE = {
-    "model": "Llama 3.2 3B", "method": "+ Compile", "precision": "bf16", "batch": 2, "packed": "yes",
-    "optimizer": "AdamW fused", "gpu": "A100", "peak_memory_gib": 25.5, "memory_kind": "torch peak active",
-}  # fmt: skip
+    "model": "Llama 3.2 3B",
+    "method": "+ Compile",
+    "precision": "bf16",
+    "batch": 2,
+    "packed": "yes",
+    "optimizer": "AdamW fused",
+    "gpu": "A100",
+    "peak_memory_gib": 25.5,
+    "memory_kind": "torch peak active",
+}
 TORCHTITAN = {
-    "setting": "8 GPUs", "technique": "FSDP", "gpu": "H100", "seq": 8192, "tps_per_gpu": 5762, "memory_gib": 80,
-    "memory_kind": "torch max reserved", "memory_gb_as_printed": "",
-}  # fmt: skip
+    "setting": "8 GPUs",
+    "technique": "FSDP",
+    "gpu": "H100",
+    "seq": 8192,
+    "tps_per_gpu": 5762,
+    "memory_gib": 80,
+    "memory_kind": "torch max reserved",
+    "memory_gb_as_printed": "",
+}
 PEFT = {
-    "model": "Llama", "method": "LORA", "batch": 4, "dtype": "bfloat16", "optimizer": "AdamW", "gpu": "NVIDIA L40S",
-    "torch": "2.13.0+cu130", "max_reserved_mib": 24934, "reserved_avg_mib": 15430, "trainable_params": 630784,
+    "model": "Llama",
+    "method": "LORA",
+    "batch": 4,
+    "dtype": "bfloat16",
+    "optimizer": "AdamW",
+    "gpu": "NVIDIA L40S",
+    "torch": "2.13.0+cu130",
+    "max_reserved_mib": 24934,
+    "reserved_avg_mib": 15430,
+    "trainable_params": 630784,
     "total_params": 3213380608,
-}  # fmt: skip
+}
 LLM_FOUNDRY = {
-    "Model": "3b", "# GPUs": 8, "GPU": "h100_80gb", "MicroBatchSize": 4, "GradAccum": 2, "GlobalBatchSize": 64,
-    "GlobalBatchSize (T)": 131072, "Throughput (T/s)": 65536, "Precision": "amp_bf16", "NumParams": 2651837440,
-}  # fmt: skip
-EXAMPLES = {"model": "resnet50v1.5", "gpu": "A100-80GB", "gpus": 1, "precision": "AMP", "batch": 256, "seq": "",
-            "layout": "nhwc", "throughput": 2560}  # fmt: skip
-LUCID = {"model": "BERT", "dataset": "SQuAD", "batchsize": 32, "amp": 1, "speed": 84.9, "gpu_util": 50,
-         "gmem_util": 62.5, "gmem": 20162}  # fmt: skip
+    "Model": "3b",
+    "# GPUs": 8,
+    "GPU": "h100_80gb",
+    "MicroBatchSize": 4,
+    "GradAccum": 2,
+    "GlobalBatchSize": 64,
+    "GlobalBatchSize (T)": 131072,
+    "Throughput (T/s)": 65536,
+    "Precision": "amp_bf16",
+    "NumParams": 2651837440,
+}
+EXAMPLES = {
+    "model": "resnet50v1.5",
+    "gpu": "A100-80GB",
+    "gpus": 1,
+    "precision": "AMP",
+    "batch": 256,
+    "seq": "",
+    "layout": "nhwc",
+    "throughput": 2560,
+}
+LUCID = {
+    "model": "BERT",
+    "dataset": "SQuAD",
+    "batchsize": 32,
+    "amp": 1,
+    "speed": 84.9,
+    "gpu_util": 50,
+    "gmem_util": 62.5,
+    "gmem": 20162,
+}
 GAVEL = {
-    "table": "simulation_throughputs.json", "gpu": "p100", "job_a": "ResNet-18 (batch size 32)", "gpus_a": 1,
-    "job_b": "", "gpus_b": "", "iters_per_s_a": 40.0, "iters_per_s_b": "", "slowdown_a": "", "provenance": "gavel",
-}  # fmt: skip
+    "table": "simulation_throughputs.json",
+    "gpu": "p100",
+    "job_a": "ResNet-18 (batch size 32)",
+    "gpus_a": 1,
+    "job_b": "",
+    "gpus_b": "",
+    "iters_per_s_a": 40.0,
+    "iters_per_s_b": "",
+    "slowdown_a": "",
+    "provenance": "gavel",
+}
 ZEUS = {
-    "model": "resnet50", "dataset": "imagenet", "gpu": "A40", "gpus": 1, "batch_per_gpu": 64, "precision": "fp32",
-    "optimizer": "adadelta", "power_limit_w": 200, "what_was_measured": "average power", "value": 180, "unit": "W",
-}  # fmt: skip
+    "model": "resnet50",
+    "dataset": "imagenet",
+    "gpu": "A40",
+    "gpus": 1,
+    "batch_per_gpu": 64,
+    "precision": "fp32",
+    "optimizer": "adadelta",
+    "power_limit_w": 200,
+    "what_was_measured": "average power",
+    "value": 180,
+    "unit": "W",
+}
 PARALLEL = {
-    "model": "GPT", "gpu": "H100", "gpus": 8, "tp": 2, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 2, "global_batch": 32,
+    "model": "GPT",
+    "gpu": "H100",
+    "gpus": 8,
+    "tp": 2,
+    "pp": 1,
+    "cp": 1,
+    "ep": 1,
+    "micro_batch": 2,
+    "global_batch": 32,
     "precision": "BF16",
-}  # fmt: skip
+}
 VTRAIN = {
-    **PARALLEL, "num_layers": 4, "hidden": 256, "heads": 4, "dp": 4, "pipeline_schedule": "1f1b", "micro_batches": 4,
-    "what_was_measured": "iteration time", "value": 160, "unit": "ms",
-}  # fmt: skip
+    **PARALLEL,
+    "num_layers": 4,
+    "hidden": 256,
+    "heads": 4,
+    "dp": 4,
+    "pipeline_schedule": "1f1b",
+    "micro_batches": 4,
+    "what_was_measured": "iteration time",
+    "value": 160,
+    "unit": "ms",
+}
 DGXC = {
-    **PARALLEL, "framework": "NeMo", "section": "H100", "release": "v25", "what_was_measured": "train step time",
-    "value": 4.5, "unit": "s",
-}  # fmt: skip
+    **PARALLEL,
+    "framework": "NeMo",
+    "section": "H100",
+    "release": "v25",
+    "what_was_measured": "train step time",
+    "value": 4.5,
+    "unit": "s",
+}
 MEGATRON = {
-    **PARALLEL, "num_layers": 4, "hidden": 256, "test_case": "gpt", "environment": "dev",
-    "what_was_measured": "iteration_time", "value": 160, "unit": "ms",
-}  # fmt: skip
+    **PARALLEL,
+    "num_layers": 4,
+    "hidden": 256,
+    "test_case": "gpt",
+    "environment": "dev",
+    "what_was_measured": "iteration_time",
+    "value": 160,
+    "unit": "ms",
+}
 NEMO = {
-    **PARALLEL, "seq": 4096, "container": "25.09", "task": "Pre-Training", "ga": 8,
-    "what_was_measured": "tokens per second per GPU", "value": 8192, "unit": "tokens/s/GPU",
-}  # fmt: skip
+    **PARALLEL,
+    "seq": 4096,
+    "container": "25.09",
+    "task": "Pre-Training",
+    "ga": 8,
+    "what_was_measured": "tokens per second per GPU",
+    "value": 8192,
+    "unit": "tokens/s/GPU",
+}
 ROWS = {
-    "timm_benchmark": TIMM, "litgpt": LITGPT, "torchtune": TORCHTUNE, "torchtitan": TORCHTITAN, "peft": PEFT,
-    "llm_foundry": LLM_FOUNDRY, "deeplearningexamples": EXAMPLES, "lucid": LUCID,
-    "gavel": GAVEL, "zeus": ZEUS, "vtrain": VTRAIN, "dgxc": DGXC, "nemo": NEMO, "megatron": MEGATRON,
-}  # fmt: skip
+    "timm_benchmark": TIMM,
+    "litgpt": LITGPT,
+    "torchtune": TORCHTUNE,
+    "torchtitan": TORCHTITAN,
+    "peft": PEFT,
+    "llm_foundry": LLM_FOUNDRY,
+    "deeplearningexamples": EXAMPLES,
+    "lucid": LUCID,
+    "gavel": GAVEL,
+    "zeus": ZEUS,
+    "vtrain": VTRAIN,
+    "dgxc": DGXC,
+    "nemo": NEMO,
+    "megatron": MEGATRON,
+}
 
 
 def write(path, *lines):
@@ -134,11 +260,21 @@ def test_each_instruments_figure_lands_in_its_own_column(tmp_path, take):
         figures = {name: run[f"peak_{name}_mib"] for name in ("memory", "reserved", "allocated")}
         memory[run["job_id"].removeprefix("import-")] = {name: mib for name, mib in figures.items() if mib is not None}
     assert memory == {
-        "timm_benchmark": {}, "deeplearningexamples": {}, "llm_foundry": {}, "lucid": {"memory": 20162},
-        "gavel": {}, "zeus": {}, "vtrain": {}, "dgxc": {}, "nemo": {}, "megatron": {},
-        "litgpt": {"allocated": 4e9 / 2**20}, "torchtune": {"allocated": 25.5 * 1024},
-        "torchtitan": {"reserved": 80 * 1024}, "peft": {"reserved": 24934},
-    }  # fmt: skip
+        "timm_benchmark": {},
+        "deeplearningexamples": {},
+        "llm_foundry": {},
+        "lucid": {"memory": 20162},
+        "gavel": {},
+        "zeus": {},
+        "vtrain": {},
+        "dgxc": {},
+        "nemo": {},
+        "megatron": {},
+        "litgpt": {"allocated": 4e9 / 2**20},
+        "torchtune": {"allocated": 25.5 * 1024},
+        "torchtitan": {"reserved": 80 * 1024},
+        "peft": {"reserved": 24934},
+    }
     (tune,) = runs(tmp_path, "job_id = 'import-torchtune'")
     assert "active" in json.loads(tune["quality_reasons"])["peak_allocated_mib"]
 

@@ -41,8 +41,13 @@ def test_a_run_has_one_field_of_the_columns_type_for_every_column_of_the_schema(
         if column.name in JSON_COLUMNS:
             assert typing.get_origin(field_type) is not None and pa.types.is_string(column.type)
             continue
-        expected = {str: pa.types.is_string, bool: pa.types.is_boolean, int: pa.types.is_integer,
-                    float: pa.types.is_floating, datetime.datetime: pa.types.is_timestamp}  # fmt: skip
+        expected = {
+            str: pa.types.is_string,
+            bool: pa.types.is_boolean,
+            int: pa.types.is_integer,
+            float: pa.types.is_floating,
+            datetime.datetime: pa.types.is_timestamp,
+        }
         assert expected[field_type](column.type), column.name
     required = {field.name for field in dataclasses.fields(Run) if field.default is dataclasses.MISSING}
     assert required == set(REQUIRED)

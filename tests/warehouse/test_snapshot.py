@@ -148,8 +148,12 @@ def test_content_that_changed_under_its_old_time_is_found_by_verify(folder, caps
 def test_a_damaged_manifest_is_named(folder):
     path = take_snapshot(folder, "s").folder.root / MANIFEST
     whole = json.loads(path.read_text())
-    for text, expected_text in (("{", "damaged"), ("[" * 100_000, "damaged"), ('{"format": "x"}', "damaged"),
-                       (json.dumps(whole | {"schema_version": 999}), "update the code")):  # fmt: skip
+    for text, expected_text in (
+        ("{", "damaged"),
+        ("[" * 100_000, "damaged"),
+        ('{"format": "x"}', "damaged"),
+        (json.dumps(whole | {"schema_version": 999}), "update the code"),
+    ):
         path.write_text(text)
         with pytest.raises(EnvironmentProblem, match=expected_text):
             warehouse.connect(folder, snapshot="s")
@@ -296,18 +300,26 @@ WRONG = {
     "impossible.window_over_wall": {"source": "measured", "window_s": 9.0, "wall_s": 2.0},
     "impossible.window_backwards": {"window_start_ms": 9.0, "window_end_ms": 2.0},
     "impossible.finished_before_started": {"finished_at": datetime.datetime(2001, 1, 1, tzinfo=datetime.UTC)},
-    "impossible.samples_over_rows": {"samples_measured": 99, "samples_repeated": 0, "samples_unavailable": 0,
-                                     "samples_suspect": 0},
+    "impossible.samples_over_rows": {
+        "samples_measured": 99,
+        "samples_repeated": 0,
+        "samples_unavailable": 0,
+        "samples_suspect": 0,
+    },
     "range.energy_j": {"energy_j": -1.0},
     "range.batch_size": {"batch_size": 0},
-    "range.over_the_card": {"source": "measured", "device_uuid": "GPU-1", "device_memory_mib": 5.0,
-                            "peak_memory_mib": 7.0},
+    "range.over_the_card": {
+        "source": "measured",
+        "device_uuid": "GPU-1",
+        "device_memory_mib": 5.0,
+        "peak_memory_mib": 7.0,
+    },
     "schema.config": {"config": "{"},
     "schema.config_family": {"config": '{"family":"mlp"}'},
     "duplicate.task": {"run_id": "J-copy", "task_index": 0},
     "identity.config_hash": {"config_hash": "x", "config": '{"family":"cnn","depth":1}'},
     "telemetry.rows": {"telemetry_rows": 7},
-}  # fmt: skip
+}
 
 
 @pytest.mark.spread(2)
@@ -348,13 +360,22 @@ def test_rows_that_no_writer_would_land_are_found(folder):
     telemetry = pq.ParquetFile(folder.partition("telemetry", "cnn") / "J-000002.parquet").read().to_pylist()
     telemetry[0] |= {"run_id": "lost", "smact": -0.5, "power_w": float("nan"), "phase": "later"}
     telemetry.append(telemetry[1])
-    pq.write_table(pa.Table.from_pylist(telemetry, schema=TELEMETRY_SCHEMA),
-                   folder.partition("telemetry", "cnn") / "J-000002.parquet")  # fmt: skip
+    pq.write_table(
+        pa.Table.from_pylist(telemetry, schema=TELEMETRY_SCHEMA),
+        folder.partition("telemetry", "cnn") / "J-000002.parquet",
+    )
     by_rule = {finding.rule: finding for finding in check(folder)}
     assert set(by_rule) == {
-        "schema.status", "range.smact", "duplicate.run_id", "duplicate.task", "range.telemetry.smact",
-        "range.telemetry.power_w", "schema.telemetry.phase", "duplicate.sample", "telemetry.no_run",
-    }  # fmt: skip
+        "schema.status",
+        "range.smact",
+        "duplicate.run_id",
+        "duplicate.task",
+        "range.telemetry.smact",
+        "range.telemetry.power_w",
+        "schema.telemetry.phase",
+        "duplicate.sample",
+        "telemetry.no_run",
+    }
     assert by_rule["duplicate.run_id"].examples == ("J-000001 3 times",)
     assert by_rule["telemetry.no_run"].examples == ("lost: 1 samples",)
     assert [finding.severity for finding in check(folder)][-1] == "warning"

@@ -26,9 +26,15 @@ AT = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
 def mark(index, label="smact", **changes):
     mark_columns = {
-        "run_id": f"J-{index:06d}", "label": label, "operators": ("convolution",), "device_name": "A100",
-        "source": "measured", "environment": NEW | {"allocator_settings": None}, "shift": 0.1, "said": "+0.100",
-    }  # fmt: skip
+        "run_id": f"J-{index:06d}",
+        "label": label,
+        "operators": ("convolution",),
+        "device_name": "A100",
+        "source": "measured",
+        "environment": NEW | {"allocator_settings": None},
+        "shift": 0.1,
+        "said": "+0.100",
+    }
     return Mark(**(mark_columns | changes))
 
 
@@ -51,8 +57,22 @@ def stale(folder, label="smact"):
 def test_marks_are_shown_with_where_they_hold_and_by_which_cycle(folder):
     assert shown(folder) == []
     write_marks(folder, "2026-01-02", [mark(0, operators=("convolution", "batch_norm"))], marked_at=AT)
-    row = ("J-000000", "smact", "convolution, batch_norm", "A100", "measured", "2.12", "12.6", "9.1", "560", None, 0.1,
-           "+0.100", AT.replace(tzinfo=None), "2026-01-02")  # fmt: skip
+    row = (
+        "J-000000",
+        "smact",
+        "convolution, batch_norm",
+        "A100",
+        "measured",
+        "2.12",
+        "12.6",
+        "9.1",
+        "560",
+        None,
+        0.1,
+        "+0.100",
+        AT.replace(tzinfo=None),
+        "2026-01-02",
+    )
     assert shown(folder) == [row]
 
 

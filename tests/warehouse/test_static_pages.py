@@ -20,10 +20,18 @@ def published(folder, tmp_path):
     for index in range(60):
         family = "cnn" if index % 3 else "mlp"
         writer.write(
-            run_row(index, family=family, source="measured", device_name="NVIDIA H100 80GB HBM3", node="host17",
-                    error=f"{SECRET}/x.py <script>", window_start_ms=50.0, window_end_ms=250.0),
+            run_row(
+                index,
+                family=family,
+                source="measured",
+                device_name="NVIDIA H100 80GB HBM3",
+                node="host17",
+                error=f"{SECRET}/x.py <script>",
+                window_start_ms=50.0,
+                window_end_ms=250.0,
+            ),
             samples(4, memory_used_mib=[1.0, 5.0, 3.0, 2.0]),
-        )  # fmt: skip
+        )
     writer.write(run_row(70, family="cnn"), samples(3), kernels=kernels(2), collocations=collocations())
     publish(PublishSettings(out=str(tmp_path / "set"), data=str(folder.root), licence="CC-BY-4.0", pages=20))
     return tmp_path / "set"

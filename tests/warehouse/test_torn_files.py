@@ -118,7 +118,7 @@ def test_flipped_bytes_anywhere_never_end_the_process_and_never_cost_another_run
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
     fill(folder)
-    merge(folder, grace_s=1e12)
+    merge(folder, grace_s=1e9)
     (merged,) = merged_files(folder, kind)
     listing = listing_file(folder, kind, merged.name)
     if how == "gone":  # as after a kill: the files that it would replace are there
@@ -206,7 +206,7 @@ def test_a_listing_that_a_kill_left_behind_is_no_error(folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_file_with_odd_columns_is_left_out_and_named_once(folder, kind, table, capsys):
     fill(folder)
-    merge(folder, grace_s=1e12)
+    merge(folder, grace_s=1e9)
     name = new_merged_name()
     pq.write_table(table, folder.partition(kind, "cnn") / name, **COMPRESSION)
     hidden = frozenset(["family=cnn/J-000001.parquet"])
@@ -229,7 +229,7 @@ def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(folder, kind):
     fill(folder)
-    merge(folder, grace_s=1e12)
+    merge(folder, grace_s=1e9)
     (merged,) = merged_files(folder, kind)
     merged.write_bytes(merged.read_bytes()[:-50])
     assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
@@ -308,11 +308,11 @@ def test_an_open_connection_keeps_replaced_files_and_closing_one_of_two_does_not
     first, second = warehouse.connect(folder), warehouse.connect(folder)
     merge(folder, grace_s=0)
     first.close()
-    merge(folder, grace_s=0, force_after_s=1e12)
+    merge(folder, grace_s=0, force_after_s=1e9)
     assert (folder.partition("runs", "cnn") / "J-000000.parquet").exists()
     assert second.cursor().execute("SELECT count(*) FROM runs").fetchall() == [(10,)]
     second.close()
-    merge(folder, grace_s=0, force_after_s=1e12)
+    merge(folder, grace_s=0, force_after_s=1e9)
     assert not (folder.partition("runs", "cnn") / "J-000000.parquet").exists()
 
 
@@ -321,10 +321,14 @@ def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monke
     monkeypatch.setattr("warehouse.damage.damaged_among", lambda *_args, **_options: pytest.fail("files are checked"))
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for sql in (
-            "SELECT nope FROM runs", "SELEC 1", "SELECT * FROM none", "SELECT run_id::INT FROM runs",
-            "SELECT strptime(run_id, '%Y') FROM runs", "SELECT error('x') FROM runs",
+            "SELECT nope FROM runs",
+            "SELEC 1",
+            "SELECT * FROM none",
+            "SELECT run_id::INT FROM runs",
+            "SELECT strptime(run_id, '%Y') FROM runs",
+            "SELECT error('x') FROM runs",
             "SELECT (task_index + 120)::TINYINT + 100::TINYINT FROM runs",
-        ):  # fmt: skip
+        ):
             with pytest.raises(duckdb.Error):
                 connection.execute(sql).fetchall()
 

@@ -107,8 +107,9 @@ def test_every_connection_of_a_process_takes_relations(folder, connection):
 def test_files_of_an_older_schema_are_read_with_nulls(folder):
     partition = folder.partition("runs", "cnn")
     partition.mkdir()
-    pq.write_table(pa.table({"run_id": ["old"], "status": ["ok"], "steps": pa.array([3], pa.int32())}),
-                   partition / "old.parquet")  # fmt: skip
+    pq.write_table(
+        pa.table({"run_id": ["old"], "status": ["ok"], "steps": pa.array([3], pa.int32())}), partition / "old.parquet"
+    )
     RunWriter(folder).write(run_row(1, steps=4), samples())
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert connection.execute("SELECT run_id, family, steps, smact FROM runs ORDER BY 1").fetchall() == [
@@ -126,8 +127,10 @@ def test_runs_leave_out_attempts_that_were_repeated_and_attempts_show_all(folder
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert connection.execute("SELECT run_id FROM runs ORDER BY 1").fetchall() == [("J-000001",), ("J-000002",)]
         assert connection.execute("SELECT run_id, final FROM attempts ORDER BY 1").fetchall() == [
-            ("J-000001", True), ("J-000001-a1", False), ("J-000002", None),
-        ]  # fmt: skip
+            ("J-000001", True),
+            ("J-000001-a1", False),
+            ("J-000002", None),
+        ]
         assert connection.execute("SELECT runs, ok FROM jobs").fetchall() == [(2, 2)]
         assert connection.sql("FROM runs").columns == connection.sql("FROM attempts").columns
 
@@ -210,7 +213,7 @@ def folders_opened(folders, act):
     ],
 )
 def test_listings_are_expanded_before_the_data_files(folder, connection, kind, sql):
-    """What makes compaction safe: a query that finds a listing finds its merged file too. Then it looks again."""
+    """The safety of compaction: a query that finds a listing finds its merged file too. Then it looks again."""
     listings, data = folder.listings(kind), folder.partition(kind, "cnn")
     opened = folders_opened([listings, data], lambda: connection.execute(sql.format(kind=kind)).fetchall())
     once = [listings, data, listings]

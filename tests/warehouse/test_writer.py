@@ -33,8 +33,12 @@ def test_a_run_lands_with_its_telemetry_and_absent_columns_are_null(folder):
         ("J-000007", "cnn", 7.0, None, 3)
     ]
     assert ask(folder, "SELECT run_id, family, t_ms, smact, drama FROM telemetry ORDER BY t_ms")[1] == (
-        "J-000007", "cnn", 100.0, 0.5, None
-    )  # fmt: skip
+        "J-000007",
+        "cnn",
+        100.0,
+        0.5,
+        None,
+    )
 
 
 def test_a_repeat_replaces_the_run(folder):

@@ -58,9 +58,13 @@ def say_event(event: str, **values) -> None:
 
 def failed(**values) -> None:
     usual = {
-        "status": "crashed", "oom_kind": None, "error_type": "RuntimeError", "error": "E", "device_fault": False,
+        "status": "crashed",
+        "oom_kind": None,
+        "error_type": "RuntimeError",
+        "error": "E",
+        "device_fault": False,
         "values": {},
-    }  # fmt: skip
+    }
     say_event("failed", **usual | values)
 
 

@@ -21,10 +21,15 @@ HERE = str(Path(__file__).parent)
 
 def hostile(name, path="", timeout_s=30.0, **settings):
     config = {
-        "family": "zoo", "model": "hostile_models:act", "inputs": "float32[4]", "batch_size": 2,
-        "arguments": json.dumps({"name": name, "path": str(path)}), "target": "int64[1]<3",
-        "optimizer": "sgd", "precision": "fp32",
-    }  # fmt: skip
+        "family": "zoo",
+        "model": "hostile_models:act",
+        "inputs": "float32[4]",
+        "batch_size": 2,
+        "arguments": json.dumps({"name": name, "path": str(path)}),
+        "target": "int64[1]<3",
+        "optimizer": "sgd",
+        "precision": "fp32",
+    }
     return Task(
         job_id="zoo-00000000",
         task_index=0,
@@ -160,12 +165,18 @@ def test_a_device_fault_on_a_device_that_has_none_is_not_tried_again(worker):
 @pytest.mark.parametrize(
     ("name", "error_type"),
     [
-        ("keyboard_interrupt", "KeyboardInterrupt"), ("system_exit", "SystemExit"), ("base_exception", "BaseException"),
-        ("generator_exit", "GeneratorExit"), ("recursion", "RecursionError"), ("unspeakable_error", "Unspeakable"),
-        ("os_exit", "Exit"), ("closes_descriptors", "Exit"), ("changes_folder_and_fails", "RuntimeError"),
+        ("keyboard_interrupt", "KeyboardInterrupt"),
+        ("system_exit", "SystemExit"),
+        ("base_exception", "BaseException"),
+        ("generator_exit", "GeneratorExit"),
+        ("recursion", "RecursionError"),
+        ("unspeakable_error", "Unspeakable"),
+        ("os_exit", "Exit"),
+        ("closes_descriptors", "Exit"),
+        ("changes_folder_and_fails", "RuntimeError"),
         ("real_time_signal", "SIG39"),
     ],
-)  # fmt: skip
+)
 def test_however_a_trial_fails_it_is_one_crashed_run(worker, name, error_type):
     result = ends_well(worker, hostile(name))
     assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", error_type, False)

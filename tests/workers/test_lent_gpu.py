@@ -38,8 +38,10 @@ class Card:
         charged = CONTEXT_MIB * (t_s >= 0.3) + RESERVED_MIB * (t_s >= 0.6)
         used = DRIVER_MIB + charged + self.left_mib * (t_s < 0.05)
         self.answers["nvmlDeviceGetMemoryInfo"] = {
-            "total": CARD_MIB * MIB, "free": (CARD_MIB - used) * MIB, "used": used * MIB
-        }  # fmt: skip
+            "total": CARD_MIB * MIB,
+            "free": (CARD_MIB - used) * MIB,
+            "used": used * MIB,
+        }
         listed = [{"pid": self.pid, "usedGpuMemory": charged * MIB if self.used else None}]
         self.answers["nvmlDeviceGetComputeRunningProcesses"] = listed if charged and self.pid is not None else []
         busy = min(1.0, max(0.0, t_s - 0.6) / 0.3)  # utilization lags

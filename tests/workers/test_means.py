@@ -171,11 +171,14 @@ def brute_force(samples, start, end):
 def test_the_mean_is_the_integral_over_the_instants_that_readings_stand_for(drawn, start, length):
     samples = [
         Sample(
-            t, {"smact": value}, quality, ("profiling_zero",) if quality == "suspect" else (),
+            t,
+            {"smact": value},
+            quality,
+            ("profiling_zero",) if quality == "suspect" else (),
             None if since is None else t - since,
         )
         for t, value, quality, since in drawn
-    ]  # fmt: skip
+    ]
     end = start + length
     measured = window_mean(samples, "smact", start, end, SPOILS)
     mean, covered = brute_force(samples, start, end)

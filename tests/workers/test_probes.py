@@ -163,10 +163,18 @@ def test_a_torn_file_is_named_and_stays(probe, tmp_path):
 
 def context_row(name, stage, loading, *, process_mib, card_mib=None, reserved_mib=0.0, cudnn=False):
     return {
-        "name": name, "stage": stage, "module_loading": loading, "process_mib": process_mib, "card_before_mib": 300.0,
-        "card_mib": card_mib, "reserved_mib": reserved_mib, "allocated_mib": 0.0, "cudnn": cudnn, "reason": None,
+        "name": name,
+        "stage": stage,
+        "module_loading": loading,
+        "process_mib": process_mib,
+        "card_before_mib": 300.0,
+        "card_mib": card_mib,
+        "reserved_mib": reserved_mib,
+        "allocated_mib": 0.0,
+        "cudnn": cudnn,
+        "reason": None,
         "is_cut": False,
-    }  # fmt: skip
+    }
 
 
 def test_the_numbers_calibrate_a_machine(tmp_path):
@@ -276,9 +284,15 @@ def test_the_trace_knows_every_probed_layer(layer):
 
 
 SMALL = {
-    "family": "cnn", "image_size": 32, "channels": 3, "classes": 10, "base_filters": 16, "depth": 3, "batch_size": 4,
+    "family": "cnn",
+    "image_size": 32,
+    "channels": 3,
+    "classes": 10,
+    "base_filters": 16,
+    "depth": 3,
+    "batch_size": 4,
     "batch_norm": True,
-}  # fmt: skip
+}
 
 
 def test_a_recorded_job_is_compared_with_its_trace():

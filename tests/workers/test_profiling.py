@@ -27,12 +27,25 @@ def call(name, ts, dur, external=0, thread=1, category="cpu_op", **args):
 
 def kernel(name, external, dur, **args):
     figures = {
-        "stream": 7, "registers per thread": 40, "shared memory": 1024, "blocks per SM": 0.5, "warps per SM": 4.0,
-        "grid": [4, 2, 1], "block": [256, 1, 1],
-    }  # fmt: skip
+        "stream": 7,
+        "registers per thread": 40,
+        "shared memory": 1024,
+        "blocks per SM": 0.5,
+        "warps per SM": 4.0,
+        "grid": [4, 2, 1],
+        "block": [256, 1, 1],
+    }
     args = {"External id": external, **figures, **args}
-    return {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": 5000 + external, "dur": dur,
-            "args": args}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "pid": 0,
+        "tid": 7,
+        "ts": 5000 + external,
+        "dur": dur,
+        "args": args,
+    }
 
 
 CONVOLUTION = [[2, 3, 8, 8], [4, 3, 3, 3], []]
@@ -40,7 +53,11 @@ CONVOLUTION = [[2, 3, 8, 8], [4, 3, 3, 3], []]
 RECORDED = [
     call("aten::conv2d", 0, 100, 1, shapes=CONVOLUTION),
     call(
-        "aten::convolution", 1, 90, 2, shapes=CONVOLUTION,
+        "aten::convolution",
+        1,
+        90,
+        2,
+        shapes=CONVOLUTION,
         **{"Concrete Inputs": ["", "", "", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1"]},
     ),
     call("aten::cudnn_convolution", 2, 80, 3, shapes=CONVOLUTION),
@@ -55,23 +72,55 @@ RECORDED = [
     call("aten::_foreach_add_", 205, 20, 21, shapes=[[[4, 3, 3, 3], [4]]]),
     kernel("multi_tensor_apply", 21, 5.0),
     kernel("lost", 99, 3.0),
-    {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "pid": 0, "tid": 7, "ts": 1, "dur": 2,
-     "args": {"External id": 31, "stream": 7, "bytes": 4}},
+    {
+        "ph": "X",
+        "cat": "gpu_memcpy",
+        "name": "Memcpy HtoD (Pageable -> Device)",
+        "pid": 0,
+        "tid": 7,
+        "ts": 1,
+        "dur": 2,
+        "args": {"External id": 31, "stream": 7, "bytes": 4},
+    },
     call("aten::copy_", 300, 9, 31, shapes=[[4], [4]]),
     {"ph": "i", "name": "Record Window End"},
-]  # fmt: skip
+]
 
 
 def test_a_kernel_is_of_the_operator_that_pytorch_dispatches_with_its_launch_and_median_time():
     rows = {row["kernel"]: row for row in kernels_of_trace(RECORDED, 3)}
     assert rows["ampere_scudnn_128x32"] == {
-        "phase": "forward", "operator": "aten::convolution", "dtype": "float32", "kernel": "ampere_scudnn_128x32",
-        "dims": dims_text(CONVOLUTION, {"stride": [2, 2], "padding": [1, 1], "dilation": [1, 1], "transposed": False,
-                                        "output_padding": [0, 0], "groups": 1}),
-        "grid_x": 4, "grid_y": 2, "grid_z": 1, "block_x": 256, "block_y": 1, "block_z": 1, "blocks_per_sm": 0.5,
-        "warps_per_sm": 4.0, "registers_per_thread": 40, "shared_memory_bytes": 1024, "stream": 7, "timing": "cupti",
-        "duration_us": 14.0, "count": 3, "steps": 3,
-    }  # fmt: skip
+        "phase": "forward",
+        "operator": "aten::convolution",
+        "dtype": "float32",
+        "kernel": "ampere_scudnn_128x32",
+        "dims": dims_text(
+            CONVOLUTION,
+            {
+                "stride": [2, 2],
+                "padding": [1, 1],
+                "dilation": [1, 1],
+                "transposed": False,
+                "output_padding": [0, 0],
+                "groups": 1,
+            },
+        ),
+        "grid_x": 4,
+        "grid_y": 2,
+        "grid_z": 1,
+        "block_x": 256,
+        "block_y": 1,
+        "block_z": 1,
+        "blocks_per_sm": 0.5,
+        "warps_per_sm": 4.0,
+        "registers_per_thread": 40,
+        "shared_memory_bytes": 1024,
+        "stream": 7,
+        "timing": "cupti",
+        "duration_us": 14.0,
+        "count": 3,
+        "steps": 3,
+    }
     of = {name: (row["operator"], row["phase"]) for name, row in rows.items()}
     assert of["dgrad"] == ("aten::convolution_backward", "backward")
     assert of["multi_tensor_apply"] == ("aten::_foreach_add_", "optimizer")

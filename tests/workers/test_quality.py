@@ -21,9 +21,16 @@ WINDOW = (2 * S, 12 * S)
 
 def nvml(t_ns, **changes):
     values = {
-        "gpu_util": 1.0, "power_w": 300.0, "energy_j": 300.0 * t_ns / S, "sm_clock_mhz": 1400.0, "throttle_reasons": 0,
-        "memory_used_mib": 6_600.0, "process_memory_mib": 6_000.0, "other_processes": 0, "ecc_uncorrected": 0,
-    }  # fmt: skip
+        "gpu_util": 1.0,
+        "power_w": 300.0,
+        "energy_j": 300.0 * t_ns / S,
+        "sm_clock_mhz": 1400.0,
+        "throttle_reasons": 0,
+        "memory_used_mib": 6_600.0,
+        "process_memory_mib": 6_000.0,
+        "other_processes": 0,
+        "ecc_uncorrected": 0,
+    }
     return "nvml", Sample(t_ns, {**values, **changes})
 
 
@@ -56,10 +63,18 @@ def changed(samples, sensor, change, when=lambda s: True):
 
 def course(samples, **changes):
     known = {
-        "samples": samples, "values": {"peak_reserved_mib": 5_500.0, "step_time_ms": 12.0}, "status": "ok",
-        "oom_kind": None, "backend": "cuda", "t0_ns": 0, "warmup_ns": S, "window_ns": WINDOW[0],
-        "window_end_ns": WINDOW[1], "period_s": 0.1, "device_memory_mib": 40_960.0,
-    }  # fmt: skip
+        "samples": samples,
+        "values": {"peak_reserved_mib": 5_500.0, "step_time_ms": 12.0},
+        "status": "ok",
+        "oom_kind": None,
+        "backend": "cuda",
+        "t0_ns": 0,
+        "warmup_ns": S,
+        "window_ns": WINDOW[0],
+        "window_end_ns": WINDOW[1],
+        "period_s": 0.1,
+        "device_memory_mib": 40_960.0,
+    }
     return Observed(**{**known, **changes})
 
 
@@ -82,8 +97,15 @@ def test_a_quiet_run_is_trusted_and_its_labels_are_those_of_the_window():
     summary = columns["quality_summary"]
     assert summary["metrics"]["smact"] == {"sensor": "gpm", "coverage": 1.0, "readings": 100, "largest_gap_s": 0.0}
     assert {name for name, check in summary["checks"].items() if check["agree"]} == {
-        "smact", "smocc", "drama", "gract", "gpu_util", "power_w", "energy_j", "process_memory_mib",
-    }  # fmt: skip
+        "smact",
+        "smocc",
+        "drama",
+        "gract",
+        "gpu_util",
+        "power_w",
+        "energy_j",
+        "process_memory_mib",
+    }
 
 
 def test_utilization_that_looks_back_to_before_the_first_step_is_of_the_windows_later_part():
@@ -133,8 +155,11 @@ def test_zeros_of_a_gpu_that_is_idle_are_figures_and_count():
 
 
 def test_a_source_that_stalls_beside_a_better_one_spoils_nothing():
-    dead = changed(telemetry(), "dcgm", lambda v: {m: 0.0 if m in ("smact", "smocc", "drama", "gract") else x
-                                                   for m, x in v.items()})  # fmt: skip
+    dead = changed(
+        telemetry(),
+        "dcgm",
+        lambda v: {m: 0.0 if m in ("smact", "smocc", "drama", "gract") else x for m, x in v.items()},
+    )
     quality, reasons, columns = verdict(dead)
     assert (quality, reasons) == ("suspect", {"profiling_zero"})
     assert columns["smact"] == pytest.approx(0.8)
@@ -323,8 +348,11 @@ def test_readings_of_a_recorded_gpu_are_judged():
     assert {"other_process", "ecc_errors", "power_cap"} == set(columns["quality_reasons"])
     assert columns["peak_memory_mib"] == pytest.approx(9123659776 / 2**20)
     assert [set(s.reasons) & {"other_process", "power_cap"} for _, s in marked[:4]] == [
-        set(), {"other_process"}, {"other_process"}, {"other_process", "power_cap"},
-    ]  # fmt: skip
+        set(),
+        {"other_process"},
+        {"other_process"},
+        {"other_process", "power_cap"},
+    ]
 
 
 def test_energy_is_interpolated_at_the_windows_edges_and_scaled_beyond_what_was_read():

@@ -284,9 +284,14 @@ def test_mig_slice_is_read_off_its_instances_rows(clock):
 
 
 BROKEN_URLS = (
-    "localhost:9400/metrics", "ftp://localhost/metrics", "http:///metrics", "http://host:port/", "http://a b/", "",
+    "localhost:9400/metrics",
+    "ftp://localhost/metrics",
+    "http:///metrics",
+    "http://host:port/",
+    "http://a b/",
+    "",
     None,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("url", BROKEN_URLS)

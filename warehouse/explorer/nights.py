@@ -22,7 +22,7 @@ _LATEST = "latest"
 
 @dataclass(frozen=True)
 class ReportedNight:
-    """What one night's report says. level: good, look or bad; by_status: outcome -> runs."""
+    """The report of one night. level: good, look or bad; by_status: outcome -> runs."""
 
     cycle: str
     started_at: str | None

@@ -1,4 +1,4 @@
-"""What each page of the explorer shows. Start reading at `overview`; `render` turns a page's values into HTML."""
+"""The contents of each page of the explorer. Start reading at `overview`; `render` turns a page's values into HTML."""
 
 from __future__ import annotations
 
@@ -24,9 +24,21 @@ COUNTED = ("attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", 
 _FACET_VALUES = 12  # shown of a facet, the most frequent ones
 _POINTS = 400  # of a plot
 _PLOTTED = (
-    "process_memory_mib", "memory_used_mib", "allocated_mib", "reserved_mib", "smact", "smocc", "drama", "gpu_util",
-    "power_w", "sm_clock_mhz", "temperature_c", "cpu_cores", "rss_mib", "step_time_ms",
-)  # fmt: skip
+    "process_memory_mib",
+    "memory_used_mib",
+    "allocated_mib",
+    "reserved_mib",
+    "smact",
+    "smocc",
+    "drama",
+    "gpu_util",
+    "power_w",
+    "sm_clock_mhz",
+    "temperature_c",
+    "cpu_cores",
+    "rss_mib",
+    "step_time_ms",
+)
 _KERNELS = 20
 _FAMILIES = 20  # of a picture, the most frequent ones
 
@@ -215,11 +227,33 @@ def _plots(reader: ExplorerReader, run_id: str, window: tuple[float, float] | No
 def _sections(run: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
     groups = {
         "Labels": (*LABELS, "peak_reserved_mib", "peak_allocated_mib", "peak_rss_mib"),
-        "Job": ("job_id", "task_index", "attempt", "family", "batch_size", "precision", "optimizer", "parameters",
-                "parallel", "ranks", "worst_rank", "group_id"),
-        "Environment": ("device_name", "device_memory_mib", "torch_version", "cuda_version", "cudnn_version",
-                        "driver_version", "python_version", "allocator_settings", "farm_version", "memory_fraction"),
-    }  # fmt: skip
+        "Job": (
+            "job_id",
+            "task_index",
+            "attempt",
+            "family",
+            "batch_size",
+            "precision",
+            "optimizer",
+            "parameters",
+            "parallel",
+            "ranks",
+            "worst_rank",
+            "group_id",
+        ),
+        "Environment": (
+            "device_name",
+            "device_memory_mib",
+            "torch_version",
+            "cuda_version",
+            "cudnn_version",
+            "driver_version",
+            "python_version",
+            "allocator_settings",
+            "farm_version",
+            "memory_fraction",
+        ),
+    }
     named = {name for names in groups.values() for name in names} | {"run_id", "config", "origin"}
     groups["Everything else"] = tuple(name for name in run if name not in named)
     return {

@@ -21,7 +21,7 @@ BACKENDS = ("auto", "cuda", "cpu", "simulated")
 
 @dataclass(frozen=True, kw_only=True)
 class MemberAlone:
-    """What a simulated device has to know of a member of a group: its figures alone."""
+    """The figures of a member of a group alone, which a simulated device has to know."""
 
     memory_mib: float
     gpu_util: float

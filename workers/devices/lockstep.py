@@ -35,9 +35,12 @@ class Lockstep:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         on_gpu = device.type == "cuda"
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo", init_method=f"file://{place.store}", rank=place.rank, world_size=place.ranks,
+            "nccl" if on_gpu else "gloo",
+            init_method=f"file://{place.store}",
+            rank=place.rank,
+            world_size=place.ranks,
             device_id=device if on_gpu else None,
-        )  # fmt: skip
+        )
         self.leads = place.rank == 0
         self._group = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
 

@@ -23,9 +23,17 @@ _ROWS_A_REPORT = 100
 _MOST_ROWS = 20_000
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
 _TYPES = {
-    "float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16", "int": "int32",
-    "long int": "int64", "long": "int64", "bool": "bool", "unsigned char": "uint8", "signed char": "int8",
-}  # fmt: skip
+    "float": "float32",
+    "double": "float64",
+    "c10::Half": "float16",
+    "c10::BFloat16": "bfloat16",
+    "int": "int32",
+    "long int": "int64",
+    "long": "int64",
+    "bool": "bool",
+    "unsigned char": "uint8",
+    "signed char": "int8",
+}
 _NO_TENSORS = ("", "Scalar", "ScalarList")
 _ARGUMENTS = (
     "stride",

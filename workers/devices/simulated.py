@@ -138,9 +138,14 @@ class SimulatedDevice:
         report_rows(rows, None, link)
 
     def _report_samples(
-        self, step: SimulatedStep, shown: SimulatedStep, warmup_s: float, window_s: float, link: Link,
+        self,
+        step: SimulatedStep,
+        shown: SimulatedStep,
+        warmup_s: float,
+        window_s: float,
+        link: Link,
         rank: Mapping[str, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean.
 
         `shown` is what the device shows, to which the partners of a trial beside others add.
@@ -172,9 +177,13 @@ def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[S
         SimulatedOutOfMemoryError: The memory that is left does not suffice for this one.
     """
     own = MemberAlone(
-        memory_mib=step.peak_memory_mib, gpu_util=step.gpu_util, smact=step.smact, smocc=step.smocc, drama=step.drama,
+        memory_mib=step.peak_memory_mib,
+        gpu_util=step.gpu_util,
+        smact=step.smact,
+        smocc=step.smocc,
+        drama=step.drama,
         power_w=step.power_w,
-    )  # fmt: skip
+    )
     members = [own if place == together.member else one for place, one in enumerate(together.alone)]
     staying: dict[int, MemberAlone] = {}
     used_mib = 0.0
@@ -196,12 +205,17 @@ def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[S
 
     power_w = spec.idle_power_w + sum(
         (one.power_w - spec.idle_power_w) * speeds[place] for place, one in staying.items()
-    )  # fmt: skip
+    )
     slower = dataclasses.replace(step, step_time_ms=step.step_time_ms / speeds[together.member])
     shown = dataclasses.replace(
-        slower, peak_memory_mib=used_mib, gpu_util=shared("gpu_util"), smact=shared("smact"), smocc=shared("smocc"),
-        drama=shared("drama"), power_w=min(power_w, spec.power_limit_w),
-    )  # fmt: skip
+        slower,
+        peak_memory_mib=used_mib,
+        gpu_util=shared("gpu_util"),
+        smact=shared("smact"),
+        smocc=shared("smocc"),
+        drama=shared("drama"),
+        power_w=min(power_w, spec.power_limit_w),
+    )
     return slower, shown
 
 
@@ -221,8 +235,10 @@ def _report_ranks(of_stage: int, traced: Mapping[int, RankStep], steps: int, win
     for first, one in traced.items():
         talk = one.talk
         waiting = {
-            "exposed_ms": talk.exposed_ms, "communication_ms": talk.busy_ms, "sent_mib": sum(talk.sent_mib.values()),
-        }  # fmt: skip
+            "exposed_ms": talk.exposed_ms,
+            "communication_ms": talk.busy_ms,
+            "sent_mib": sum(talk.sent_mib.values()),
+        }
         for rank in range(first, first + of_stage):
             link.report("rank", rank=rank, values={**_labels(one.step, steps, window_s), **waiting})
 

@@ -48,7 +48,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """What one call of a probe did.
+    """The result of one call of a probe.
 
     Args:
         measured: Names that were measured in this call; what failed is not among them.

@@ -1,4 +1,4 @@
-"""What a process takes of a GPU outside the allocator: its context, cuBLAS, cuDNN, a training step; lazy and eager.
+"""GPU memory of a process outside the allocator: its context, cuBLAS, cuDNN, a training step; lazy and eager.
 
 Start reading at `measure`. `numbers.csv` is what `python -m learn.calibrate measured=` reads.
 """
@@ -19,20 +19,40 @@ from workers.probes.gpu import first_gpu, memory_reading, trial_step
 
 LOADINGS = ("lazy", "eager")
 COLUMNS = (
-    "module_loading", "stage", "process_mib", "card_before_mib", "card_mib", "reserved_mib", "allocated_mib", "cudnn",
-)  # fmt: skip
+    "module_loading",
+    "stage",
+    "process_mib",
+    "card_before_mib",
+    "card_mib",
+    "reserved_mib",
+    "allocated_mib",
+    "cudnn",
+)
 # Stage -> whether it loads cuDNN. Each is a process of its own.
 STAGES = {"context": False, "cublas": False, "cudnn": True, "training": False, "training_cudnn": True}
 _TRAINED = {
     False: {
-        "family": "transformer", "vocabulary_size": 1000, "sequence_length": 64, "embedding_size": 128, "heads": 4,
-        "depth": 2, "feed_forward": 256, "classes": 10, "batch_size": 8,
+        "family": "transformer",
+        "vocabulary_size": 1000,
+        "sequence_length": 64,
+        "embedding_size": 128,
+        "heads": 4,
+        "depth": 2,
+        "feed_forward": 256,
+        "classes": 10,
+        "batch_size": 8,
     },
     True: {
-        "family": "cnn", "image_size": 32, "channels": 3, "classes": 10, "base_filters": 32, "depth": 3,
-        "batch_norm": True, "batch_size": 16,
+        "family": "cnn",
+        "image_size": 32,
+        "channels": 3,
+        "classes": 10,
+        "base_filters": 32,
+        "depth": 3,
+        "batch_norm": True,
+        "batch_size": 16,
     },
-}  # fmt: skip
+}
 _CSV_COLUMNS = ("kind", "mib", "reserved_mib", "cudnn", "config")  # learn.calibrate.COLUMNS
 
 

@@ -1,4 +1,4 @@
-"""What the probes' processes share on the GPU: readings of its memory, and training as a trial of the farm does it.
+"""Parts that the probes' processes share: readings of its memory, and training as a trial of the farm does it.
 
 Start reading at `trial_step`.
 """

@@ -22,9 +22,15 @@ _LEAST_STEPS = 2  # the first one makes the optimizer's state
 
 _TEXTS = {"vocabulary_size": 16000, "sequence_length": 256, "embedding_size": 512, "heads": 8, "feed_forward": 2048}
 _CNN = {
-    "family": "cnn", "image_size": 112, "channels": 3, "classes": 1000, "base_filters": 64, "kernel_size": 3,
-    "batch_norm": True, "batch_size": 32,
-}  # fmt: skip
+    "family": "cnn",
+    "image_size": 112,
+    "channels": 3,
+    "classes": 1000,
+    "base_filters": 64,
+    "kernel_size": 3,
+    "batch_norm": True,
+    "batch_size": 32,
+}
 # Name -> trial config and allocator settings.
 JOBS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "cnn_fp32": ({**_CNN, "base_filters": 32, "depth": 4, "topology": "pyramid"}, ""),
@@ -34,7 +40,11 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     ),
     "resnet_fp16_channels_last": (
         {
-            **_CNN, "depth": 16, "topology": "residual", "precision": "fp16", "channels_last": True,
+            **_CNN,
+            "depth": 16,
+            "topology": "residual",
+            "precision": "fp16",
+            "channels_last": True,
             "optimizer": "momentum",
         },
         "",
@@ -49,55 +59,103 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     ),
     "vit_fp16_checkpointed": (
         {
-            "family": "vit", "image_size": 224, "patch_size": 16, "classes": 1000, "embedding_size": 384, "heads": 6,
-            "depth": 6, "feed_forward": 1536, "batch_size": 32, "precision": "fp16", "activation_checkpointing": True,
+            "family": "vit",
+            "image_size": 224,
+            "patch_size": 16,
+            "classes": 1000,
+            "embedding_size": 384,
+            "heads": 6,
+            "depth": 6,
+            "feed_forward": 1536,
+            "batch_size": 32,
+            "precision": "fp16",
+            "activation_checkpointing": True,
         },
         "",
     ),
     "rnn_lstm": (
         {
-            "family": "rnn", "vocabulary_size": 10000, "sequence_length": 128, "embedding_size": 256,
-            "hidden_size": 512, "depth": 2, "cell": "lstm", "task": "language_model", "batch_size": 32,
+            "family": "rnn",
+            "vocabulary_size": 10000,
+            "sequence_length": 128,
+            "embedding_size": 256,
+            "hidden_size": 512,
+            "depth": 2,
+            "cell": "lstm",
+            "task": "language_model",
+            "batch_size": 32,
         },
         "max_split_size_mb:64",
     ),
     "unet_bf16": (
         {
-            "family": "unet", "image_size": 128, "channels": 3, "classes": 10, "base_channels": 32, "depth": 3,
-            "batch_size": 8, "precision": "bf16",
+            "family": "unet",
+            "image_size": 128,
+            "channels": 3,
+            "classes": 10,
+            "base_channels": 32,
+            "depth": 3,
+            "batch_size": 8,
+            "precision": "bf16",
         },
         "",
     ),
     "diffusion_tf32": (
         {
-            "family": "diffusion", "image_size": 32, "channels": 3, "base_channels": 64, "levels": 3, "blocks": 1,
-            "batch_size": 16, "precision": "tf32",
+            "family": "diffusion",
+            "image_size": 32,
+            "channels": 3,
+            "base_channels": 64,
+            "levels": 3,
+            "blocks": 1,
+            "batch_size": 16,
+            "precision": "tf32",
         },
         "roundup_power2_divisions:4",
     ),
     "dlrm_sgd": (
         {
-            "family": "dlrm", "dense_features": 64, "rows": [200000, 50000, 10000, 1000], "embedding_size": 64,
-            "bag_size": 4, "bottom_width": 512, "bottom_depth": 2, "top_width": 512, "top_depth": 2,
-            "batch_size": 2048, "optimizer": "sgd",
+            "family": "dlrm",
+            "dense_features": 64,
+            "rows": [200000, 50000, 10000, 1000],
+            "embedding_size": 64,
+            "bag_size": 4,
+            "bottom_width": 512,
+            "bottom_depth": 2,
+            "top_width": 512,
+            "top_depth": 2,
+            "batch_size": 2048,
+            "optimizer": "sgd",
         },
         "",
     ),
     "gnn_gcn": (
         {
-            "family": "gnn", "nodes": 10000, "degree": 10, "features": 128, "classes": 32, "hidden": 128, "depth": 3,
+            "family": "gnn",
+            "nodes": 10000,
+            "degree": 10,
+            "features": 128,
+            "classes": 32,
+            "hidden": 128,
+            "depth": 3,
             "batch_size": 2,
         },
         "",
     ),
     "moe_bf16": (
         {
-            "family": "moe", **_TEXTS, "feed_forward": 1024, "depth": 2, "experts": 8, "moe_every": 1,
-            "batch_size": 8, "precision": "bf16",
+            "family": "moe",
+            **_TEXTS,
+            "feed_forward": 1024,
+            "depth": 2,
+            "experts": 8,
+            "moe_every": 1,
+            "batch_size": 8,
+            "precision": "bf16",
         },
         "",
     ),
-}  # fmt: skip
+}
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:

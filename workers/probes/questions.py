@@ -88,9 +88,13 @@ def tf32_under_half(device_uuid: str) -> Iterator[Row]:
                     allow_tf32(matmul=allowed, cudnn=allowed)
                     with torch.autocast("cuda", dtype=half), torch.autocast("cuda", dtype=half, enabled=inside is half):
                         yield {
-                            "autocast": _short(half), "operator": operator, "inside": _short(inside),
-                            "tf32_allowed": allowed, "ms": _time_ms(call), "kernels": _kernels(call),
-                        }  # fmt: skip
+                            "autocast": _short(half),
+                            "operator": operator,
+                            "inside": _short(inside),
+                            "tf32_allowed": allowed,
+                            "ms": _time_ms(call),
+                            "kernels": _kernels(call),
+                        }
 
 
 def _short(dtype: Any) -> str:
@@ -174,9 +178,10 @@ def gpm_first_sample(device_uuid: str) -> Iterator[Row]:
             for sample in samples:
                 yield {
                     "after_ms": round((time.monotonic() - begin) * 1000, 1),
-                    "smact": sample.values.get("smact"), "drama": sample.values.get("drama"),
+                    "smact": sample.values.get("smact"),
+                    "drama": sample.values.get("drama"),
                     "problem": None if sample.values else ", ".join(sample.reasons),
-                }  # fmt: skip
+                }
             time.sleep(sensor.period_s)
         sensor.close()
     finally:
@@ -221,9 +226,11 @@ def nvml_process_and_card(device_uuid: str) -> Iterator[Row]:
             time.sleep(0.001)
     nvml.nvmlShutdown()
     yield {
-        **held, "card_before_mib": before_mib, "card_after_mib": after_mib,
+        **held,
+        "card_before_mib": before_mib,
+        "card_after_mib": after_mib,
         "freed_after_ms": round(waited_s * 1000, 1) if is_freed else None,
-    }  # fmt: skip
+    }
 
 
 def answer_nvml(rows: Sequence[Row]) -> str:

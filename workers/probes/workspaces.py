@@ -1,4 +1,4 @@
-"""What single layers take of the allocator beside their inputs and results, beside what `featurize` assumes of them.
+"""Workspaces of single layers in the allocator, beside those that `featurize` assumes.
 
 Start reading at `measure`; `CASES` are the layers.
 """
@@ -22,9 +22,17 @@ if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
 
 COLUMNS = (
-    "operator", "phase", "shapes", "dtype", "config", "measured_bytes", "kept_bytes", "requests", "assumed_bytes",
+    "operator",
+    "phase",
+    "shapes",
+    "dtype",
+    "config",
+    "measured_bytes",
+    "kept_bytes",
+    "requests",
+    "assumed_bytes",
     "assumed_kept_bytes",
-)  # fmt: skip
+)
 # Layer -> its cases, as arguments of the layer and the shape of each input.
 CASES: Mapping[str, Sequence[tuple[Mapping[str, Any], tuple[int, ...]]]] = {
     "conv2d": (
@@ -85,9 +93,11 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
         allow_tf32(matmul=precision == "tf32", cudnn=True)
         for arguments, shape in CASES[layer]:
             case = {
-                "operator": layer, "shapes": [list(shape)], "dtype": precision,
+                "operator": layer,
+                "shapes": [list(shape)],
+                "dtype": precision,
                 "config": {**arguments, "cudnn_benchmark": benchmark},
-            }  # fmt: skip
+            }
             torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread: each case takes it anew
             torch.cuda.empty_cache()
             try:

@@ -67,10 +67,18 @@ FIELDS: dict[str, tuple[str, Callable[[float], float | None]]] = {
 # Activity, of which 0 everywhere on a busy GPU means that profiling has stalled.
 PROFILING = tuple(name for field, (name, convert) in FIELDS.items() if convert is _share)
 # What the exporter repeats on the rows of a MIG slice, but is the whole GPU's.
-WHOLE_GPU = frozenset({
-    "gpu_util", "memory_util", "power_w", "energy_j", "pcie_tx_mib_s", "pcie_rx_mib_s", "nvlink_tx_mib_s",
-    "nvlink_rx_mib_s",
-})  # fmt: skip
+WHOLE_GPU = frozenset(
+    {
+        "gpu_util",
+        "memory_util",
+        "power_w",
+        "energy_j",
+        "pcie_tx_mib_s",
+        "pcie_rx_mib_s",
+        "nvlink_tx_mib_s",
+        "nvlink_rx_mib_s",
+    }
+)
 
 # Names of the exporter's 1.x compatibility file; its profiling fields are today's in small letters.
 _OLD_NAMES = {

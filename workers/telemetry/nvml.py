@@ -130,10 +130,22 @@ class NvmlSensor(Sensor):
     period_s = 0.1  # the counters behind memory and energy move at about this pace
     lag_s = 0.0
     metrics: tuple[str, ...] = (
-        "memory_used_mib", "process_memory_mib", "other_processes", "other_memory_mib", "gpu_util", "memory_util",
-        "power_w", "energy_j", "sm_clock_mhz", "memory_clock_mhz", "temperature_c", "throttle_reasons",
-        "ecc_uncorrected", "pcie_tx_mib_s", "pcie_rx_mib_s",
-    )  # fmt: skip
+        "memory_used_mib",
+        "process_memory_mib",
+        "other_processes",
+        "other_memory_mib",
+        "gpu_util",
+        "memory_util",
+        "power_w",
+        "energy_j",
+        "sm_clock_mhz",
+        "memory_clock_mhz",
+        "temperature_c",
+        "throttle_reasons",
+        "ecc_uncorrected",
+        "pcie_tx_mib_s",
+        "pcie_rx_mib_s",
+    )
 
     def __init__(
         self,

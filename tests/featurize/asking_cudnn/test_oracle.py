@@ -213,9 +213,13 @@ def test_cudnn_itself_answers_for_a_gpu_that_is_not_there():
     gradient = signature(3, operation="weight_gradient")
     impossible = signature(3, response=(8, 64, 7, 7))
     volume = plain._replace(
-        image=(2, 8, 9, 9, 9), kernel=(8, 8, 3, 3, 3), response=(2, 8, 9, 9, 9), stride=(1,) * 3, padding=(1,) * 3,
+        image=(2, 8, 9, 9, 9),
+        kernel=(8, 8, 3, 3, 3),
+        response=(2, 8, 9, 9, 9),
+        stride=(1,) * 3,
+        padding=(1,) * 3,
         dilation=(1,) * 3,
-    )  # fmt: skip
+    )
     try:
         answers = oracle.answers([plain, half, gradient, volume, impossible], SEARCH)
         exact = oracle.answers([plain], SearchSettings(allow_tf32=False))[plain]

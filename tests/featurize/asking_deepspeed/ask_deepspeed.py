@@ -24,11 +24,16 @@ import rank_watch
 from deepspeed_nets import BATCH, CASES, NETS, batch_of, loss_of
 
 KINDS = {
-    "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
-    "c10d::allgather_into_tensor_coalesced_": "all_gather", "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::reduce_scatter_": "reduce_scatter", "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce", "c10d::broadcast_": "broadcast", "c10d::reduce_": "reduce",
-}  # fmt: skip
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::broadcast_": "broadcast",
+    "c10d::reduce_": "reduce",
+}
 SMALL = 64  # bytes of norms and flags, which are left out
 
 
@@ -83,9 +88,11 @@ def train(case):
     x = batch_of(case, "cpu")
     watch.hold(x)
     config = {
-        "train_micro_batch_size_per_gpu": BATCH, "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False, **config,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **config,
+    }
     steps = []
     with watch:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -22,9 +22,15 @@ def traced(case, rank):
     parallel = parse_parallel({"ddp": case["ranks"], "deepspeed": case["config"]}, files=True)
     settings = Training(optimizer="momentum", implementation="foreach", **parallel.deepspeed.training)
     return trace_step(
-        lambda: NETS[case["net"]](case["again"]), batch_of(case, "meta"), torch.empty(0, device="meta"), loss=loss_of,
-        settings=settings, training_loop=False, parallel=parallel, rank=rank,
-    )  # fmt: skip
+        lambda: NETS[case["net"]](case["again"]),
+        batch_of(case, "meta"),
+        torch.empty(0, device="meta"),
+        loss=loss_of,
+        settings=settings,
+        training_loop=False,
+        parallel=parallel,
+        rank=rank,
+    )
 
 
 def test_every_case_is_recorded():

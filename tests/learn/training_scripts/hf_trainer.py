@@ -23,18 +23,32 @@ class Sentences(torch.utils.data.Dataset):
 
 
 config = LlamaConfig(
-    vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=4, use_cache=False,
-)  # fmt: skip
+    vocab_size=1000,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    use_cache=False,
+)
 shards = {
     "fsdp": "full_shard auto_wrap",
     "fsdp_config": {"version": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
 }
 training = TrainingArguments(
-    "output", per_device_train_batch_size=8, max_steps=20, logging_steps=1, save_steps=5, report_to="none",
-    bf16=arguments.bf16, dataloader_num_workers=2, optim="adamw_torch", max_grad_norm=1.0,
-    deepspeed=arguments.deepspeed, **(shards if arguments.fsdp else {}),
-)  # fmt: skip
+    "output",
+    per_device_train_batch_size=8,
+    max_steps=20,
+    logging_steps=1,
+    save_steps=5,
+    report_to="none",
+    bf16=arguments.bf16,
+    dataloader_num_workers=2,
+    optim="adamw_torch",
+    max_grad_norm=1.0,
+    deepspeed=arguments.deepspeed,
+    **(shards if arguments.fsdp else {}),
+)
 trainer = Trainer(LlamaForCausalLM(config), training, train_dataset=Sentences(), eval_dataset=Sentences())
 assert trainer.args.device.type == "cuda"
 print(trainer.train())

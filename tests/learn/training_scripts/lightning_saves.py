@@ -32,7 +32,5 @@ class ReadBack(lightning.Callback):
 
 data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(0, 10, (64,)))
 saving = ModelCheckpoint("checkpoints", every_n_train_steps=1, save_last=True, save_top_k=1, monitor="loss")
-trainer = lightning.Trainer(
-    max_epochs=2, callbacks=[saving, ReadBack()], accelerator="gpu", devices=1, logger=False
-)  # fmt: skip
+trainer = lightning.Trainer(max_epochs=2, callbacks=[saving, ReadBack()], accelerator="gpu", devices=1, logger=False)
 trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=8))

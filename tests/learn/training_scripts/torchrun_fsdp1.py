@@ -31,9 +31,14 @@ def main():
         mesh = init_device_mesh("cuda", (args.replicas, dist.get_world_size() // args.replicas))
     types = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if args.bf16 else None
     model = FullyShardedDataParallel(
-        Net(), sharding_strategy=ShardingStrategy[args.strategy], auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=types, device_id=torch.cuda.current_device(), use_orig_params=not args.flat, device_mesh=mesh,
-    )  # fmt: skip
+        Net(),
+        sharding_strategy=ShardingStrategy[args.strategy],
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=types,
+        device_id=torch.cuda.current_device(),
+        use_orig_params=not args.flat,
+        device_mesh=mesh,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = TensorDataset(torch.randn(1024, WIDTH), torch.randint(0, CLASSES, (1024,)))
     loader = DataLoader(data, 32, sampler=DistributedSampler(data))

@@ -16,9 +16,15 @@ class Sentences(torch.utils.data.Dataset):
 
 
 config = LlamaConfig(
-    vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=4, use_cache=False, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    use_cache=False,
+    tie_word_embeddings=True,
+)
 training = TrainingArguments(
     "output", per_device_train_batch_size=8, max_steps=20, save_steps=1, save_total_limit=1, report_to="none"
 )
