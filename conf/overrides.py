@@ -122,8 +122,9 @@ def load_config(name: str, arguments: Sequence[str | Override], settings: type |
     known += [key for key, _ in flat(composed) if key not in known]
     for group, (_, values) in chosen.items():
         if values is not None:
+            plain = {key: literal(value) if isinstance(value, str) else value for key, value in values.items()}
             with _collected(problems):
-                _put(cfg, group, values)
+                _put(cfg, group, plain)
     for override in overrides:
         if override.key not in groups:
             with _collected(problems):

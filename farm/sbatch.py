@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from conf.cli import command as run_command
+from conf.cli import command
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
 from conf.settings import Checked, key
@@ -287,4 +287,4 @@ def _leads(words: Sequence[str]) -> bool:
 
 
 if __name__ == "__main__":
-    run_command("sbatch", entry, entry_of_rest=entry)
+    command("sbatch", entry, entry_of_rest=entry)

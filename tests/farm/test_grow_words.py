@@ -1,12 +1,6 @@
-"""The names that a growth cycle gives its runs, and its advice, which can be pasted into a shell."""
+"""The names that a growth cycle gives its runs, and the words of its plan."""
 
-import subprocess
-
-import pytest
-
-from conf.errors import UsageError
 from farm.choosing.plan_summary import Summary
-from farm.growth.settings import _spaces
 
 SUMMARY = Summary(
     policy="coverage",
@@ -34,11 +28,3 @@ def test_a_plan_of_simulated_runs_speaks_of_no_measurement_and_no_gpu_hours():
 def test_a_plan_of_measured_runs_speaks_of_gpu_hours():
     text = "\n".join(SUMMARY.lines("measured"))
     assert "3 measured already" in text and "0.25 GPU-hours" in text
-
-
-def test_the_advice_on_spaces_can_be_pasted_into_a_shell():
-    with pytest.raises(UsageError) as caught:
-        _spaces(["mlp"], 5)
-    advice = str(caught.value).partition(" as in ")[2].rpartition(", got")[0]
-    done = subprocess.run(["bash", "-c", f"printf '%s\\n' {advice}"], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["space={precision:[fp32,bf16]}"]
