@@ -18,24 +18,26 @@ from conf.errors import CommandError, EnvironmentProblem
 from farm.jobs import Queue
 from farm.lock import DispatcherLock
 from warehouse.aside import set_aside
-from warehouse.catalogue import counting_files, read_catalogue
+from warehouse.checksum import recorded_checksum
 from warehouse.compaction import CompactionReport, compaction_lock
+from warehouse.counting import counting_files
 from warehouse.damage import DamagedFile
 from warehouse.folder import DataFolder
+from warehouse.held_rows import Unreadable, run_ids_of
 from warehouse.integrity import Progress, examine
 from warehouse.layout import KINDS, OF_RUNS
-from warehouse.mending import mend_listings
+from warehouse.listings import is_whole_listing, read_listings, recovered_listing
 from warehouse.merged import (
     Listing,
-    Unreadable,
+    has_own_name,
     is_merged_name,
     is_own_merge,
     land_merged,
     listing_file,
     new_merged_name,
-    run_ids_of,
 )
 from warehouse.presence import compare
+from warehouse.settle import settled_listings, write_anew
 from warehouse.writer import RunWriter
 
 _DATA = (*KINDS, "jobs", "stale", "compactions")
@@ -81,9 +83,9 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
         for _, listing in examined.lost:
             _aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)
         for kind in KINDS:
-            mended = CompactionReport()
-            mend_listings(folder, kind, mended)
-            report.mended += mended.problems
+            settled = CompactionReport()
+            settled_listings(folder, kind, settled)
+            report.mended += settled.problems
         _queue_again(folder, report)
     return report
 
@@ -106,21 +108,35 @@ def _mend_file(folder: DataFolder, file: DamagedFile, report: RepairReport) -> N
 
 
 def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
-    if any(listing.file == file.path for listing in read_catalogue(folder, kind).listings):
-        report.mended.append(f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file")
-    else:
+    recovered = None
+    if has_own_name(file.path):
+        if is_whole_listing(file.path):
+            return  # it hides too much, which `settled_listings` repairs
+        recovered = recovered_listing(folder, kind, file.path)
+    if recovered is None:
         _aside(folder, file.path, file.reason, report)
+        return
+    write_anew(folder, recovered)
+    report.mended.append(f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file")
 
 
 def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
     listing = listing_file(folder, kind, file.path.name)
     if not listing.exists() and _is_whole_merge(file.path):
         # Whole, and its rows are nowhere else: its listing was lost.
-        Listing.of_merged(listing, file.path, time.time()).write()
+        Listing(
+            file=listing,
+            merged=f"{file.path.parent.name}/{file.path.name}",
+            hidden=(),
+            published_at_s=time.time(),
+            checksum=recorded_checksum(file.path),
+            rows=pq.read_metadata(file.path).num_rows,
+        ).write()
         report.mended.append(f"{file.path}: {file.reason}; it is listed again")
         return
     # Its listing first: from then on the files that it replaced count again, as far as they are still there.
-    _aside(folder, listing, f"its merged file is damaged: {file.reason}", report)
+    if listing.exists():
+        _aside(folder, listing, f"its merged file is damaged: {file.reason}", report)
     _aside(folder, file.path, file.reason, report)
 
 
@@ -189,7 +205,8 @@ def _drop_samples(folder: DataFolder, family: str, run_ids: set[str], report: Re
     The old file is set aside. After a kill in between it has no listing, and the next repair lists it again.
     """
     for kind in OF_RUNS:
-        for path in counting_files(folder, kind, family):
+        listings = read_listings(folder, kind, lambda damaged: None)
+        for path in counting_files(folder, kind, family, listings):
             if not is_merged_name(path.name):
                 continue
             try:

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.plain_text import first_line
-from warehouse.catalogue import counting_files
 from warehouse.connection import connect
+from warehouse.counting import counting_files
 from warehouse.dataset import JOB_PREFIX
 from warehouse.details import DETAILS, Detail
 from warehouse.folder import DataFolder

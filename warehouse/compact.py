@@ -6,12 +6,12 @@ Start reading at `compact`. Why no reader sees a row twice or not at all, and no
   it replaces do not. Readers expand the listings before the data files (`warehouse.views`), so a reader that finds
   a listing also finds its merged file; a reader that does not find it still finds the replaced files.
 - Replaced files are deleted by a later compaction, when their listing is older than `grace_s` and nobody has the
-  warehouse open, as a query that began earlier still opens (and then drops) them. The listing keeps their names.
+  warehouse open, as a query that began earlier still opens (and then drops) them.
 - After a kill before the listing is written, the merged file does not count, and its sources are merged again. A later
   compaction deletes it once files that count hold all its runs. After a kill while deleting, the files stay hidden,
   and the next compaction continues.
-- A file with a wrong checksum is reported, and never merged. A file is deleted only if an intact merged file has all
-  its runs, whatever a listing claims.
+- A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted or hidden only if an intact
+  file that counts holds them (`warehouse.held_rows`), whatever a listing or a merged file claims.
 
 No clocks are compared between processes, so stepped clocks and long transactions do no harm.
 """
@@ -19,6 +19,7 @@ No clocks are compared between processes, so stepped clocks and long transaction
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import stat
 import time
@@ -32,7 +33,6 @@ import pyarrow.parquet as pq
 from conf.cli import command
 from conf.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
-from warehouse.catalogue import Catalogue, counting, names_on_disk, read_catalogue
 from warehouse.compaction import (
     Compaction,
     CompactionReport,
@@ -40,20 +40,16 @@ from warehouse.compaction import (
     compaction_lock,
     is_open_somewhere,
 )
+from warehouse.counting import counting_files
 from warehouse.folder import DataFolder
+from warehouse.held_rows import Unreadable, run_ids_of
 from warehouse.layout import KINDS, OF_RUNS
-from warehouse.mending import REDUNDANT, mend_listings, unlisted_problems
-from warehouse.merged import (
-    Listing,
-    Unreadable,
-    is_merged_name,
-    land_merged,
-    listing_file,
-    new_merged_name,
-    run_ids_of,
-)
+from warehouse.listings import read_listings
+from warehouse.merged import is_merged_name, land_merged, listing_file, new_merged_name
+from warehouse.merged_index import MergedIndex
 from warehouse.plain_file import NoPlainFile
 from warehouse.schema import TABLES
+from warehouse.settle import settle_unlisted, settled_listings
 from warehouse.small_files import read_files
 
 SORT_KEYS = {
@@ -89,7 +85,7 @@ def compact(
         for kind in reversed(KINDS):
             _delete_replaced(work, kind)
             for family in folder.families(kind):
-                _delete_unlisted(work, kind, family)
+                settle_unlisted(work, kind, family)
                 _remove_abandoned(folder.partition(kind, family), now_s)
                 _merge_family(work, kind, family)
     return report
@@ -102,20 +98,16 @@ def _merge_family(work: Compaction, kind: str, family: str) -> None:
         if not isinstance(error, FileNotFoundError):
             report.left_alone(path, first_line(error))
 
-    catalogue = read_catalogue(work.folder, kind)
-    for paths in _plan(work, catalogue, kind, family, unreadable):
+    for paths in _plan(work, kind, family, unreadable):
         for files, rows in read_files(paths, TABLES[kind], settings.target_rows, unreadable):
             if len(files) < settings.min_files and (len(files) < 2 or files[-1] == paths[-1]):
                 continue
             table = _in_order(rows, SORT_KEYS[kind])
             del rows
             target = paths[0].parent / new_merged_name()
-            sources = {f"{path.parent.name}/{path.name}" for path in files}
-            hidden = [listing.hidden for listing in catalogue.listings if listing.merged in sources]
+            sources = [f"{path.parent.name}/{path.name}" for path in files]
             # A run that landed again while it was merged: its repeat is as good, and from here on hidden.
-            land_merged(
-                work.folder, kind, target, table, sources.union(*hidden), work.now_s, row_group_size=ROW_GROUP_ROWS
-            )
+            land_merged(work.folder, kind, target, table, sources, work.now_s, row_group_size=ROW_GROUP_ROWS)
             report.merged[str(target.relative_to(work.folder.root))] = len(files)
             report.rows += table.num_rows
             del table
@@ -133,7 +125,7 @@ def _in_order(table: pa.Table, keys: Sequence[str]) -> pa.Table:
 
 
 def _plan(
-    work: Compaction, catalogue: Catalogue, kind: str, family: str, unreadable: Callable[[Path, Exception], None]
+    work: Compaction, kind: str, family: str, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[list[Path]]:
     """Return the groups of small files that are worth a merge.
 
@@ -142,9 +134,12 @@ def _plan(
     folder, settings, report = work.folder, work.settings, work.report
     target_bytes = settings.target_mib * 2**20
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
-    landed = read_catalogue(folder, "runs") if kind in OF_RUNS else None
-    for name in counting(catalogue, family):
-        path = catalogue.root / name
+    counting = counting_files(folder, kind, family, read_listings(folder, kind, report.damaged))
+    has_merged_run = MergedIndex(folder).holder(family)
+    is_merged_already = MergedIndex(folder, kind).holder(family)
+    merged_ids: set[str] = set()
+    landed = _landed_files(folder, family) if kind in OF_RUNS else set()  # read later, so none is missed
+    for path in counting:
         is_merged = is_merged_name(path.name)
         try:
             status = path.stat()
@@ -158,12 +153,19 @@ def _plan(
         size = status.st_size
         if size > target_bytes / 2 or path in report.left:
             continue
-        if landed is not None and not (is_merged or _has_landed(landed, name)):
+        if kind in OF_RUNS and not (is_merged or path.name in landed or has_merged_run(path.stem)):
             continue  # its run is being written, or was lost and will come again with other rows
+        if not is_merged and is_merged_already(path.stem):
+            continue  # a run that landed twice, as after the queue was lost: merged, it would be there twice
         try:
-            if is_merged and pq.read_metadata(path).num_rows > settings.target_rows / 2:
-                continue
-        except (pa.ArrowException, OSError) as error:
+            if is_merged:
+                if pq.read_metadata(path).num_rows > settings.target_rows / 2:
+                    continue
+                ids = run_ids_of(path)
+                if merged_ids & ids:
+                    continue
+                merged_ids |= ids
+        except (pa.ArrowException, OSError, Unreadable) as error:
             unreadable(path, error)
             continue
         small.append((max(size - _OWN_BYTES, size // 8), path))
@@ -187,62 +189,43 @@ def _plan(
             yield group
 
 
-def _has_landed(runs: Catalogue, name: str) -> bool:
-    return os.path.lexists(runs.root / name) or runs.holder(name) is not None
-
-
-def _delete_unlisted(work: Compaction, kind: str, family: str) -> None:
-    """Delete merged files that a kill left without a listing and whose runs other files hold; report others."""
-    problems = unlisted_problems(work.folder, kind, family, work.settings.grace_s, work.now_s)
-    for path, problem in problems.items():
-        if problem != REDUNDANT:
-            work.report.left_alone(path, problem)
-        elif not is_open_somewhere(work.folder):
-            path.unlink()
+def _landed_files(folder: DataFolder, family: str) -> set[str]:
+    """The names of the files of runs, one of which says that its run has landed."""
+    try:
+        return set(os.listdir(folder.partition("runs", family)))
+    except FileNotFoundError:
+        return set()
 
 
 def _delete_replaced(work: Compaction, kind: str) -> None:
     folder, settings, report = work.folder, work.settings, work.report
-    catalogue = mend_listings(folder, kind, report)
-    there = set(names_on_disk(catalogue.root))
-    for listing in catalogue.listings:
+    root = folder.root / kind
+    listings = settled_listings(folder, kind, report)
+    still_hiding = {listing.merged for listing in listings if listing.hidden}
+    for listing in listings:
         age_s = work.now_s - listing.published_at_s
-        replaced = [catalogue.root / name for name in sorted(listing.hidden & there)]
-        if not replaced or age_s < settings.grace_s:
+        if not listing.hidden or age_s < settings.grace_s:
             continue
+        if still_hiding.intersection(listing.hidden):
+            continue  # a merged file goes after all that its own listing hides, else that would count again
         if age_s < settings.force_after_s and is_open_somewhere(folder):
-            report.kept_files += len(replaced)
+            report.kept_files += len(listing.hidden)
             continue
-        partition = catalogue.path(listing).parent
-        deleted = [path for path in _held(catalogue, listing, replaced, report) if path.parent == partition]
-        for path in deleted:
+        kept = tuple(name for name in listing.hidden if root / name in report.left)
+        deletable = [name for name in listing.hidden if name not in kept]
+        for name in deletable:
             with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+                (root / name).unlink()
                 report.deleted_files += 1
-        sync(partition)
-        for path in deleted:
-            if is_merged_name(path.name):
-                listing_file(folder, kind, path.name).unlink(missing_ok=True)
-
-
-def _held(catalogue: Catalogue, listing: Listing, replaced: Sequence[Path], report: CompactionReport) -> Iterator[Path]:
-    """Yield those of the replaced files whose runs are all in the merged file, which is intact; report the others."""
-    merged = catalogue.path(listing)
-    try:
-        held = run_ids_of(merged)
-    except (Unreadable, FileNotFoundError) as error:
-        report.left_alone(merged, f"{error}; the files that it replaced stay")
-        return
-    for path in replaced:
-        try:
-            if path.stem in held or run_ids_of(path) <= held:
-                yield path
-            else:
-                report.left_alone(path, f"{listing.file} hides it, and {listing.merged} does not hold its runs")
-        except FileNotFoundError:
-            continue
-        except Unreadable as error:
-            report.left_alone(path, str(error))
+        sync((root / listing.merged).parent)  # gone for good, before the listing forgets to hide them
+        # The listing of a merged file goes before the one that hides the file forgets it: otherwise, in between, it
+        # would look as if its rows were lost.
+        for name in map(os.path.basename, deletable):
+            if is_merged_name(name):
+                listing_file(folder, kind, name).unlink(missing_ok=True)
+        dataclasses.replace(listing, hidden=kept).write()
+        if not kept:
+            still_hiding.discard(listing.merged)
 
 
 def _remove_abandoned(partition: Path, now_s: float) -> None:

@@ -1,6 +1,6 @@
 """Settings, report and lock of a compaction, and whether any client has the warehouse open.
 
-Start reading at `CompactionReport`; `warehouse.compact` merges, `warehouse.mending` repairs after kills and damage.
+Start reading at `CompactionReport`; `warehouse.compact` merges, `warehouse.settle` repairs after kills and damage.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conf.settings import Checked, data_key, key
+from warehouse.damage import DamagedFile
 from warehouse.folder import DataFolder
 from warehouse.lock_file import is_shared_by_any, open_lock
 
@@ -59,6 +60,10 @@ class CompactionReport:
         if path not in self.left:
             self.left.add(path)
             self.problems.append(f"{path} is left alone: {why}")
+
+    def damaged(self, file: DamagedFile) -> None:
+        """Report an unreadable file."""
+        self.left_alone(file.path, file.reason)
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""

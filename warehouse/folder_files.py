@@ -18,25 +18,27 @@ import resource
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from conf.errors import CommandError, EnvironmentProblem
+from conf.plain_text import first_line
 from warehouse import damage
-from warehouse.catalogue import Catalogue, counting, look, merged_damage
+from warehouse.counting import counting_plan
 from warehouse.damage import DamagedFile
 from warehouse.layout import KINDS, FolderLayout
-from warehouse.merged import is_merged_name
-from warehouse.plain_file import identity, identity_of, open_plain
+from warehouse.plain_file import identity, identity_of, is_out_of_descriptors, open_plain
 from warehouse.schema import TABLES
 
 SCHEME = "gpufarm"
-_PINNED = 256  # files that are kept open for a view of a query that has begun, at most
-_PLANS = 128  # views of queries whose files are kept open, at most
+_PINNED = 256  # files that a connection keeps open for each view of a query that has begun, at most
+_PATHS = 16 * _PINNED  # names that a connection remembers for such queries
 _VIEWS_OF_A_QUERY = 32  # so many that views named earlier are of a query that has ended, as good as always
 _ATTEMPTS = 100  # at a list of files that all stay until they are opened
 _NO_ROWS = "no-rows.parquet"
@@ -51,9 +53,10 @@ def files_of(kind: str) -> str:
 class FolderFiles(AbstractFileSystem):
     """The files of one data folder for one DuckDB connection and its cursors.
 
-    A query's globs are answered with the files that count at that moment. Up to `_PINNED` of them are opened then, so
-    that compaction may delete them, with up to a quarter of the descriptors that the process may have. Further ones are
-    opened by name, and those that are gone by then are counted in `lost`. What queries open is in `opened`.
+    A query's globs are answered with the files that count at that moment. As many as `_PINNED` of them are opened
+    then, so that compaction may delete them; a larger folder's small files are opened by name, and those that are gone
+    by then are counted in `lost`. What queries open is in `opened`. All of it takes up to a quarter of the descriptors
+    that the process may have, files that are open by name up to half; beyond that each read opens the file anew.
     """
 
     protocol = SCHEME
@@ -64,8 +67,9 @@ class FolderFiles(AbstractFileSystem):
         self._folder = folder
         self._lock = threading.RLock()
         self._plans = 0
-        self._pinned: OrderedDict[int, dict[str, _SharedFile]] = OrderedDict()  # plan -> files that it keeps open
+        self._pinned: OrderedDict[str, bytes | _SharedFile] = OrderedDict()  # path of DuckDB -> what it reads
         self._shared: weakref.WeakValueDictionary[tuple[int, ...], _SharedFile] = weakref.WeakValueDictionary()
+        self._altered: set[str] = set()  # paths of DuckDB that stood for other content than their files have
         self._damaged: dict[str, tuple[int, ...]] = {}
         self._whole: dict[str, tuple[int, ...]] = {}  # verified, page by page
         # Counts, as several cursors may be at work: each compares what there was before its query and after.
@@ -121,18 +125,19 @@ class FolderFiles(AbstractFileSystem):
     def open(self, path: str, mode: str = "rb", **_options: Any) -> _OpenFile:
         if mode != "rb":
             _refuse(path)
-        match = _PATH.fullmatch(path)
-        if match is None or match[1] not in TABLES:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        kind, plan, name = match[1], int(match[2]), match[3]
+        with self._lock:
+            pinned = self._pinned.get(path)
+            if pinned is not None:
+                return _OpenFile(_SharedFile(pinned) if isinstance(pinned, bytes) else pinned)
+        kind, name = self._place(path)
         if name == _NO_ROWS:
-            return _OpenFile(_NoRows(_empty_file(kind)))
+            return _OpenFile(_SharedFile(_empty_file(kind)))
         real = self._folder.root / kind / name
         self.opened.add(real)
-        with self._lock:
-            pinned = self._pinned.get(plan, {}).get(name)
         try:
-            return _OpenFile(pinned or self._shared_file(real))
+            if path in self._altered:
+                raise FileNotFoundError(errno.ENOENT, "the query has to be planned again", path)
+            return _OpenFile(self._shared_file(real, _descriptors() // 2) or _NamedFile(real, self))
         except FileNotFoundError:
             self.lost += 1
             raise
@@ -170,75 +175,97 @@ class FolderFiles(AbstractFileSystem):
             self._pinned.clear()
 
     def _plan(self, kind: str) -> list[str]:
+        with self._lock:
+            self._plans += 1
+            plan = f"{SCHEME}://{kind}/{self._plans}/"
+        most = min(_PINNED, _descriptors() // 4)
         for _ in range(_ATTEMPTS):
-            names = self._counting(kind)
-            pinned: dict[str, _SharedFile] = {}
+            paths = [plan + _NO_ROWS]
+            kept: dict[str, bytes | _SharedFile] = {plan + _NO_ROWS: _empty_file(kind)}
+            is_pinned = True
+            damaged: list[DamagedFile] = []
+            identities: dict[Path, tuple[int, ...]] = {}
             try:
-                for name in names[:_PINNED]:
-                    if not self._has_room():
-                        break
-                    self._pin(kind, name, pinned)
+                for name, doubled in self._counting(kind):
+                    paths.append(plan + name)
+                    real = self._folder.root / kind / name
+                    if len(kept) >= most and not doubled:
+                        is_pinned = False
+                        continue
+                    self.opened.add(real)
+                    try:
+                        content = (
+                            _without_runs(real, doubled) if doubled else self._shared_file(real, _descriptors() // 4)
+                        )
+                    except FileNotFoundError:
+                        raise
+                    except (pa.ArrowException, OSError, ValueError) as error:
+                        if is_out_of_descriptors(error):
+                            raise
+                        if (known := identity(real)) is not None:
+                            identities[real] = known
+                            damaged.append(DamagedFile(real, first_line(error)))
+                        continue
+                    if content is None:
+                        is_pinned = False
+                    else:
+                        kept[plan + name] = content
             except FileNotFoundError:  # merged and deleted since the folder was listed: a new listing knows better
                 continue
+            if damaged:  # what they hide may be there
+                self._leave_out(damaged, identities)
+                continue
             with self._lock:
-                self._plans += 1
-                self._pinned[self._plans] = pinned
-                self.unpinned += len(pinned) < len(names)
-            return [f"{SCHEME}://{kind}/{self._plans}/{name}" for name in (_NO_ROWS, *names)]
+                self.unpinned += not is_pinned
+                self._pinned |= kept
+                while len(self._pinned) > _PATHS:
+                    self._drop_oldest()
+            return paths
         raise EnvironmentProblem(
             f"the files of {self._folder.root / kind} change faster than a query is planned; run it again"
         )
 
-    def _pin(self, kind: str, name: str, pinned: dict[str, _SharedFile]) -> None:
-        try:
-            pinned[name] = self._shared_file(self._folder.root / kind / name)
-        except FileNotFoundError:
-            raise
-        except OSError:  # no plain file, which the query finds out, or too many are open
-            pass
+    def _drop_oldest(self) -> None:
+        path, content = self._pinned.popitem(last=False)
+        _, name = self._place(path)
+        if isinstance(content, bytes) and name != _NO_ROWS:
+            self._altered.add(path)
+        match = _PATH.fullmatch(path)
+        assert match is not None
+        self.unpinned += int(match[2]) > self._plans - _VIEWS_OF_A_QUERY
 
-    def _has_room(self) -> bool:
-        """Return whether one more file may be kept open, after dropping those of the oldest queries."""
-        most = _descriptors() // 4
-        with self._lock:
-            while self._pinned and (len(self._shared) >= most or len(self._pinned) > _PLANS):
-                plan, pinned = self._pinned.popitem(last=False)
-                self.unpinned += bool(pinned) and plan > self._plans - _VIEWS_OF_A_QUERY
-                del pinned
-            return len(self._shared) < most
-
-    def _shared_file(self, real: Path) -> _SharedFile:
-        """Return the file, opened once for all queries."""
+    def _shared_file(self, real: Path, most: int) -> _SharedFile | None:
+        """Return the file, opened once for all queries; None if that would take more than `most` descriptors."""
         known = identity(real)
         with self._lock:
             shared = None if known is None else self._shared.get(known)
-            if shared is None:
-                shared = _SharedFile(open_plain(real))
-                self._shared[shared.identity] = shared
-            return shared
+            if shared is not None:
+                return shared
+            while len(self._shared) >= most and self._pinned:
+                self._drop_oldest()
+            if len(self._shared) >= most:
+                return None
+        try:
+            shared = _SharedFile(open_plain(real))
+        except OSError as error:
+            if is_out_of_descriptors(error):
+                return None
+            raise
+        with self._lock:
+            self._shared[shared.identity] = shared
+        return shared
 
-    def _counting(self, kind: str) -> list[str]:
-        """The files that count, below the folder of `kind`, without those that are known to be damaged."""
+    def _counting(self, kind: str) -> Iterator[tuple[str, frozenset[str]]]:
+        """(name below `kind`, runs that another file holds) of each file that counts."""
+        if kind in KINDS:
+            for family in counting_plan(self._folder, kind, self._is_left_out):
+                for name in family.names:
+                    yield f"family={family.family}/{name}", family.doubled.get(name, frozenset())
+            return
         root = self._folder.root / kind
-        if kind not in KINDS:
-            names = sorted(os.listdir(root)) if root.is_dir() else []
-            names = [name for name in names if name.endswith(".parquet") and not name.startswith("_")]
-            return [name for name in names if not self._is_left_out(root / name)]
-
-        def at(catalogue: Catalogue) -> tuple[list[str], list[str]]:
-            return catalogue.lost_lines(), counting(catalogue)
-
-        lost, names = look(self._folder, kind, at, self._is_left_out)
-        if lost:
-            raise EnvironmentProblem("; ".join(lost))
-        kept = [name for name in names if not self._is_left_out(root / name)]
-        damaged = [
-            DamagedFile(root / name, reason)
-            for name in kept
-            if is_merged_name(os.path.basename(name)) and (reason := merged_damage(root / name)) is not None
-        ]
-        damage.report(damaged)
-        return [name for name in kept if root / name not in {file.path for file in damaged}]
+        for name in sorted(os.listdir(root)) if root.is_dir() else ():
+            if name.endswith(".parquet") and not name.startswith("_") and not self._is_left_out(root / name):
+                yield name, frozenset()
 
     def _is_left_out(self, path: Path) -> bool:
         if not self._damaged:
@@ -246,19 +273,35 @@ class FolderFiles(AbstractFileSystem):
         known = self._damaged.get(str(path))
         return known is not None and known == identity(path)
 
+    def _place(self, path: str) -> tuple[str, str]:
+        """(kind, name below it) of a file of an earlier answer."""
+        match = _PATH.fullmatch(path)
+        if match is None or match[1] not in TABLES:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return match[1], match[3]
+
 
 class _SharedFile:
     """A file's content, which any number of threads read at once; closed when nobody holds it any more."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        status = os.fstat(descriptor)
-        self.size, self.modified_s, self.identity = status.st_size, status.st_mtime, identity_of(status)
-        # Not in `__del__`: while that runs, a weak reference still leads here, and a thread that follows it would
-        # read from a descriptor that is closed, or is another file's by then.
-        weakref.finalize(self, os.close, descriptor).atexit = False
+    def __init__(self, source: int | bytes) -> None:
+        self._content: bytes | None = None
+        self._descriptor = -1
+        self.identity: tuple[int, ...] = ()
+        if isinstance(source, bytes):
+            self._content, self.size, self.modified_s = source, len(source), 0.0
+        else:
+            self._descriptor = source
+            status = os.fstat(source)
+            self.size, self.modified_s, self.identity = status.st_size, status.st_mtime, identity_of(status)
+        if self._descriptor >= 0:
+            # Not in `__del__`: while that runs, a weak reference still leads here, and a thread that follows it would
+            # read from a descriptor that is closed, or is another file's by then.
+            weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def read(self, at: int, size: int) -> bytes:
+        if self._content is not None:
+            return self._content[at : at + size]
         parts = []
         while size > 0 and (part := os.pread(self._descriptor, size, at)):
             parts.append(part)
@@ -266,14 +309,23 @@ class _SharedFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-class _NoRows(_SharedFile):
-    """The content of a file without rows, which is nowhere on the disk."""
+class _NamedFile(_SharedFile):
+    """A file that is opened anew for each read, because the process has no spare descriptors."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content, self.size, self.modified_s = content, len(content), 0.0
+    def __init__(self, path: Path, files: FolderFiles) -> None:
+        file = _SharedFile(open_plain(path))
+        self.size, self.modified_s, self.identity = file.size, file.modified_s, file.identity
+        self._path, self._files = path, files
 
     def read(self, at: int, size: int) -> bytes:
-        return self._content[at : at + size]
+        try:
+            file = _SharedFile(open_plain(self._path))
+            if file.identity != self.identity:
+                raise FileNotFoundError(errno.ENOENT, "another file has taken its place", str(self._path))
+        except FileNotFoundError:
+            self._files.lost += 1
+            raise
+        return file.read(at, size)
 
 
 class _OpenFile:
@@ -333,9 +385,21 @@ def _descriptors() -> int:
     return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
+def _without_runs(path: Path, run_ids: frozenset[str]) -> bytes:
+    """Return the content of a merged file without some of its runs."""
+    with os.fdopen(open_plain(path), "rb") as file:
+        table = pq.ParquetFile(file).read()
+    is_doubled = pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string()))
+    return _parquet_bytes(table.filter(pc.invert(is_doubled)))
+
+
 @functools.cache
 def _empty_file(kind: str) -> bytes:
-    buffer = pa.BufferOutputStream()
     # Not `empty_table()`, which imports pandas where there is one, for a quarter of a second.
-    pq.write_table(pa.Table.from_batches([], TABLES[kind]), buffer)
+    return _parquet_bytes(pa.Table.from_batches([], TABLES[kind]))
+
+
+def _parquet_bytes(table: pa.Table) -> bytes:
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer)
     return bytes(buffer.getvalue())

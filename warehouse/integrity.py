@@ -5,7 +5,6 @@ Start reading at `examine`. Nothing is changed; `python -m warehouse.check` prin
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sqlite3
@@ -19,14 +18,16 @@ from typing import Any
 from conf.errors import CommandError
 from conf.identity import OWN_SHA256, own_sha256, sha256_of
 from conf.plain_text import first_line
-from warehouse.catalogue import look
+from warehouse.believed import lost_line, lost_merged_files
 from warehouse.checksum import recorded_checksum
 from warehouse.damage import DamagedFile, file_problem, parquet_files
 from warehouse.folder import DataFolder
+from warehouse.held_rows import Unreadable, unproven_sources
 from warehouse.layout import KINDS
-from warehouse.mending import unlisted_problems
+from warehouse.listings import read_listings
 from warehouse.merged import Listing
 from warehouse.presence import Presence, compare, queue_problem
+from warehouse.settle import unlisted_problem
 from warehouse.snapshot import MANIFEST, read_manifest
 
 Progress = Callable[[int, int], None]  # (files verified, files in all)
@@ -190,17 +191,26 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
             report.damaged.append(DamagedFile(path, reason))
 
     for kind in KINDS:
-        catalogue, lost = look(folder, kind, lambda catalogue: (catalogue, catalogue.lost))
-        for file in catalogue.damaged:
-            add(file.path, file.reason)
-        report.lost += [(kind, listing) for listing in lost]
-        report.lost_lines += map(catalogue.lost_line, lost)
-        for listing in catalogue.listings:
-            with contextlib.suppress(OSError, ValueError):  # named above, where the file is damaged or lost
-                merged = catalogue.path(listing)
+        listings = read_listings(folder, kind, lambda file: add(file.path, file.reason))
+        for listing in lost_merged_files(folder, kind):
+            report.lost.append((kind, listing))
+            report.lost_lines.append(lost_line(folder, kind, listing))
+        for listing in listings:
+            merged = folder.root / kind / listing.merged
+            try:
                 if listing.checksum is not None and recorded_checksum(merged) != listing.checksum:
                     add(merged, f"it is another file than {listing.file} names")
+                unproven = unproven_sources(folder, kind, listing, listings) if listing.hidden else None
+            except (OSError, Unreadable, ValueError):
+                continue  # named above, where it is damaged or lost
+            if unproven is not None and unproven.unheld:
+                name, why = next(iter(unproven.unheld.items()))
+                add(
+                    listing.file,
+                    f"it hides {len(unproven.unheld):,} files without holding their runs, as {name} ({why})",
+                )
         for family in folder.families(kind):
-            for path, problem in unlisted_problems(folder, kind, family, _UNLISTED_AFTER_S).items():
+            for path in folder.partition(kind, family).glob("merged-*.parquet"):
+                problem = unlisted_problem(folder, kind, family, path, _UNLISTED_AFTER_S)
                 if problem:
                     add(path, problem)

@@ -1,7 +1,7 @@
 """Merged files and their listings: what each says, and how both are written.
 
-Start reading at `Listing`. `warehouse.catalogue` reads those of a folder and names the files that count;
-`warehouse.compact` explains why it is safe.
+Start reading at `Listing`. `warehouse.listings` reads those of a folder, `warehouse.believed` judges them, and
+`warehouse.counting` names the files that count. `warehouse.compact` explains why it is safe.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,43 +21,33 @@ import pyarrow.parquet as pq
 from conf.json_file import parse_json
 from conf.outputs import replacing, sync
 from conf.plain_text import first_line
-from warehouse import damage
 from warehouse.checksum import checksum_problem, recorded_checksum, write_sealed
 from warehouse.layout import COMPRESSION, LISTING_SCHEMA, FolderLayout, write_parquet
 from warehouse.plain_file import plain
 
 MERGED_PREFIX = "merged-"
-SOURCES = b"gpufarm_sources"  # in a merged file's metadata: names that it replaces beside its runs' own, as JSON
+SOURCES = b"gpufarm_sources"  # in a merged file's metadata: the files whose rows it has, as JSON
 _OWN_NAME = re.compile(r"merged-\d{8}T\d{6}-[0-9a-f]{12}\.parquet")
 _PUBLISHED_AT = b"gpufarm_published_at"
 _CHECKSUM = b"gpufarm_merged_checksum"
 _ROWS = b"gpufarm_merged_rows"
-_HAS_EVERY_RUN = b"gpufarm_every_run"  # missing in listings of older versions, which forgot the files that are deleted
-
-
-class Unreadable(Exception):
-    """The rows of a file cannot be read; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A merged file that counts, and the names that do not count because of it: `family=F/NAME.parquet`.
-
-    These are the names of all its runs, whether there are such files or not, and of the merged files that it replaces.
-    """
+    """A merged file that counts, and the files it replaces. Paths are relative to `runs/` or `telemetry/`."""
 
     file: Path  # of the listing itself
     merged: str
-    hidden: frozenset[str]
+    hidden: tuple[str, ...]  # still on disk, or were when the listing was written
     published_at_s: float  # seconds since the epoch
     checksum: str | None = None  # of the merged file; None in listings of older versions
     rows: int | None = None  # of the merged file
-    is_current: bool = True  # False: the file has to be written anew, as an older version wrote it or it is damaged
 
     @classmethod
     def read(cls, file: Path) -> Listing:
         """Read a listing. Raises `ValueError` if the file is damaged or no listing, `OSError` if it cannot be read."""
-        problem = checksum_problem(file) or damage.damage_of(file)
+        problem = checksum_problem(file)
         if problem is not None:
             raise ValueError(problem)
         try:
@@ -64,47 +55,31 @@ class Listing:
             rows = table.to_pylist()
             (merged,) = (row["path"] for row in rows if not row["hidden"])
             metadata = table.schema.metadata
-            listing = cls(
+            return cls(
                 file=file,
                 merged=merged,
-                hidden=frozenset(row["path"] for row in rows if row["hidden"]),
+                hidden=tuple(row["path"] for row in rows if row["hidden"]),
                 published_at_s=float(metadata[_PUBLISHED_AT]),
                 checksum=metadata[_CHECKSUM].decode() if _CHECKSUM in metadata else None,
                 rows=int(metadata[_ROWS]) if _ROWS in metadata else None,
-                is_current=_HAS_EVERY_RUN in metadata,
             )
         except (pa.ArrowException, KeyError, TypeError) as error:
             raise ValueError(f"it is no listing: {first_line(error)}") from error
-        if Path(merged).name != file.name:
-            raise ValueError(f"it names {merged!r} instead of the merged file with its own name")
-        return listing
-
-    @classmethod
-    def of_merged(cls, file: Path, path: Path, published_at_s: float, *, verified: bool = True) -> Listing:
-        """Return the listing `file` of a merged file, from its rows and footer. Raises `Unreadable` or `OSError`.
-
-        With `verified`, the file's checksum must be right.
-        """
-        run_ids = run_ids_of(path, verified=verified)
-        metadata = pq.read_metadata(path)
-        try:
-            sources = parse_json((metadata.metadata or {}).get(SOURCES, b"[]"))
-            hidden = frozenset(sources) | names_of(path.parent.name, run_ids)
-        except (ValueError, TypeError) as error:
-            raise Unreadable(f"its footer is damaged: {first_line(error)}") from error
-        merged = f"{path.parent.name}/{path.name}"
-        return cls(file, merged, hidden, published_at_s, recorded_checksum(path), metadata.num_rows, is_current=False)
 
     def write(self) -> None:
         """Write the listing atomically; from this moment `merged` counts, and `hidden` no longer does."""
-        names = sorted(self.hidden)
-        columns = [pa.array([self.merged, *names]), pa.array([False] + [True] * len(names))]
-        metadata = {_PUBLISHED_AT: repr(self.published_at_s), _HAS_EVERY_RUN: "true"}
+        table = pa.Table.from_arrays(
+            [
+                pa.array([self.merged, *self.hidden]),
+                pa.array([False] + [True] * len(self.hidden)),
+            ],
+            schema=LISTING_SCHEMA,
+        )
+        metadata = {_PUBLISHED_AT: repr(self.published_at_s)}
         if self.checksum is not None:
             metadata[_CHECKSUM] = self.checksum
         if self.rows is not None:
             metadata[_ROWS] = str(self.rows)
-        table = pa.Table.from_arrays(columns, schema=LISTING_SCHEMA)
         write_parquet(self.file, table.replace_schema_metadata(metadata))
 
 
@@ -117,9 +92,14 @@ def is_merged_name(name: str) -> bool:
     return name.startswith(MERGED_PREFIX)
 
 
+def has_own_name(path: Path) -> bool:
+    """Return whether the name of a merged file or listing is of the form that `new_merged_name` gives."""
+    return _OWN_NAME.fullmatch(path.name) is not None
+
+
 def is_own_merge(path: Path) -> bool:
     """Return whether `land_merged` wrote a file, judged by name, checksum and metadata. Raises `OSError`."""
-    if _OWN_NAME.fullmatch(path.name) is None or checksum_problem(path) or recorded_checksum(path) is None:
+    if not has_own_name(path) or checksum_problem(path) is not None or recorded_checksum(path) is None:
         return False
     try:
         return SOURCES in (pq.read_metadata(plain(path)).metadata or {})
@@ -127,26 +107,13 @@ def is_own_merge(path: Path) -> bool:
         return False
 
 
-def run_ids_of(path: Path, *, verified: bool = True) -> set[str]:
-    """Return the run_ids of a file, with `verified` of one whose checksum is right.
+def sources_of(merged: Path) -> Mapping[str, Any]:
+    """Return the sources of a merged file, as its footer names them; none for a file of an older version.
 
-    Raises `Unreadable`, or `FileNotFoundError` if there is no file.
+    Raises `pa.ArrowException`, `OSError` or `ValueError` where the footer cannot be read.
     """
-    try:
-        problem = checksum_problem(path) if verified else None
-        if problem is not None:
-            raise Unreadable(problem)
-        file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
-        return set(file.read(columns=["run_id"]).column(0).unique().to_pylist())
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise Unreadable(first_line(error)) from error
-
-
-def names_of(partition: str, run_ids: Iterable[str]) -> frozenset[str]:
-    """Return the names that the runs' own files have, below the folder of their kind."""
-    return frozenset(f"{partition}/{run_id}.parquet" for run_id in run_ids)
+    named: dict[str, Any] = parse_json((pq.read_metadata(plain(merged)).metadata or {}).get(SOURCES, b"{}"))
+    return named
 
 
 def listing_file(folder: FolderLayout, kind: str, merged_name: str) -> Path:
@@ -159,25 +126,29 @@ def land_merged(
     kind: str,
     target: Path,
     table: pa.Table,
-    replaced: Iterable[str],
+    sources: Sequence[str],
     now_s: float,
     row_group_size: int | None = None,
 ) -> None:
-    """Write the merged file `target`, then its listing, which hides its runs' own files and `replaced` from then on.
+    """Write the merged file `target`, then its listing, which hides `sources` from the same moment on.
 
-    The file names what its runs do not, so a damaged listing can be read off it.
+    The file names its sources too, so a damaged listing can be read off it.
     """
-    runs = names_of(target.parent.name, table.column("run_id").unique().to_pylist())
-    others = sorted(set(replaced) - runs)
-    table = table.replace_schema_metadata({SOURCES: json.dumps(others).encode()})
+    table = table.replace_schema_metadata({SOURCES: json.dumps(dict.fromkeys(sources)).encode()})
     with replacing(target) as temporary:
         checksum = write_sealed(table, temporary, row_group_size=row_group_size, **COMPRESSION)
-    file = listing_file(folder, kind, target.name)
-    merged = f"{target.parent.name}/{target.name}"
+    listing = Listing(
+        file=listing_file(folder, kind, target.name),
+        merged=f"{target.parent.name}/{target.name}",
+        hidden=tuple(sources),
+        published_at_s=now_s,
+        checksum=checksum,
+        rows=table.num_rows,
+    )
     try:
-        Listing(file, merged, runs.union(others), now_s, checksum, table.num_rows).write()
+        listing.write()
     except BaseException:
-        if not file.exists():  # the disk is full: nothing half-done stays
+        if not listing.file.exists():  # the disk is full: nothing half-done stays
             target.unlink(missing_ok=True)
         raise
 

@@ -1,12 +1,13 @@
 """Compares the runs in the queue with those in the warehouse: which are missing, and which the queue does not know.
 
-Start reading at `compare`. The runs are those that the catalogue names. The queue's file is read as any SQLite client
-would, since its commands are in a package that this one does not import.
+Start reading at `compare`. Both sides are read cheaply: small files by their names, merged ones by three columns, and
+the queue's file as any SQLite client would, since its commands are in a package that this one does not import.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,16 +17,20 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from warehouse.catalogue import Catalogue, counting, look
+from warehouse.counting import counting_files
 from warehouse.folder import DataFolder
+from warehouse.merged import is_merged_name
+from warehouse.plain_file import plain
 from warehouse.queue_copy import queue_copy
 
-# JOB-000042; attempts that were repeated end in -a1
-_TASK_RUN = r"^family=(?P<family>[^/]*)/(?P<job>.+)-(?P<index>\d{6,})\.parquet$"
-_FOREIGN = "^(import|dataset)-"  # the job_id of rows that no queue has run
+_TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
+_FOREIGN = ("import-", "dataset-")  # of the job_id of rows that no queue has run
 _IN_FLIGHT = ("leased", "exhausted")
+_PRIME = 1_000_003  # squares of indexes are summed modulo this one, which fits 64 bits
 _BUSY_S = 10.0  # waits for who holds the file
+_MOST_LOOKS = 5  # at a partition that a compaction changes meanwhile
 
 Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
 
@@ -60,11 +65,17 @@ class Presence:
         return [line for line in (self.gone_line(root), self.unknown_line(root)) if line is not None]
 
 
-def compare(folder: DataFolder) -> Presence:
+def compare(folder: DataFolder, *, quick: bool = False) -> Presence:
     """Compare the queue with the files that count. A missing queue knows no tasks.
+
+    `quick` first compares counts and sums of each job's indexes, and stops where they are equal.
 
     While a dispatcher runs, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue.
     """
+    if quick:
+        done_sums = _done_sums(folder)
+        if done_sums == {job_id: _sums(indexes) for job_id, indexes in landed_tasks(folder).items()}:
+            return Presence()
     # Before the files: a task is done only after its run is durable.
     done = queue_tasks(folder, "= 'done'")
     landed = landed_tasks(folder)
@@ -78,25 +89,14 @@ def compare(folder: DataFolder) -> Presence:
 def landed_tasks(folder: DataFolder, families: set[str] | None = None) -> dict[str, np.ndarray]:
     """Return the tasks whose runs are in files that count, by job; only those of `families` if given.
 
-    Names decide, so damaged files of single runs count. Damaged merged files hold no runs.
+    File names decide, so damaged files count. Unreadable merged files hold no runs.
     """
-    names = look(folder, "runs", _names_of_runs)
-    parts = pc.extract_regex(pa.array(names, pa.string()), _TASK_RUN).drop_null()
-    wanted = pc.invert(pc.match_substring_regex(parts.field("job"), _FOREIGN))
-    if families is not None:
-        wanted = pc.and_(wanted, pc.is_in(parts.field("family"), pa.array(sorted(families), pa.string())))
-    parts = parts.filter(wanted)
-    jobs = parts.field("job").dictionary_encode()
-    codes = jobs.indices.to_numpy()
-    order = np.argsort(codes, kind="stable")
-    indexes = pc.cast(parts.field("index"), pa.int64()).to_numpy()[order]
-    groups = np.split(indexes, np.flatnonzero(np.diff(codes[order])) + 1)
-    return dict(sorted(zip(jobs.dictionary.to_pylist(), map(np.unique, groups), strict=False)))
-
-
-def _names_of_runs(catalogue: Catalogue) -> list[str]:
-    merged: frozenset[str] = frozenset().union(*(listing.hidden for listing in catalogue.whole))
-    return [*merged, *counting(catalogue)]
+    indexes: dict[str, list[np.ndarray]] = {}
+    for family in folder.families("runs"):
+        if families is None or family in families:
+            for job_id, tasks in _landed_of(folder, family).items():
+                indexes.setdefault(job_id, []).append(tasks)
+    return {job_id: np.unique(np.concatenate(tasks)) for job_id, tasks in sorted(indexes.items())}
 
 
 def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
@@ -121,6 +121,77 @@ def queue_problem(folder: DataFolder) -> str | None:
     except sqlite3.Error as error:
         return str(error)
     return None if rows == ["ok"] else "; ".join(rows).replace("\n", " ")
+
+
+def _landed_of(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
+    for _ in range(_MOST_LOOKS):
+        try:
+            return _landed_now(folder, family)
+        except FileNotFoundError:  # a compaction deleted a merged file that was merged once more
+            continue
+    return _landed_now(folder, family)
+
+
+def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
+    small: dict[str, list[int]] = {}
+    merged: dict[str, list[np.ndarray]] = {}
+    for path in counting_files(folder, "runs", family):
+        if is_merged_name(path.name):
+            for job_id, indexes in _tasks_in(path).items():
+                merged.setdefault(job_id, []).append(indexes)
+        elif (task := _TASK_RUN.fullmatch(path.stem)) is not None:
+            small.setdefault(task["job"], []).append(int(task["index"]))
+    for job_id, numbers in small.items():
+        merged.setdefault(job_id, []).append(np.array(numbers, np.int64))
+    return {job_id: np.concatenate(parts) for job_id, parts in merged.items()}
+
+
+def _tasks_in(path: Path) -> dict[str, np.ndarray]:
+    """The tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is gone."""
+    try:
+        return _tasks_read_from(path)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError):
+        return {}
+
+
+def _tasks_read_from(path: Path) -> dict[str, np.ndarray]:
+    file = pq.ParquetFile(plain(path), read_dictionary=["job_id"])
+    names = [name for name in ("job_id", "task_index", "final") if name in file.schema_arrow.names]
+    if not {"job_id", "task_index"} <= set(names):
+        return {}
+    rows = file.read(columns=names)
+    known = pc.and_(pc.is_valid(rows.column("job_id")), pc.is_valid(rows.column("task_index")))
+    if "final" in names:
+        known = pc.and_(known, pc.fill_null(rows.column("final"), True))
+    rows = rows.filter(known).unify_dictionaries().combine_chunks()
+    if not rows.num_rows:
+        return {}
+    jobs = rows.column("job_id").chunk(0)
+    codes, indexes = jobs.indices.to_numpy(), rows.column("task_index").to_numpy()
+    order = np.argsort(codes, kind="stable")
+    starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
+    names_of = jobs.dictionary.to_pylist()
+    parts = zip(codes[order][starts], np.split(indexes[order], starts[1:]), strict=True)
+    return {names_of[code]: part for code, part in parts if not names_of[code].startswith(_FOREIGN)}
+
+
+def _done_sums(folder: DataFolder) -> dict[str, tuple[int, int, int]]:
+    """`_sums` of the done tasks of each job, by SQLite: no row of a task comes to Python."""
+    with _queue(folder) as connection:
+        if connection is None:
+            return {}
+        rows = connection.execute(
+            f"SELECT job_id, count(*), sum(task_index), sum(task_index * task_index % {_PRIME}) "
+            "FROM tasks JOIN jobs ON seq = job_seq WHERE state = 'done' GROUP BY job_seq"
+        )
+        return {job_id: tuple(sums) for job_id, *sums in rows}
+
+
+def _sums(indexes: np.ndarray) -> tuple[int, int, int]:
+    """Return a fingerprint of a set of task indexes: their number, their sum, and the sum of their squares."""
+    return len(indexes), int(indexes.sum()), int((indexes * indexes % _PRIME).sum())
 
 
 @contextlib.contextmanager

@@ -29,16 +29,25 @@ from conf.json_file import read_json
 from conf.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
 from conf.settings import Checked, data_key, key
-from warehouse.catalogue import SNAPSHOT_LISTING, counting, refuse_lost
+from warehouse.believed import SNAPSHOT_LISTING, refuse_lost
 from warehouse.compaction import CompactionReport, compaction_lock
+from warehouse.counting import counting_files
 from warehouse.damage import DamagedFile, file_problem
 from warehouse.damage import report as report_damage
 from warehouse.disk_errors import disk_errors_named, is_disk_error
 from warehouse.folder import DataFolder
-from warehouse.layout import KINDS, LISTING_SCHEMA, checked_name, write_bytes, write_parquet
-from warehouse.mending import mend_listings
+from warehouse.held_rows import run_ids_of
+from warehouse.layout import (
+    KINDS,
+    LISTING_SCHEMA,
+    OF_RUNS,
+    checked_name,
+    write_bytes,
+    write_parquet,
+)
 from warehouse.merged import is_merged_name
 from warehouse.schema import SCHEMA_VERSION, TABLES
+from warehouse.settle import settled_listings
 from warehouse.views import VIEWS, view_statements
 
 FORMAT = "gpufarm-snapshot"
@@ -218,7 +227,8 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
     a run belong to a run that is landing or was lost, and are left out.
     """
     refuse_lost(folder)
-    catalogues = {kind: mend_listings(folder, kind, CompactionReport()) for kind in KINDS}
+    mended = CompactionReport()  # the lock is held: a listing that hides what its merged file lacks hides nothing
+    settled = {kind: settled_listings(folder, kind, mended) for kind in KINDS}
     damaged: list[DamagedFile] = []
 
     def is_whole(path: Path) -> bool:
@@ -228,19 +238,22 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
         return problem is None
 
     building.write_anchors()
-    there: set[str] = set()  # names of the runs that are linked
-    for kind, catalogue in catalogues.items():
-        names = [
-            name
-            for name in counting(catalogue)
-            if (kind == "runs" or is_merged_name(os.path.basename(name)) or name in there)
-            and is_whole(catalogue.root / name)
-        ]
-        if kind == "runs":
-            there.update(names, *(one.hidden for one in catalogue.listings if one.merged in names))
-        for name in names:
-            _link(catalogue.root / name, building.root / kind / name)
-        merged = [name for name in names if is_merged_name(os.path.basename(name))]
+    there: set[str] = set()
+    counting: dict[str, list[Path]] = {kind: [] for kind in KINDS}
+    for family in folder.families("runs"):
+        for path in counting_files(folder, "runs", family, settled["runs"]):
+            if is_whole(path):
+                counting["runs"].append(path)
+                there |= run_ids_of(path) if is_merged_name(path.name) else {path.stem}
+    for kind in OF_RUNS:
+        for family in folder.families(kind):
+            for path in counting_files(folder, kind, family, settled[kind]):
+                if (is_merged_name(path.name) or path.stem in there) and is_whole(path):
+                    counting[kind].append(path)
+    for kind, paths in counting.items():
+        for path in paths:
+            _link(path, building.root / path.relative_to(folder.root))
+        merged = [f"{path.parent.name}/{path.name}" for path in paths if is_merged_name(path.name)]
         if merged:
             listing = pa.table([merged, [False] * len(merged)], schema=LISTING_SCHEMA)
             write_parquet(building.listings(kind) / SNAPSHOT_LISTING, listing)

@@ -14,11 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from warehouse.catalogue import merged_file_with
 from warehouse.details import DETAILS
 from warehouse.folder import DataFolder
 from warehouse.layout import checked_name, write_parquet
 from warehouse.merged import is_merged_name, land_batch
+from warehouse.merged_index import MergedIndex
 from warehouse.run import Run
 from warehouse.schema import (
     JOB_SCHEMA,
@@ -44,6 +44,7 @@ class RunWriter:
 
     def __init__(self, folder: DataFolder):
         self._folder = folder.create()
+        self._merged = MergedIndex(self._folder)
 
     def write(
         self,
@@ -78,7 +79,7 @@ class RunWriter:
         }
         runs = self._folder.partition("runs", family)
         # On first attempts too: the queue may have been lost, or restored from an older copy.
-        landed = merged_file_with(self._folder, "runs", family, run_id)
+        landed = self._merged.file_with(family, run_id)
         if landed is not None:
             return landed
         name = f"{run_id}.parquet"
@@ -97,7 +98,7 @@ class RunWriter:
         """Return whether a run is durable, in its own file or a merged one."""
         if (self._folder.partition("runs", family) / f"{run_id}.parquet").exists():
             return True
-        return merged_file_with(self._folder, "runs", family, run_id) is not None
+        return self._merged.file_with(family, run_id) is not None
 
     def write_batch(self, runs: Sequence[Mapping[str, Any]]) -> Path:
         """Make runs of one family durable in one file, all or none, without telemetry; return its path.

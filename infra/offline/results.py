@@ -22,8 +22,8 @@ from pathlib import Path
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.outputs import TEMPORARY_SUFFIX, sync
-from warehouse.catalogue import counting_files
 from warehouse.compaction import compaction_lock
+from warehouse.counting import counting_files
 from warehouse.folder import DataFolder
 from warehouse.layout import KINDS, write_bytes
 

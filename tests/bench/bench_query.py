@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
 
 import warehouse
 from warehouse.compact import ROW_GROUP_ROWS
 from warehouse.folder import DataFolder
-from warehouse.merged import land_merged, new_merged_name
+from warehouse.layout import COMPRESSION
+from warehouse.merged import Listing, listing_file, new_merged_name
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
 
 FAMILIES = ("mlp", "cnn", "transformer")
@@ -184,7 +186,8 @@ def _write(folder: DataFolder, kind: str, pieces: Iterator[tuple[str, pa.Table]]
     for family, table in pieces:
         path = folder.partition(kind, family) / new_merged_name()
         path.parent.mkdir(parents=True, exist_ok=True)
-        land_merged(folder, kind, path, table, (), 0.0, row_group_size=ROW_GROUP_ROWS)
+        pq.write_table(table, path, row_group_size=ROW_GROUP_ROWS, **COMPRESSION)
+        Listing(listing_file(folder, kind, path.name), f"{path.parent.name}/{path.name}", (), 0.0).write()
         if "family" not in table.column_names:
             table = table.append_column("family", pa.array([family] * table.num_rows))
         writer = writer or pacsv.CSVWriter(

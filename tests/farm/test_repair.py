@@ -1,6 +1,7 @@
 """`farm.doctor repair=true`: damaged files go aside with the reason, lost runs run again, nothing is deleted."""
 
 import contextlib
+import dataclasses
 import json
 import os
 
@@ -15,11 +16,14 @@ from farm.lock import DispatcherBusy, DispatcherLock
 from farm.repair import repair
 from warehouse import connect
 from warehouse.checks import check
+from warehouse.checksum import write_sealed
 from warehouse.compact import CompactionSettings, compact
 from warehouse.compaction import compaction_lock
+from warehouse.counting import counting_files
 from warehouse.integrity import examine
 from warehouse.merged import Listing, listing_file
-from warehouse.presence import compare
+from warehouse.presence import compare, landed_tasks
+from warehouse.schema import RUN_SCHEMA
 from warehouse.snapshot import take_snapshot
 from warehouse.writer import RunWriter
 
@@ -248,6 +252,29 @@ def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how, mend):
     assert counts(ran) == ((N, N), (2 * N, 2 * N))
     mend(ran)
     assert Listing.read(listing).merged.endswith(listing.name)
+    assert is_well(ran, queue)
+
+
+def test_a_listing_that_compaction_does_not_write_counts_nowhere_and_goes_aside(ran, queue, capfd, monkeypatch):
+    monkeypatch.setattr("warehouse.integrity._UNLISTED_AFTER_S", -1.0)
+    merge(ran, hours=[0])
+    merged = one(ran, "runs")
+    hidden = tuple(f"family=mlp/{JOB}-{index:06d}.parquet" for index in range(N))
+    planted = ran.partition("runs", "mlp") / "merged-planted.parquet"
+    write_sealed(RUN_SCHEMA.empty_table(), planted)
+    os.mkfifo(ran.partition("runs", "mlp") / "pipe.parquet")
+    extra = Listing.read(listing_file(ran, "runs", merged.name))
+    dataclasses.replace(extra, hidden=(*extra.hidden, "family=mlp/pipe.parquet")).write()
+    name = f"family=mlp/{planted.name}"
+    Listing(listing_file(ran, "runs", planted.name), name, (f"family=mlp/{merged.name}", *hidden), 1.0).write()
+    assert counts(ran) == ((N, N), (2 * N, 2 * N))
+    assert "planted" in capfd.readouterr().err
+    assert compare(ran).gone == {} and landed_tasks(ran)[JOB].tolist() == list(range(N))
+    assert [path.name for path in counting_files(ran, "runs", "mlp")] == [merged.name]
+    assert any("planted" in line for line in compact(ran, now_s=NOW_S + 7200).problems)
+    assert repair(ran).queued == {}
+    repair(ran)
+    assert not planted.exists() and not listing_file(ran, "runs", planted.name).exists()
     assert is_well(ran, queue)
 
 

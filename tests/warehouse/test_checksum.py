@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
-from warehouse.catalogue import read_catalogue
 from warehouse.checksum import (
     CHECKSUM_KEY,
     checksum_problem,
@@ -20,6 +19,7 @@ from warehouse.checksum import (
 )
 from warehouse.compact import CompactionSettings, compact
 from warehouse.layout import COMPRESSION
+from warehouse.listings import read_listings
 from warehouse.merged import Listing
 from warehouse.stale import Mark, write_marks
 from warehouse.writer import RunWriter, run_table
@@ -69,7 +69,7 @@ def test_listings_name_the_checksum_of_their_merged_file(folder):
     for index in range(3):
         RunWriter(folder).write(run_row(index), samples())
     compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2))
-    (listing,) = read_catalogue(folder, "runs").listings
+    (listing,) = read_listings(folder, "runs")
     assert listing.checksum == recorded_checksum(folder.runs / listing.merged)
     assert listing.rows == 3
     assert Listing.read(listing.file) == listing

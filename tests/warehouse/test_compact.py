@@ -312,7 +312,7 @@ def test_killed_while_deleting_then_compacted_again(folder, step):
 
 
 @pytest.mark.spread(2)
-@pytest.mark.parametrize("step", [1, 2, 3, 4])
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 def test_killed_while_deleting_files_that_were_merged_before(folder, step):
     fill(folder, range(4))
     compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2, target_rows=2 * SAMPLES))

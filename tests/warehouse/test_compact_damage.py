@@ -1,6 +1,7 @@
-"""Compaction among damaged, lost and planted files: none of them is merged or deleted."""
+"""Compaction among damaged, lost and planted files: nothing of them is merged, hidden, believed or deleted."""
 
 import contextlib
+import json
 import os
 import time
 
@@ -10,10 +11,12 @@ import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
-from warehouse.catalogue import counting_files, read_catalogue
+from warehouse.believed import lost_merged_files
 from warehouse.checksum import write_sealed
 from warehouse.compact import CompactionSettings, compact
+from warehouse.counting import counting_files
 from warehouse.layout import COMPRESSION, KINDS
+from warehouse.listings import read_listings
 from warehouse.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name
 from warehouse.schema import RUN_SCHEMA
 from warehouse.writer import RunWriter
@@ -89,15 +92,18 @@ def test_a_damaged_source_that_is_hidden_already_goes_as_it_would_have(folder):
     assert len(names(folder)) == 1 and run_ids(folder) == ids(range(4))
 
 
-def test_a_torn_listing_is_read_off_its_merged_file_and_written_anew(folder):
+def test_a_torn_listing_is_read_off_its_merged_file_and_written_anew(folder, capfd):
     fill(folder, range(4))
     compact_at(folder, 0)
-    (listing,) = read_catalogue(folder, "runs").listings
+    (listing,) = read_listings(folder, "runs")
     for torn in (b"", listing.file.read_bytes()[:-30], b"garbage" * 100):
         listing.file.write_bytes(torn)
-        (read_listing,) = read_catalogue(folder, "runs").listings
-        assert read_listing.hidden == listing.hidden
-        assert (read_listing.merged, read_listing.checksum) == (listing.merged, listing.checksum)
+        (read_listing,) = read_listings(folder, "runs")
+        assert (read_listing.merged, set(read_listing.hidden), read_listing.checksum) == (
+            listing.merged,
+            set(listing.hidden),
+            listing.checksum,
+        )
         assert [path.name for path in counting_files(folder, "runs", "cnn")] == [only_merged(folder).name]
     assert compact_at(folder, 1 / 2).problems == []
     assert Listing.read(listing.file).merged == listing.merged
@@ -108,20 +114,21 @@ def test_a_torn_listing_whose_replaced_files_are_deleted_costs_no_row(folder):
     fill(folder, range(4))
     compact_at(folder, 0)
     compact_at(folder, 2)
-    (listing,) = read_catalogue(folder, "runs").listings
+    (listing,) = read_listings(folder, "runs")
     listing.file.write_bytes(b"")
     assert compact_at(folder, 4).problems == []
     assert run_ids(folder) == ids(range(4))
 
 
-def test_a_torn_listing_of_a_damaged_merged_file_is_named(folder):
+def test_a_torn_listing_of_a_damaged_merged_file_is_named(folder, capfd):
     fill(folder, range(4))
     compact_at(folder, 0)
-    (listing,) = read_catalogue(folder, "runs").listings
+    (listing,) = read_listings(folder, "runs")
     listing.file.write_bytes(b"torn")
     damaged = only_merged(folder)
     flip(damaged)
-    assert read_catalogue(folder, "runs").listings == ()
+    assert read_listings(folder, "runs") == []
+    assert str(listing.file) in capfd.readouterr().err
     report = compact_at(folder, 30)
     assert any(str(listing.file) in line for line in report.problems)
     assert {damaged.name, *(f"{run_id}.parquet" for run_id in ids(range(4)))} <= set(names(folder))
@@ -135,7 +142,7 @@ def test_a_merged_file_that_is_gone_is_named_and_its_listing_stays(folder):
     path.unlink()
     report = compact_at(folder, 4)
     assert [line for line in report.problems if str(path) in line and "4 rows are missing" in line] == report.problems
-    (lost,) = read_catalogue(folder, "runs").lost
+    (lost,) = lost_merged_files(folder, "runs")
     assert lost.file.exists()
 
 
@@ -160,7 +167,7 @@ def test_no_file_is_taken_for_lost_between_the_steps_of_a_deletion(folder, monke
 
         def looking(*arguments, call=call, **keywords):
             result = call(*arguments, **keywords)
-            looks.append([listing.merged for kind in KINDS for listing in read_catalogue(folder, kind).lost])
+            looks.append([listing.merged for kind in KINDS for listing in lost_merged_files(folder, kind)])
             return result
 
         monkeypatch.setattr(os, name, looking)
@@ -173,13 +180,20 @@ def planted_merge(folder, rows, sources, name=None, sealed=True):
     """A file that looks like a merge of `sources`, with the runs of `rows`."""
     path = folder.partition("runs", "cnn") / (name or new_merged_name())
     table = pa.Table.from_pylist([run_row(index) for index in rows], schema=RUN_SCHEMA)
-    named = str([f"family=cnn/{source}.parquet" for source in sources]).replace("'", '"')
-    table = table.replace_schema_metadata({SOURCES: named.encode()})
+    identities = {
+        f"family=cnn/{s}.parquet": list(_identity(folder.partition("runs", "cnn") / f"{s}.parquet")) for s in sources
+    }
+    table = table.replace_schema_metadata({SOURCES: json.dumps(identities).encode()})
     if sealed:
         write_sealed(table, path, **COMPRESSION)
     else:
         pq.write_table(table, path)
     return path
+
+
+def _identity(path):
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -194,17 +208,17 @@ def test_a_planted_merged_file_neither_hides_nor_deletes_runs(folder, name, seal
     assert path.exists()
 
 
-def test_a_planted_listing_deletes_no_run(folder):
+def test_a_planted_listing_neither_hides_nor_deletes_runs_for_good(folder):
     fill(folder, range(6))
-    path = planted_merge(folder, [0], [])
+    path = planted_merge(folder, [0], ids(range(6)))
     hidden = (*(f"family=cnn/{run_id}.parquet" for run_id in ids(range(6))), "family=../../x", "family=cnn/../../x")
-    planted = Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", frozenset(hidden), 0.0)
-    planted.write()
-    for hours in (0, 30, 60):
-        report = compact_at(folder, hours)
-        assert sum(str(planted.file) in line for line in report.problems) == 5
-    planted.file.unlink()
-    assert run_ids(folder) == ids(range(6))[1:]
+    Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", hidden, 0.0).write()
+    report = compact_at(folder, 0)
+    assert any("hides 7 files" in line for line in report.problems)
+    assert run_ids(folder) == ids(range(6))
+    for hours in (30, 60):
+        compact_at(folder, hours)
+    assert run_ids(folder) == ids(range(6))
 
 
 def test_a_merged_file_whose_listing_is_lost_is_kept_and_named(folder):

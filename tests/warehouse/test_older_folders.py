@@ -8,16 +8,13 @@ import os
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from warehouse import schema
-from warehouse.catalogue import read_catalogue
 from warehouse.compact import CompactionSettings, compact
-from warehouse.layout import KINDS, write_parquet
-from warehouse.presence import landed_tasks
+from warehouse.layout import KINDS
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock
@@ -126,38 +123,3 @@ def test_older_files_alone_are_merged_in_an_older_folder(folder, newer_schema):
     for hours in (0, 2):
         compact(folder, now_s=NOW_S + hours * HOUR_S, settings=CompactionSettings(min_files=2))
         check_old_rows(folder)
-
-
-def test_listings_that_forgot_the_deleted_files_are_completed_from_their_merged_files(folder):
-    writer = RunWriter(folder)
-    for index in range(3):
-        writer.write(run_row(index, job_id="J", task_index=index), samples(2), kernels(), ranks(), collocations())
-    for hours in (0, 2):
-        compact(folder, now_s=NOW_S + hours * HOUR_S, settings=CompactionSettings(min_files=2))
-    for kind in KINDS:
-        (listing,) = read_catalogue(folder, kind).listings
-        table = pq.read_table(listing.file)
-        metadata = {key: value for key, value in table.schema.metadata.items() if key != b"gpufarm_every_run"}
-        write_parquet(listing.file, table.slice(0, 1).replace_schema_metadata(metadata))
-    assert writer.has_landed("cnn", "J-000001") and not writer.has_landed("cnn", "J-000009")
-    assert landed_tasks(folder)["J"].tolist() == [0, 1, 2]
-    assert writer.write(run_row(1), samples(2)).name.startswith("merged-")
-    assert ask(folder, "SELECT count(*) FROM runs") == [(3,)]
-    compact(folder, now_s=NOW_S + 4 * HOUR_S)
-    for kind in KINDS:
-        (listing,) = read_catalogue(folder, kind).listings
-        assert listing.is_current and "family=cnn/J-000001.parquet" in listing.hidden
-
-
-def test_a_plain_client_too_sees_a_run_once_whose_file_comes_back(folder, tmp_path):
-    writer = RunWriter(folder)
-    for index in range(3):
-        writer.write(run_row(index), samples(2))
-    kept = (folder.partition("runs", "cnn") / "J-000001.parquet").rename(tmp_path / "kept")
-    writer.write(run_row(1), samples(2))
-    for hours in (0, 2):
-        compact(folder, now_s=NOW_S + hours * HOUR_S, settings=CompactionSettings(min_files=2))
-    kept.rename(folder.partition("runs", "cnn") / "J-000001.parquet")
-    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
-        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (3,)
-    assert ask(folder, "SELECT count(*) FROM runs") == [(3,)]

@@ -9,6 +9,7 @@ import warehouse
 from conf.cli import run
 from conf.errors import EnvironmentProblem
 from warehouse.compact import CompactionSettings, compact
+from warehouse.merged import Listing, listing_file
 from warehouse.snapshot import entry, find_snapshot, take_snapshot
 from warehouse.writer import RunWriter
 
@@ -61,3 +62,13 @@ def test_a_merged_file_that_is_gone_is_an_error(folder):
     with pytest.raises(EnvironmentProblem, match=r"is gone, though .* 3 rows are missing"):
         take_snapshot(folder)
     assert list(folder.snapshots.iterdir()) == []
+
+
+def test_a_planted_listing_hides_nothing_from_a_snapshot(folder):
+    fill(folder, range(3))
+    compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2))
+    fill(folder, range(3, 5))
+    (merged,) = folder.partition("runs", "cnn").glob("merged-*")
+    hidden = tuple(f"family=cnn/J-{index:06d}.parquet" for index in range(5))
+    Listing(listing_file(folder, "runs", merged.name), f"family=cnn/{merged.name}", hidden, 0.0).write()
+    assert len(rows(folder, take_snapshot(folder).name)[0]) == 5

@@ -18,6 +18,7 @@ from warehouse.compact import CompactionSettings, compact
 from warehouse.folder_files import FolderFiles, files_of
 from warehouse.layout import COMPRESSION, KINDS
 from warehouse.merged import Listing, listing_file, new_merged_name
+from warehouse.schema import RUN_SCHEMA
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0
@@ -47,6 +48,13 @@ def merge(folder, **settings):
 
 def merged_files(folder, kind="runs"):
     return sorted(folder.partition(kind, "cnn").glob("merged-*.parquet"))
+
+
+def plant(folder, kind, name, hidden, table=None):
+    """A merged file and its listing, as somebody could write them."""
+    partition = folder.partition(kind, "cnn")
+    pq.write_table(RUN_SCHEMA.empty_table() if table is None else table, partition / name, **COMPRESSION)
+    Listing(listing_file(folder, kind, name), f"family=cnn/{name}", tuple(hidden), 1.0).write()
 
 
 @pytest.mark.spread(3)
@@ -197,6 +205,28 @@ def test_a_listing_that_a_kill_left_behind_is_no_error(folder):
     assert ask(folder, "SELECT count(*) FROM runs") == [(20,)]
 
 
+@pytest.mark.parametrize("name", ["merged-evil.parquet", "merged-20250101T000000-0123456789ab.parquet"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_listing_hides_no_run(folder, kind, name, capsys):
+    fill(folder)
+    hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
+    table = pa.table({"run_id": ["planted"], "status": ["ok"]}) if kind == "runs" else None
+    plant(folder, kind, name, hidden, table)
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    err = capsys.readouterr().err
+    assert str(listing_file(folder, kind, name)) in err and "Traceback" not in err
+
+
+def test_a_planted_listing_hides_no_run_that_lands_later(folder):
+    fill(folder, range(2))
+    hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
+    for kind in KINDS:
+        plant(folder, kind, new_merged_name(), hidden[2:])
+    assert ask(folder) == [(2, 4, 2, 4, 4, 2)]
+    fill(folder, range(2, 10))
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+
+
 @pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "table",
@@ -208,13 +238,23 @@ def test_a_merged_file_with_odd_columns_is_left_out_and_named_once(folder, kind,
     fill(folder)
     merge(folder, grace_s=1e9)
     name = new_merged_name()
-    pq.write_table(table, folder.partition(kind, "cnn") / name, **COMPRESSION)
-    hidden = frozenset(["family=cnn/J-000001.parquet"])
-    Listing(listing_file(folder, kind, name), f"family=cnn/{name}", hidden, 1.0).write()
+    plant(folder, kind, name, ["family=cnn/J-000001.parquet"], table)
     assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
     assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
     assert err.count("\n") == err.count(str(folder.partition(kind, "cnn") / name)) == 1 and "run_id" in err
+
+
+def test_a_listing_that_names_a_file_elsewhere_is_ignored(folder):
+    fill(folder)
+    name = new_merged_name()
+    for merged, hidden in (
+        ("../../x.parquet", "family=cnn/J-000001.parquet"),
+        (f"family=cnn/{new_merged_name()}", "family=cnn/J-000001.parquet"),
+        (f"family=cnn/{name}", "family=mlp/J-000001.parquet"),
+    ):
+        Listing(listing_file(folder, "runs", name), merged, (hidden,), 1.0).write()
+        assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
 
 
 def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder):
@@ -224,6 +264,22 @@ def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder)
     fill(folder, range(5, 12))
     assert ask(folder) == [(12, 24, 12, 24, 24, 12)]
     assert ask(folder, "SELECT count(*) FROM runs JOIN telemetry USING (run_id)") == [(24,)]
+
+
+def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    for kind in KINDS:
+        (merged,) = merged_files(folder, kind)
+        again = pq.read_table(merged)
+        other = new_merged_name()
+        for table in (again, again.slice(0, 4)):
+            pq.write_table(table, merged.with_name(other), row_group_size=3, **COMPRESSION)
+            Listing(listing_file(folder, kind, other), f"family=cnn/{other}", (), 2.0).write()
+            other = new_merged_name()
+    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -381,6 +437,28 @@ def test_a_name_that_is_no_file_becomes_one(folder, how):
         assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(3,)]
         writer.write(run_row(3), samples(2), kernels(), ranks(), collocations())
         assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(4,)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(folder, kind, capsys):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    (merged,) = merged_files(folder, kind)
+    other = merged.with_name(new_merged_name())
+    pq.write_table(pq.read_table(merged), other, use_dictionary=["run_id"], **COMPRESSION)
+    Listing(listing_file(folder, kind, other.name), f"family=cnn/{other.name}", (), 2.0).write()
+    later = max(merged, other)
+    column = pq.read_metadata(later).row_group(0)
+    chunk = next(column.column(i) for i in range(column.num_columns) if column.column(i).path_in_schema != "run_id")
+    begin, size = chunk.data_page_offset, chunk.total_compressed_size
+    content = bytearray(later.read_bytes())
+    content[begin : begin + size] = b"\xff" * size
+    later.write_bytes(content)
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        for _ in range(2):
+            assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
+    assert capsys.readouterr().err.count(str(later)) == 1
 
 
 FEW_DESCRIPTORS = """

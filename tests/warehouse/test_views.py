@@ -216,5 +216,4 @@ def test_listings_are_expanded_before_the_data_files(folder, connection, kind, s
     """The safety of compaction: a query that finds a listing finds its merged file too. Then it looks again."""
     listings, data = folder.listings(kind), folder.partition(kind, "cnn")
     opened = folders_opened([listings, data], lambda: connection.execute(sql.format(kind=kind)).fetchall())
-    once = [listings, data, listings]
-    assert opened in (once, once * 2)
+    assert opened in ([listings, data], [listings, data] * 2)

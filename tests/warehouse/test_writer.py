@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
 from warehouse.folder import DataFolder
+from warehouse.merged import Listing, listing_file, new_merged_name
+from warehouse.merged_index import MergedIndex
 from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.writer import RunWriter
 
@@ -190,3 +193,39 @@ def test_a_writer_makes_the_folder(tmp_path):
     folder = DataFolder.resolve(tmp_path / "new")
     RunWriter(folder).write(run_row(1), samples())
     assert ask(folder, "SELECT count(*) FROM runs") == [(1,)]
+
+
+def plant(folder, name, run_id="J-000003", hidden=()):
+    path = folder.partition("runs", "cnn") / name
+    pq.write_table(pa.Table.from_pylist([run_row(3, run_id=run_id)], schema=RUN_SCHEMA), path)
+    Listing(listing_file(folder, "runs", name), f"family=cnn/{name}", tuple(hidden), 1.0).write()
+    return path
+
+
+@pytest.mark.parametrize("how", ["other name", "listing of another", "hides others", "odd columns"])
+def test_a_run_lands_though_a_file_that_does_not_count_claims_to_hold_it(folder, how):
+    writer = RunWriter(folder)
+    writer.write(run_row(0), samples())
+    name = "merged-evil.parquet" if how == "other name" else new_merged_name()
+    path = plant(folder, name, hidden=["family=cnn/J-000000.parquet"] if how == "hides others" else ())
+    if how == "listing of another":
+        Listing(listing_file(folder, "runs", name), f"family=cnn/{new_merged_name()}", (), 1.0).write()
+    elif how == "odd columns":
+        pq.write_table(pa.table({"run_id": [3]}), path)
+    assert not writer.has_landed("cnn", "J-000003")
+    assert writer.write(run_row(3), samples()).name == "J-000003.parquet"
+    assert ask(folder, "SELECT run_id FROM runs ORDER BY 1") == [("J-000000",), ("J-000003",)]
+
+
+def test_a_merged_file_that_could_not_be_opened_once_is_looked_at_again(folder, monkeypatch):
+    RunWriter(folder).write(run_row(0), samples())
+    path = plant(folder, new_merged_name())
+    index = MergedIndex(folder)
+    with monkeypatch.context() as failing:
+
+        def fail(*_arguments, **_options):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        failing.setattr(pq, "read_metadata", fail)
+        assert index.file_with("cnn", "J-000003") is None
+    assert index.file_with("cnn", "J-000003") == path
