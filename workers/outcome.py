@@ -125,6 +125,8 @@ def kernels_missing(observed: Observed) -> str | None:
     if observed.broken is not None:
         return f"the trial reported {observed.broken.reason}"
     ended = observed.exit
+    if ended.signal is None and ended.code is None:
+        return f"the trial was killed before it had reported them: {ended.killed_for or 'it was not done in time'}"
     how = signal_name(ended.signal) if ended.signal is not None else f"code {ended.code}"
     return f"the trial's process ended with {how} before it had reported them"
 

@@ -13,6 +13,7 @@ import socket
 import sys
 from typing import Any
 
+from conf.children.containment import become_subreaper
 from conf.children.server import run_server
 from conf.own_packages import search_working_folder
 
@@ -46,6 +47,7 @@ def run(trial: dict[str, Any], channel: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the dispatcher's to handle
     _be_the_first_to_go()
+    become_subreaper()  # a process whose parent within the trial has ended still counts in the trial's memory and time
     with socket.socket(fileno=channel) as reports:
         run_trial(trial, reports)
 

@@ -161,7 +161,9 @@ def _begin_child(
     die_with_parent(keeper)
     if group is not None:
         group.enter()
-    if output is not None:
+    if output is None:
+        os.dup2(2, 1)  # what it prints is no part of the caller's own output
+    else:
         for number in (1, 2):
             os.dup2(output.writer, number)
         others = (*others, output.reader, output.writer)

@@ -165,7 +165,10 @@ class ChildServer:
             with theirs:
                 handed_over = [end.fileno() for end in (theirs, channel) if end is not None]
                 socket.send_fds(self._control, [packet], handed_over)
-            return Child(self._answer(ours, _ANSWER_TIMEOUT_S)["started"], ours)
+            answer = self._answer(ours, _ANSWER_TIMEOUT_S)
+            if "problem" in answer:
+                raise ServerLost(f"{self.name}: {answer['problem']}")
+            return Child(answer["started"], ours)
         except OSError as error:
             ours.close()
             raise ServerLost(f"{self.name} is gone: {error}{self.words()}") from error
@@ -175,6 +178,8 @@ class ChildServer:
 
     def close(self) -> None:
         """End the server and all processes under it."""
+        with contextlib.suppress(OSError):  # a process that was forked from this one may hold the socket open
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
             self._process.wait(timeout=_CLOSE_TIMEOUT_S)

@@ -36,6 +36,7 @@ from conf.children.output import ChildOutput
 
 PACKET_BYTES = 1 << 20
 _GRACE_S = 10.0  # for keepers to end by themselves
+_LOOK_S = 1.0  # between two looks at whether the caller is still there
 
 
 def run_server(control: int, folder_base: str, prepare: Callable[[], Any]) -> None:
@@ -67,22 +68,32 @@ def serve(control: socket.socket, hello: dict[str, Any]) -> None:
     _tell(control, {"hello": hello})
     gc.collect()
     gc.freeze()  # what is here now is never collected: children do not copy its pages
-    server = os.getpid()
+    server, caller = os.getpid(), os.getppid()
     lines: dict[int, socket.socket] = {}
-    while True:
-        waiting: list[Any] = [control, wake[0]]
-        if wake[0] in select.select(waiting, [], [])[0]:
+    while os.getppid() == caller:  # the socket alone does not tell: a process forked from the caller may hold it
+        readable = select.select([control, wake[0]], [], [], _LOOK_S)[0]
+        if wake[0] in readable:
             os.read(wake[0], 512)
             _reap(lines)
+        if control not in readable:
             continue
         packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, 2)
         if not packet:
             break
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)  # programs that a child runs do not get them
         line, *channels = descriptors
         wanted = json.loads(packet)
         for module in wanted["imports"]:
             importlib.import_module(module)
-        keeper = os.fork()
+        try:
+            keeper = os.fork()
+        except OSError as error:
+            with socket.socket(fileno=line) as to_caller:
+                _tell(to_caller, {"problem": f"no process can be started: {error.strerror}"})
+            for descriptor in channels:
+                os.close(descriptor)
+            continue
         if not keeper:
             for end in (control, *lines.values()):
                 end.close()

@@ -132,3 +132,59 @@ def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too_and_leaves_no_d
     with pytest.raises(EnvironmentProblem, match="its keeper was killed"):
         run(DAEMON + "import signal; os.kill(os.getppid(), signal.SIGKILL)", tmp_path / "daemon")
     assert not psutil.pid_exists(int((tmp_path / "daemon").read_text()))
+
+
+def test_output_that_is_shown_goes_to_standard_error(base, capfd):
+    with ChildRunner() as child:
+        program = child.folder / "program.py"
+        program.write_text("print('from the script')")
+        child.run([str(program)], time_limit_s=60.0, memory_limit_bytes=4 * GIB, shows_output=True)
+    shown = capfd.readouterr()
+    assert shown.out == "" and "from the script" in shown.err
+
+
+def test_a_process_forked_from_the_caller_does_not_keep_the_server(base):
+    with ChildRunner() as child:
+        folder = child.folder
+        ready, go = os.pipe()
+        forked = os.fork()
+        if not forked:
+            os.read(ready, 1)
+            os._exit(0)
+    assert not folder.exists()
+    os.write(go, b".")
+    assert os.waitpid(forked, 0)[1] == 0
+
+
+def test_a_caller_that_is_killed_ends_the_server_although_a_fork_of_it_lives_on(base, tmp_path):
+    note = tmp_path / "pids"
+    code = f"""
+import os, sys
+from conf.children.running import ChildRunner
+with ChildRunner() as child:
+    forked = os.fork()
+    if forked:
+        with open(sys.argv[1], "w") as note:
+            note.write(f"{{child._server.pid}} {{forked}}")
+    {WAIT.replace("; ", chr(10) + "    ")}
+"""
+    caller = subprocess.Popen([sys.executable, "-c", code, str(note)])
+    while not note.exists() or not note.read_text():
+        time.sleep(0.05)
+    server, forked = (psutil.Process(int(pid)) for pid in note.read_text().split())
+    caller.kill()
+    caller.wait()
+    assert not psutil.wait_procs([server], timeout=30)[1]
+    forked.kill()
+
+
+def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "def fork():\n    raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "if 'children' in ' '.join(sys.orig_argv):\n    os.fork = fork\n"
+    )
+    with pytest.raises(EnvironmentProblem, match="no process can be started: Resource temporarily unavailable"):
+        run("pass", environment={**os.environ, "PYTHONPATH": str(site)})
