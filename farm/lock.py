@@ -9,9 +9,8 @@ from typing import BinaryIO
 
 from conf.errors import EnvironmentProblem
 from conf.identity import alive
-from farm.leftovers import sweep_folders
 from farm.process_marker import parse_marker, session_marker
-from farm.sweep import sweep_orphans
+from farm.sweep import sweep_leftovers
 from warehouse.lock_file import is_held, open_lock, read_lock
 
 _LIMIT_BYTES = 4096  # of a lock that is read: one line
@@ -51,8 +50,7 @@ class DispatcherLock:
             self._file.truncate()
             self._file.write(json.dumps({"dispatcher": session_marker()}).encode())
             self._file.flush()
-            sweep_orphans()
-            sweep_folders()
+            sweep_leftovers()
         except BaseException:
             self._file.close()
             raise
@@ -61,7 +59,7 @@ class DispatcherLock:
     def __exit__(self, *_: object) -> None:
         assert self._file is not None, "the lock is held"
         with self._file:
-            sweep_folders()  # of workers that were killed, as Ray's are at the end
+            sweep_leftovers()  # of workers that were killed, as Ray's are at the end
 
 
 def dispatcher_of(path: Path) -> int | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import psutil
 
 from conf.identity import identity
-from farm.leftovers import recorded_processes
+from farm.leftovers import recorded_processes, sweep_folders
 from farm.process_marker import has_ended, parse_marker
 
 SESSION_VARIABLE = "GPUFARM_SESSION"  # its value: the identity of the dispatcher, as `conf.identity` makes it
@@ -36,6 +36,12 @@ def sweep_orphans() -> list[int]:
     return end_processes(
         [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_orphan(process, recorded)]
     )
+
+
+def sweep_leftovers() -> None:
+    """Kill what dead dispatchers of this user left running, then delete their folders, which record some of it."""
+    sweep_orphans()
+    sweep_folders()
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> list[int]:

@@ -71,7 +71,8 @@ def serve(control: socket.socket, hello: dict[str, Any]) -> None:
     server, caller = os.getpid(), os.getppid()
     lines: dict[int, socket.socket] = {}
     while os.getppid() == caller:  # the socket alone does not tell: a process forked from the caller may hold it
-        readable = select.select([control, wake[0]], [], [], _LOOK_S)[0]
+        waiting: list[Any] = [control, wake[0]]
+        readable = select.select(waiting, [], [], _LOOK_S)[0]
         if wake[0] in readable:
             os.read(wake[0], 512)
             _reap(lines)
