@@ -288,8 +288,10 @@ class RayExecutor:
         """Return the tasks whose node has lost GPUs, so that they would wait for ever."""
         lost = [one for one in self._waiting if self._gpus_of(one.node) < one.task.config.ranks]
         self._waiting = [one for one in self._waiting if one not in lost]
-        for worker in [one.worker for one in lost if one.worker is not None]:
-            self._now_idle(worker)
+        for one in lost:
+            self._unstarted += [self._replace(one.node, 1) for _ in range(one.freed)]
+            if one.worker is not None:
+                self._now_idle(one.worker)
         return [
             Completion(
                 worker=one.name, task=one.task, lost=f"its node has fewer than {one.task.config.ranks} GPUs left"
@@ -453,9 +455,12 @@ class RayExecutor:
                 self._await_ready(worker)
                 return
             self._notices.append(f"{worker} does not start and is left out: {plain_error(error)}")
-            self._end_worker(worker)
+            seat = self._end_worker(worker)
+            if seat.gpus > 1:  # one of them may be broken: the others go on as workers of one GPU
+                self._unstarted += [self._replace(seat.node, 1) for _ in range(seat.gpus)]
             # Of a cluster that did work, another node may still join.
-            if not self._seats and not (self._joined and self._was_ready):
+            held = bool(self._seats) or any(one.freed for one in self._waiting)
+            if not held and not (self._joined and self._was_ready):
                 raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:
             self._failures[worker] = 0

@@ -1,5 +1,8 @@
 """Trials that need several GPUs of a node: who makes room for them, in which order, and what one-GPU trials do."""
 
+import os
+from dataclasses import replace
+
 import pytest
 
 import farm.ray_executor
@@ -96,11 +99,13 @@ def fake_actor():
             self.gpus = arguments[4] if len(arguments) > 4 else 1
 
         def ready(self):
-            pass
+            assert self.gpus == 1, "one of the GPUs is gone"
 
         def run(self, task, upcoming=None):
             import ray
 
+            if task.attempt == 0:
+                os._exit(1)
             context = ray.get_runtime_context()
             given = context.get_accelerator_ids()["GPU"]
             assert len(given) == self.gpus == task.config.ranks
@@ -158,3 +163,18 @@ def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwh
         executor.submit(worker, tasks.pop(0))
     _, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
     assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
+
+
+def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
+    for _ in range(600):
+        if executor.idle():
+            break
+        executor.wait(0.2)
+    executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
+    lost = []
+    for _ in range(600):
+        lost += executor.wait(0.2)
+        if lost and executor.idle():
+            break
+    assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
+    await_runs(executor, [task(index) for index in range(3)], 3)
