@@ -41,6 +41,7 @@ class TrialRun:
         trial: Its process.
         watch: Its sensors.
         observed: Takes what it reports and what the sensors read.
+        oom_kills: The kernel's count of out-of-memory kills before the trial was started.
         deadline_ns: When it is killed, by the monotonic clock.
         tick_s: How long `step` waits at most.
     """
@@ -51,11 +52,12 @@ class TrialRun:
         trial: RunningTrial,
         watch: TrialWatch,
         observed: Observed,
+        oom_kills: int,
         deadline_ns: int,
         tick_s: float,
     ) -> None:
         self._server, self.trial, self._watch, self.observed = server, trial, watch, observed
-        self._oom_kills = kernel_oom_kills()
+        self._oom_kills = oom_kills
         self._events = server.events(trial, deadline_ns, tick_s)
         self._steady_sent = self._dismissed = False
         self.living = True

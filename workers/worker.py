@@ -22,7 +22,7 @@ from workers.environment import core_count, host_memory_share_mib
 from workers.group import run_group
 from workers.labels import label_run
 from workers.mps import MpsDaemon, MpsUnavailable
-from workers.outcome import Observed, kernels_missing, outcome_of, startup_s
+from workers.outcome import Observed, kernel_oom_kills, kernels_missing, outcome_of, startup_s
 from workers.rank_labels import label_ranks, rank_rows
 from workers.reports import KERNEL_COLUMNS, Failure, RankEnded, ReportReader, TrialResult, WindowBegun
 from workers.safe_text import safe_text
@@ -286,7 +286,8 @@ class Worker:
     def _observe(self, task: Task, upcoming: Task | None, t0_ns: int, observed: Observed) -> None:
         self.read_memory_before(task, observed)
         deadline_ns = t0_ns + int(task.settings.timeout_s * 1e9)
-        run = self.follow(task, self._trial_of(task, observed), observed, deadline_ns, _TICK_S)
+        oom_kills = kernel_oom_kills()
+        run = self.follow(task, self._trial_of(task, observed), observed, oom_kills, deadline_ns, _TICK_S)
         try:
             while run.living:
                 event = run.step()
@@ -302,6 +303,7 @@ class Worker:
         task: Task,
         trial: RunningTrial,
         observed: Observed,
+        oom_kills: int,
         deadline_ns: int,
         tick_s: float,
         partners: Sequence[int] = (),
@@ -316,7 +318,7 @@ class Worker:
             sampled=self.device.sampled,
             partners=partners,
         )
-        return TrialRun(self.server(), trial, watch, observed, deadline_ns, tick_s)
+        return TrialRun(self.server(), trial, watch, observed, oom_kills, deadline_ns, tick_s)
 
     def read_memory_before(self, task: Task, observed: Observed) -> None:
         """Read the memory in use on each GPU before the trial is there."""

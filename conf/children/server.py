@@ -48,17 +48,18 @@ def run_server(control: int, folder_base: str, prepare: Callable[[], Any]) -> No
         prepare: Imports what children need, and returns what else the hello says.
     """
     os.set_inheritable(control, False)
+    caller = os.getppid()
     hello = prepare() or {}
     with socket.socket(fileno=control) as channel:
         try:
             with kept_folder(folder_base) if folder_base else contextlib.nullcontext() as folder:
-                serve(channel, hello if folder is None else {**hello, "folder": folder})
+                serve(channel, hello if folder is None else {**hello, "folder": folder}, caller)
         except OSError as error:
             _tell(channel, {"problem": str(error)})
     os._exit(0)  # an orderly end of torch takes a second, and nothing is left to be written
 
 
-def serve(control: socket.socket, hello: dict[str, Any]) -> None:
+def serve(control: socket.socket, hello: dict[str, Any], caller: int) -> None:
     """Fork a keeper for each request until the caller is gone; then end everything below this process.
 
     On the main thread, with one thread only.
@@ -68,7 +69,7 @@ def serve(control: socket.socket, hello: dict[str, Any]) -> None:
     _tell(control, {"hello": hello})
     gc.collect()
     gc.freeze()  # what is here now is never collected: children do not copy its pages
-    server, caller = os.getpid(), os.getppid()
+    server = os.getpid()
     lines: dict[int, socket.socket] = {}
     while os.getppid() == caller:  # the socket alone does not tell: a process forked from the caller may hold it
         waiting: list[Any] = [control, wake[0]]
