@@ -257,7 +257,7 @@ def test_the_lock_is_given_back_although_sweeping_fails(folder, runtime, monkeyp
         raise OSError("for the test")
 
     with pytest.raises(OSError, match="for the test"), DispatcherLock(folder.dispatcher_lock):
-        monkeypatch.setattr("farm.lock.sweep_folders", fails)
+        monkeypatch.setattr("farm.lock.sweep_leftovers", fails)
     monkeypatch.undo()
     with DispatcherLock(folder.dispatcher_lock):
         pass
