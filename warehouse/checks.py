@@ -24,6 +24,7 @@ from warehouse.plain_file import plain
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import (
     COLLOCATION_RATIOS,
+    LABELS,
     OOM_KINDS,
     QUALITIES,
     SAMPLE_QUALITIES,
@@ -35,18 +36,6 @@ from warehouse.sql_text import sql_text
 from warehouse.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
 
 SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and need a look
-LABELS = (
-    "peak_memory_mib",
-    "peak_reserved_mib",
-    "peak_allocated_mib",
-    "smact",
-    "smocc",
-    "drama",
-    "gpu_util",
-    "power_w",
-    "energy_j",
-    "step_time_ms",
-)
 _EXAMPLES = 5
 _SHOWN = 80  # characters of a value
 # Figures of two sources, or of a window's two halves, may differ by rounding and by when they were read.

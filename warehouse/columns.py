@@ -5,7 +5,7 @@ Start reading at `described`. `warehouse.schema` has the types; a test compares 
 
 from __future__ import annotations
 
-from warehouse.schema import COLLOCATION_RATIOS, METRICS
+from warehouse.schema import COLLOCATION_RATIOS, METRICS, RANK_LABELS
 
 _UNITS = {"mib": "MiB", "ms": "ms", "s": "s", "w": "W", "j": "J"}
 _RATIOS = ("smact", "smocc", "drama", "gpu_util", "memory_fraction", *COLLOCATION_RATIOS)
@@ -130,25 +130,7 @@ KERNELS = {
     "origin": "JSON: cells of the published file that an imported row was read from",
 }
 
-_AS_IN_RUNS = (
-    "source",
-    "device_name",
-    "device_uuid",
-    "node",
-    "peak_memory_mib",
-    "peak_reserved_mib",
-    "peak_allocated_mib",
-    "peak_rss_mib",
-    "smact",
-    "smocc",
-    "drama",
-    "gpu_util",
-    "power_w",
-    "energy_j",
-    "step_time_ms",
-    "steps",
-    "quality",
-)
+_AS_IN_RUNS = ("source", "device_name", "device_uuid", "node", *RANK_LABELS)
 
 RANKS = {
     "run_id": "the run in the table runs",

@@ -28,7 +28,7 @@ from warehouse.imported_rows import (
     run_ids,
     run_row,
 )
-from warehouse.schema import RUN_SCHEMA, STATUSES
+from warehouse.schema import LABELS, RUN_SCHEMA, STATUSES
 from warehouse.writer import run_problems
 
 FIELD = "config."  # of the trial config
@@ -51,18 +51,6 @@ _OURS = {
     "collocation_rows",
 }
 TARGETS = tuple(name for name in RUN_SCHEMA.names if name not in _OURS)
-LABELS = (
-    "peak_memory_mib",
-    "peak_reserved_mib",
-    "peak_allocated_mib",
-    "smact",
-    "smocc",
-    "drama",
-    "gpu_util",
-    "power_w",
-    "energy_j",
-    "step_time_ms",
-)
 _DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: given once, they are set in both
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # as spreadsheets and data frames write it
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}

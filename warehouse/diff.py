@@ -21,13 +21,12 @@ from conf.cli import command
 from conf.errors import UsageError
 from conf.plain_text import table_lines
 from conf.settings import Checked, data_key, format_key, key
-from warehouse.checks import LABELS
 from warehouse.connection import connect
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.pairing import Shift, paired, shift_text, summed_up
 from warehouse.reader import WarehouseConnection
-from warehouse.schema import ENVIRONMENT, RUN_SCHEMA, TABLES
+from warehouse.schema import ENVIRONMENT, LABELS, RUN_SCHEMA, TABLES
 from warehouse.snapshot import NOW, find_snapshot
 from warehouse.views import VIEWS
 

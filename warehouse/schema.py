@@ -21,6 +21,11 @@ QUALITIES = ("trusted", "suspect", "untrusted")
 # its circumstances (`reasons`) put in doubt.
 SAMPLE_QUALITIES = ("measured", "repeated", "unavailable", "suspect")
 
+_PEAKS = ("peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib")
+_FIGURES = ("smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
+LABELS = (*_PEAKS, *_FIGURES)  # of a run: what is learned and compared
+RANK_LABELS = (*_PEAKS, "peak_rss_mib", *_FIGURES, "steps", "quality")  # columns of `ranks` that are as in `runs`
+
 _TIME = pa.timestamp("us", tz="UTC")
 
 RUN_SCHEMA = pa.schema(
@@ -184,24 +189,7 @@ RANK_SCHEMA = pa.schema(
         ("device_uuid", pa.string()),  # NULL where the ranks share a device
         ("node", pa.string()),
         ("status", pa.string()),
-        *(
-            (name, RUN_SCHEMA.field(name).type)
-            for name in (
-                "peak_memory_mib",
-                "peak_reserved_mib",
-                "peak_allocated_mib",
-                "peak_rss_mib",
-                "smact",
-                "smocc",
-                "drama",
-                "gpu_util",
-                "power_w",
-                "energy_j",
-                "step_time_ms",
-                "steps",
-                "quality",
-            )
-        ),
+        *((name, RUN_SCHEMA.field(name).type) for name in RANK_LABELS),
         # of a simulated step
         ("exposed_ms", pa.float64()),  # of step_time_ms: waiting for other ranks
         ("communication_ms", pa.float64()),  # all collectives of a step
