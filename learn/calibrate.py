@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -119,16 +120,20 @@ def _parts_in(one: MeasuredMemory) -> tuple[float, ...]:
 
 
 def _nearest(design: np.ndarray, wanted: np.ndarray, centre: np.ndarray, spread: np.ndarray) -> np.ndarray:
-    """Return x >= 0 that minimises |design x - wanted|^2 / noise^2 + |(x - centre) / spread|^2."""
+    """Return x >= 0 that minimises |design x - wanted|^2 / noise^2 + |(x - centre) / spread|^2.
+
+    Of so few parts, every choice of those that are 0 is tried.
+    """
     rows = np.vstack([design / _NOISE_MIB, np.diag(1 / spread)])
     target = np.concatenate([wanted / _NOISE_MIB, centre / spread])
-    free = np.ones(len(centre), dtype=bool)
-    while True:
-        solved = np.zeros(len(centre))
-        solved[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
-        if (solved >= 0).all():
-            return solved
-        free &= solved >= 0
+    candidates = []
+    for choice in itertools.product((True, False), repeat=len(centre)):
+        free = np.array(choice)
+        parts = np.zeros(len(centre))
+        parts[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
+        if (parts >= 0).all():
+            candidates.append(parts)
+    return min(candidates, key=lambda parts: float(np.sum((rows @ parts - target) ** 2)))
 
 
 def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:

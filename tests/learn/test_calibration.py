@@ -115,6 +115,17 @@ def test_enough_numbers_tell_the_parts_apart_and_none_falls_below_nothing():
         calibrate([], A100)
 
 
+def test_numbers_that_contradict_each_other_give_the_nearest_machine():
+    measured = [
+        MeasuredMemory(kind="card", mib=700),
+        MeasuredMemory(kind="process", mib=800),
+        MeasuredMemory(kind="process", mib=500, loads_cudnn=True),
+    ]
+    parts = calibrate(measured, A100, name="x").profile.to_mapping()
+    # Both would be negative without a limit; once cuDNN's part is 0, that of other users is not.
+    assert parts["cudnn_mib"] == 0 and parts["other_mib"] > 0
+
+
 def test_calibrating_takes_no_library_beyond_those_of_an_estimate(monkeypatch):
     for name in ("scipy", "scipy.optimize", "sklearn"):
         monkeypatch.setitem(sys.modules, name, None)
