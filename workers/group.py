@@ -16,7 +16,7 @@ from featurize.trial import config_hash
 from workers.alone import AloneRun
 from workers.devices.base import MemberAlone, Together
 from workers.group_labels import EndedMember, labelled_group
-from workers.outcome import Observed, kernel_oom_kills
+from workers.outcome import Observed
 from workers.reports import Failure
 from workers.server_client import RunningTrial, ServerLost
 from workers.task import RunClock, RunResult, Task
@@ -129,15 +129,14 @@ def _run_members(
     timeout_ns = int(specs[0].settings.timeout_s * 1e9)
     trials: list[RunningTrial] = []
     runs: list[TrialRun] = []
-    oom_kills = kernel_oom_kills()
     try:
         for place, (spec, observed) in enumerate(zip(specs, records, strict=True)):
-            worker.read_memory_before(spec, observed)
+            worker.read_before(spec, observed)
             described = {**worker.described(spec), "together": _together_of(worker, specs, place, alone)}
             trials.append(worker.start_trial(spec, described, members=len(specs)))
         for spec, observed, trial in zip(specs, records, trials, strict=True):
             partners = [other.pid for other in trials if other is not trial]
-            runs.append(worker.follow(spec, trial, observed, oom_kills, clock.t0_ns + timeout_ns, _TICK_S, partners))
+            runs.append(worker.follow(spec, trial, observed, clock.t0_ns + timeout_ns, _TICK_S, partners))
         is_open = not worker.device.sampled  # virtual time knows no waiting
         while any(run.living for run in runs):
             for run in runs:

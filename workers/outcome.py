@@ -43,6 +43,7 @@ class Observed:
     samples     as the sensors gave them
     values      what the trial itself reported: column -> figure
     shared      other trials of its group were on the device: what that shows is not this trial's alone
+    oom_kills   by the kernel since boot, before the trial was started
     status, oom_kind, clock_drift_s: known once it has ended; the last is by how much the wall clock ran ahead of the
                 monotonic one
     """
@@ -67,6 +68,7 @@ class Observed:
     finished: bool = False
     prepared: bool = False
     shared: bool = False
+    oom_kills: int = 0
     warm: bool = False  # it waits until its window may open
     warmup_ns: int | None = None
     window_ns: int | None = None

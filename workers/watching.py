@@ -41,7 +41,6 @@ class TrialRun:
         trial: Its process.
         watch: Its sensors.
         observed: Takes what it reports and what the sensors read.
-        oom_kills: The kernel's count of out-of-memory kills before the trial was started.
         deadline_ns: When it is killed, by the monotonic clock.
         tick_s: How long `step` waits at most.
     """
@@ -52,12 +51,10 @@ class TrialRun:
         trial: RunningTrial,
         watch: TrialWatch,
         observed: Observed,
-        oom_kills: int,
         deadline_ns: int,
         tick_s: float,
     ) -> None:
         self._server, self.trial, self._watch, self.observed = server, trial, watch, observed
-        self._oom_kills = oom_kills
         self._events = server.events(trial, deadline_ns, tick_s)
         self._steady_sent = self._dismissed = False
         self.living = True
@@ -74,7 +71,7 @@ class TrialRun:
         if isinstance(event, TrialExit):
             observed.exit, self.living = event, False
             was_killed = event.signal == signal.SIGKILL or lost_rank_to_kill(observed)
-            if was_killed and kernel_oom_kills() > self._oom_kills:
+            if was_killed and kernel_oom_kills() > observed.oom_kills:
                 event.killed_for = event.killed_for or "the kernel's out-of-memory killer"
             return event
         if event is not None:

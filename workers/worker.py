@@ -284,10 +284,9 @@ class Worker:
         }
 
     def _observe(self, task: Task, upcoming: Task | None, t0_ns: int, observed: Observed) -> None:
-        self.read_memory_before(task, observed)
+        self.read_before(task, observed)
         deadline_ns = t0_ns + int(task.settings.timeout_s * 1e9)
-        oom_kills = kernel_oom_kills()
-        run = self.follow(task, self._trial_of(task, observed), observed, oom_kills, deadline_ns, _TICK_S)
+        run = self.follow(task, self._trial_of(task, observed), observed, deadline_ns, _TICK_S)
         try:
             while run.living:
                 event = run.step()
@@ -303,7 +302,6 @@ class Worker:
         task: Task,
         trial: RunningTrial,
         observed: Observed,
-        oom_kills: int,
         deadline_ns: int,
         tick_s: float,
         partners: Sequence[int] = (),
@@ -318,10 +316,11 @@ class Worker:
             sampled=self.device.sampled,
             partners=partners,
         )
-        return TrialRun(self.server(), trial, watch, observed, oom_kills, deadline_ns, tick_s)
+        return TrialRun(self.server(), trial, watch, observed, deadline_ns, tick_s)
 
-    def read_memory_before(self, task: Task, observed: Observed) -> None:
-        """Read the memory in use on each GPU before the trial is there."""
+    def read_before(self, task: Task, observed: Observed) -> None:
+        """Read the kernel's out-of-memory kills, and the memory in use on each GPU, before the trial is there."""
+        observed.oom_kills = kernel_oom_kills()
         if self._nvml is None or "nvml" not in task.settings.telemetry.sources:
             return
         for rank, slot in enumerate(self.slots):
