@@ -272,7 +272,7 @@ class RayExecutor:
             self._idle.remove(worker)
         self._waiting.remove(first)
         self._run(worker, first.task, None)
-        self._unstarted += [self._replace(node, 1) for _ in range(first.freed)]
+        self._add_single_workers(node, first.freed)
         if first.worker is not None:
             self._now_idle(first.worker)
         self._make_room(node)
@@ -284,12 +284,16 @@ class RayExecutor:
         self._add_worker(node, name, None, gpus)
         return name
 
+    def _add_single_workers(self, node: RayNode, gpus: int) -> None:
+        """Give so many GPUs of a node a worker each."""
+        self._unstarted += [self._replace(node, 1) for _ in range(gpus)]
+
     def _without_gpus(self) -> list[Completion]:
         """Return the tasks whose node has lost GPUs, so that they would wait for ever."""
         lost = [one for one in self._waiting if self._gpus_of(one.node) < one.task.config.ranks]
         self._waiting = [one for one in self._waiting if one not in lost]
         for one in lost:
-            self._unstarted += [self._replace(one.node, 1) for _ in range(one.freed)]
+            self._add_single_workers(one.node, one.freed)
             if one.worker is not None:
                 self._now_idle(one.worker)
         return [
@@ -457,7 +461,7 @@ class RayExecutor:
             self._notices.append(f"{worker} does not start and is left out: {plain_error(error)}")
             seat = self._end_worker(worker)
             if seat.gpus > 1:  # one of them may be broken: the others go on as workers of one GPU
-                self._unstarted += [self._replace(seat.node, 1) for _ in range(seat.gpus)]
+                self._add_single_workers(seat.node, seat.gpus)
             # Of a cluster that did work, another node may still join.
             held = bool(self._seats) or any(one.freed for one in self._waiting)
             if not held and not (self._joined and self._was_ready):
