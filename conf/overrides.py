@@ -122,9 +122,8 @@ def load_config(name: str, arguments: Sequence[str | Override], settings: type |
     known += [key for key, _ in flat(composed) if key not in known]
     for group, (_, values) in chosen.items():
         if values is not None:
-            plain = {key: literal(value) if isinstance(value, str) else value for key, value in values.items()}
             with _collected(problems):
-                _put(cfg, group, plain)
+                _put(cfg, group, values)
     for override in overrides:
         if override.key not in groups:
             with _collected(problems):
@@ -187,7 +186,8 @@ def _device(name: str, choice: str) -> tuple[str, Mapping[str, Any] | None]:
     """
     options = command_options(name, DEVICES)
     if is_device_file(choice):
-        values = read_device_file(choice)
+        read = read_device_file(choice)
+        values = {key: literal(value) if isinstance(value, str) else value for key, value in read.items()}
         vendor = "llvm_target" if "llvm_target" in values else "compute_capability"
         return next(option for option in options if vendor in choice_values(DEVICES, option)), values
     if (parts := split_slice(choice)) is not None:
