@@ -5,8 +5,8 @@ Start reading at `Estimator`; `tests/contracts/test_estimator_contract.py` runs 
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,8 +139,7 @@ def get_estimator(name: str) -> type[Estimator]:
     """Return the estimator's class, imported now. An unknown name raises `UsageError` listing the known."""
     if name not in ESTIMATORS:
         raise unknown_name("estimator", name, ESTIMATORS)
-    module, _, attribute = ESTIMATORS[name].partition(":")
-    estimator: type[Estimator] = getattr(importlib.import_module(module), attribute)
+    estimator: type[Estimator] = pkgutil.resolve_name(ESTIMATORS[name])
     return estimator
 
 

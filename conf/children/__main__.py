@@ -3,7 +3,7 @@
 As a file, so that no other `conf` is found. PREPARE is empty, or `module:function`.
 """
 
-import importlib
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -15,5 +15,4 @@ if __name__ == "__main__":
     from conf.children.server import run_server
 
     prepare, folder_base, control = sys.argv[1:]
-    module, _, name = prepare.partition(":")
-    run_server(int(control), folder_base, getattr(importlib.import_module(module), name) if module else dict)
+    run_server(int(control), folder_base, pkgutil.resolve_name(prepare) if prepare else dict)

@@ -121,7 +121,7 @@ class ChildServer:
         if self._hello is None:
             message = self._answer(self._control, _START_TIMEOUT_S)
             if "problem" in message:
-                raise EnvironmentProblem(f"no child process can be run: {message['problem']}")
+                raise _not_run(message["problem"])
             self._hello = message["hello"]
         return self._hello
 
@@ -274,8 +274,8 @@ def local_server(prepare: str, environment: Mapping[str, str] | None = None, *, 
     return ChildServer([sys.executable, str(_FILE), prepare, folder_base], environment)
 
 
-def _not_run(error: ServerLost) -> EnvironmentProblem:
-    return EnvironmentProblem(f"no child process can be run: {error}")
+def _not_run(why: object) -> EnvironmentProblem:
+    return EnvironmentProblem(f"no child process can be run: {why}")
 
 
 def _packet(source: socket.socket) -> bytes:

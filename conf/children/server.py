@@ -20,6 +20,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import socket
@@ -148,8 +149,7 @@ def _keep(server: int, wanted: dict[str, Any], line: int, channels: list[int]) -
 def _run(wanted: dict[str, Any], folder: str | None, channels: list[int]) -> None:
     if folder is not None:  # for all temporary files: the keeper deletes it
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-    module, _, name = wanted["function"].partition(":")
-    getattr(importlib.import_module(module), name)(wanted["arguments"], *channels)
+    pkgutil.resolve_name(wanted["function"])(wanted["arguments"], *channels)
 
 
 def run_program(program: list[str]) -> None:

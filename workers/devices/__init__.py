@@ -6,7 +6,7 @@ Start reading at `base.py`.
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 
 from conf.errors import EnvironmentProblem
 from workers.devices.base import Device, DeviceChoice, DeviceUnavailable, Place, Slot
@@ -22,8 +22,7 @@ _TABLE = {
 
 def make_device(choice: DeviceChoice) -> Device:
     """Return the backend that `choice` names; `choose_device` must have resolved `auto` before."""
-    module, _, name = _TABLE[choice.backend].partition(":")
-    device: Device = getattr(importlib.import_module(module), name)(choice)
+    device: Device = pkgutil.resolve_name(_TABLE[choice.backend])(choice)
     return device
 
 

@@ -6,9 +6,9 @@ Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that a ma
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import math
+import pkgutil
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -67,9 +67,8 @@ def make_sensors(settings: TelemetrySettings, device_uuid: str | None) -> tuple[
     for source in dict.fromkeys(settings.sources):
         if source not in SENSORS:
             continue
-        module, _, name = SENSORS[source].partition(":")
         try:
-            create = getattr(importlib.import_module(module), name).create
+            create = pkgutil.resolve_name(SENSORS[source]).create
             sensors.append(call_within(source, _START_S, create, settings, device_uuid))
         except SensorUnavailable as reason:
             missing[source] = str(reason)
