@@ -105,7 +105,7 @@ def state_of(*roots: object) -> State | None:
             waiting += own.values()
         else:
             try:
-                held = _told(value, kind, state)
+                held = _held_by(value, kind, state)
             except Exception:  # somebody's object may raise anything as it tells what it holds
                 return None
             made.append(held)
@@ -129,7 +129,7 @@ def undrawn() -> Iterator[None]:
             np.random.set_state(drawn[1])
 
 
-def _told(value: Any, kind: type, state: State) -> list[object]:
+def _held_by(value: Any, kind: type, state: State) -> list[object]:
     """Return what an object holds, and note what it is besides."""
     parts = state.parts
     if isinstance(value, Tensor):

@@ -146,11 +146,8 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
     peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
     if peak is None or 0 < peak <= 1.1 * card:
         return None
-    return (
-        f"peak_memory_mib: {peak:,.6g} MiB, on a device of {card:,.0f} MiB"
-        if peak > 0
-        else (f"peak_memory_mib: {peak:,.6g} MiB is no need")
-    )
+    where = f", on a device of {card:,.0f} MiB" if peak > 0 else " is no need"
+    return f"peak_memory_mib: {peak:,.6g} MiB{where}"
 
 
 def run_ids(source: str, contents: Iterable[str]) -> list[str]:

@@ -197,7 +197,7 @@ def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Co
     return reasons
 
 
-def _slower(data, now: Sequence[CanaryRun], before: Sequence[CanaryRun]) -> list[str]:
+def _slower(data: str | os.PathLike | DataFolder, now: Sequence[CanaryRun], before: Sequence[CanaryRun]) -> list[str]:
     """Return differences in clocks and temperatures between tonight's windows and earlier ones."""
     families = sorted({run.config.family for run in now})
     with contextlib.closing(warehouse.connect(data)) as connection:

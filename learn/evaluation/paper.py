@@ -255,8 +255,11 @@ def paper_entry(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, S
 
 def paper_page(paper: Paper) -> Page:
     """Return the page: each table with its figure."""
-    draws: dict[str, Callable[[PaperTable], tuple[Block, ...]]]
-    draws = {"memory": _draw_accuracy, "utilization": _draw_accuracy, "models": _draw_errors}
+    draws: dict[str, Callable[[PaperTable], tuple[Block, ...]]] = {
+        "memory": _draw_accuracy,
+        "utilization": _draw_accuracy,
+        "models": _draw_errors,
+    }
     sections = []
     for table in paper.tables:
         blocks = list(table_blocks(table.text))
