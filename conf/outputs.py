@@ -164,6 +164,13 @@ def folder_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[st
     return []
 
 
+def file_problems(path: Path, *, key: str = "out") -> list[str]:
+    """Return why no file can be written to `path`: it is a folder, or its folder is not there."""
+    if path.is_dir():
+        return [f"{key}={path} is a folder; name a file"]
+    return [] if path.parent.is_dir() else [f"{key}={path}: there is no folder {path.parent}"]
+
+
 @contextlib.contextmanager
 def output_file(
     out: str | os.PathLike[str] | Output, *, key: str = "out", data: Sequence[str | os.PathLike[str]] = ()

@@ -16,6 +16,7 @@ import numpy as np
 
 from conf.cli import command
 from conf.errors import UsageError
+from conf.outputs import file_problems
 from conf.reports.page_text import count_of
 from conf.settings import Checked, key
 from learn.bounds import BoundShares, bound_shares, group_score, held_of, packaged_path
@@ -61,10 +62,7 @@ class FitBoundSettings(Checked):
     def problems(self) -> Iterator[str]:
         if not Path(self.rows).is_file():
             yield f"rows={self.rows}: there is no such file"
-        if self.path.is_dir():
-            yield f"out={self.path} is a folder; name a file"
-        elif not self.path.parent.is_dir():
-            yield f"out={self.path}: there is no folder {self.path.parent}"
+        yield from file_problems(self.path)
 
     @property
     def path(self) -> Path:

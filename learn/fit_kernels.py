@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.cli import command
+from conf.outputs import file_problems
 from conf.settings import Checked, data_key, key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from learn.evaluation.scores import RowScores
 
@@ -56,11 +57,8 @@ class FitKernelsSettings(Checked):
         60, "rows of the table kernels that are learned from, of each operator on each GPU model", "int 0 to 100000"
     )
 
-    def problems(self) -> Iterator[str]:
-        if self.path.is_dir():
-            yield f"out={self.path} is a folder; name a file"
-        elif not self.path.parent.is_dir():
-            yield f"out={self.path}: there is no folder {self.path.parent}"
+    def problems(self) -> list[str]:
+        return file_problems(self.path)
 
     @property
     def path(self) -> Path:

@@ -20,22 +20,11 @@ from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
 from learn.cases import of_configs
 from learn.estimators import get_estimator
 from learn.learned import hybrid
+from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse import dataset
 from warehouse.export import ExportSettings, export
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADER = (
-    "Filename",
-    "Depth",
-    "Total Parameters",
-    "Batch Size",
-    "Max GPU Memory (MiB)",
-    "Avg GPUTL",
-    "Avg SMACT",
-    "Avg SMOCC",
-    "Avg DRAMA",
-    "Status",
-)
 ROWS = 36
 
 

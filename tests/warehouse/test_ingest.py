@@ -18,24 +18,13 @@ from conf.identity import mapping_hash
 from featurize.families import cnn, layers_of
 from featurize.layers import totals
 from featurize.trial import ACTIVATIONS, config_from_mapping, config_hash
+from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse import ingest as command
 from warehouse.compact import CompactionSettings, compact
 from warehouse.folder import DataFolder
 from warehouse.gpumemnet import dense_parameters, pool_intervals
 from warehouse.ingest import IngestSettings, ingest
 
-HEADER = (
-    "Filename",
-    "Depth",
-    "Total Parameters",
-    "Batch Size",
-    "Max GPU Memory (MiB)",
-    "Avg GPUTL",
-    "Avg SMACT",
-    "Avg SMOCC",
-    "Avg DRAMA",
-    "Status",
-)
 OLD_HEADER = HEADER[:5]
 TIMM = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
 TRANSFORMER = (

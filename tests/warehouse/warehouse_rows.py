@@ -6,6 +6,19 @@ import datetime
 
 import pyarrow as pa
 
+GPUMEMNET_HEADER = (
+    "Filename",
+    "Depth",
+    "Total Parameters",
+    "Batch Size",
+    "Max GPU Memory (MiB)",
+    "Avg GPUTL",
+    "Avg SMACT",
+    "Avg SMOCC",
+    "Avg DRAMA",
+    "Status",
+)  # of a file of its MLPs
+
 
 def run_row(index: int, **changes) -> dict:
     """A run of job J as the dispatcher lands it, on its first attempt."""
