@@ -65,7 +65,7 @@ class _Waiting:
 class RayExecutor:
     """Ray actors, one per slot of every node. `address=None` starts a Ray of our own, on loopback only.
 
-    A joined cluster is followed: a node that comes gets actors, and what ran on one that goes comes back as lost.
+    The cluster is followed: a node that comes gets actors, and what ran on one that goes comes back as lost.
     Each actor is bound to its node, since CPUs and simulated GPUs are no resource that Ray could spread them by.
     """
 
@@ -356,7 +356,7 @@ class RayExecutor:
                     completions.append(self._take_run(ref))
         else:  # every task that is left waits for its next attempt
             time.sleep(timeout_s)
-        if self._joined and self._watch.due:
+        if self._watch.due:
             completions += self._follow_nodes()
             unreached, self._unreached = self._unreached, []
             for worker in unreached:

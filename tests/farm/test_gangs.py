@@ -1,6 +1,7 @@
 """Trials that need several GPUs of a node: who makes room for them, in which order, and what one-GPU trials do."""
 
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -91,14 +92,17 @@ class FakeGpus:
         )
 
 
-def fake_actor():
-    """An actor that says which GPUs Ray gave it, instead of a run."""
+def fake_actor(dies_once=None):
+    """An actor that says which GPUs Ray gave it, instead of a run; its first process dies until a file exists."""
 
     class FakeWorker:
         def __init__(self, *arguments):
             self.gpus = arguments[4] if len(arguments) > 4 else 1
 
         def ready(self):
+            if dies_once is not None and not dies_once.exists():
+                dies_once.touch()
+                os._exit(1)
             assert self.gpus == 1, "one of the GPUs is gone"
 
         def run(self, task, upcoming=None):
@@ -114,15 +118,23 @@ def fake_actor():
     return FakeWorker
 
 
-@pytest.fixture
-def executor(monkeypatch):
+@contextmanager
+def started_executor(monkeypatch, **actor):
     monkeypatch.setattr(farm.ray_executor, "make_device", lambda choice: FakeGpus())
-    monkeypatch.setattr(farm.ray_executor, "actor_class", fake_actor)
+    monkeypatch.setattr(farm.ray_executor, "actor_class", lambda: fake_actor(**actor))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     executor = make_executor(CUDA, ClusterSettings(kind="ray"))
     executor.start()
-    yield executor
-    executor.close()
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+@pytest.fixture
+def executor(monkeypatch):
+    with started_executor(monkeypatch) as executor:
+        yield executor
 
 
 def await_runs(executor, queue, count):
@@ -178,3 +190,8 @@ def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
             break
     assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
     await_runs(executor, [task(index) for index in range(3)], 3)
+
+
+def test_a_worker_whose_process_dies_while_it_starts_is_asked_again(monkeypatch, tmp_path):
+    with started_executor(monkeypatch, dies_once=tmp_path / "died") as executor:
+        await_runs(executor, [task(0, "ddp=3")], 1)
