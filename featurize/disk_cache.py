@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from conf.identity import version_of
+from conf.files.identity import version_of
 
 MOST_BYTES = 256 * 2**20
 _BUSY_S = 1.0

@@ -41,9 +41,9 @@ def require_torch(oldest: str, feature: str) -> None:
 def complete() -> None:
     """Give this process's torch the meta kernels that later releases have; harmless on a release that has them.
 
-    `featurize.trace` and scripts call it before a step is traced. The one that is missed: `aten::_convolution` has a
-    meta kernel from 2.13 on (`torch/_meta_registrations.py`). Before, it chooses a backend by the device
-    and finds none for meta tensors: "convolution_overrideable not implemented".
+    `featurize.trace.tracer` and scripts call it before a step is traced. The one that is missed: `aten::_convolution`
+    has a meta kernel from 2.13 on (`torch/_meta_registrations.py`). Before, it chooses a backend by the device and
+    finds none for meta tensors: "convolution_overrideable not implemented".
     """
     import torch
 

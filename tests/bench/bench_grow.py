@@ -14,15 +14,15 @@ import tempfile
 
 import numpy as np
 
-from farm.growth.settings import NEED_LIBRARIES
-from farm.journal import Journal
-from farm.sampling import sample_range
-from farm.space import default_space, parse_space
+from farm.nights.journal import Journal
+from farm.nights.settings import NEED_LIBRARIES
+from farm.sampling.draws import sample_range
+from farm.sampling.space import default_space, parse_space
+from featurize.configs.trial import canonical_json, config_hash
 from featurize.families import family_names, layers_of
-from featurize.layers import rough_memory_mib, totals
-from featurize.trial import canonical_json, config_hash
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from featurize.job.layers import rough_memory_mib, totals
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 DEVICE = "A100-SXM4-40GB"
 NIGHT = 8  # runs of the cycle that is measured: what is measured is everything but them
@@ -36,7 +36,7 @@ def run(runs: int = 100_000, candidates: int = 10_000) -> dict:
         families = [name for name in family_names() if name not in NEED_LIBRARIES]
         for family in families:
             _fill(folder, family, runs // len(families))
-        arguments = (f"n={NIGHT}", f"pool={candidates}", f"device={DEVICE}", "cluster=inline", "learn.targets=[]")
+        arguments = (f"n={NIGHT}", f"pool={candidates}", f"device={DEVICE}", "cluster=inline", "learn.rows.targets=[]")
         subprocess.run(
             [sys.executable, "-m", "farm.grow", *arguments],
             check=True,

@@ -9,12 +9,12 @@ import subprocess
 import pytest
 from test_dispatch import submit, work
 
-from conf.cli import run
+from conf.cli.command_line import run
 from farm import grow, status
-from farm.jobs import Queue, QueueError
-from farm.journal import Journal
-from farm.queue_copy import queue_to_read
-from warehouse.folder import DataFolder
+from farm.nights.journal import Journal
+from farm.queue.jobs import Queue, QueueError
+from farm.queue.queue_copy import queue_to_read
+from warehouse.files.folder import DataFolder
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(di
         "device.count=1",
         "cluster=inline",
         "canaries=skip",
-        "learn.targets=[]",
+        "learn.rows.targets=[]",
         "window=fixed",
         "window.seconds=0.1",
     ]

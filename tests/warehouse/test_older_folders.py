@@ -12,10 +12,10 @@ import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
-from warehouse import schema
 from warehouse.compact import CompactionSettings, compact
-from warehouse.layout import KINDS
-from warehouse.writer import RunWriter
+from warehouse.files.layout import KINDS
+from warehouse.files.writer import RunWriter
+from warehouse.tables import schema
 
 NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock
 HOUR_S = 3600.0
@@ -79,7 +79,7 @@ def test_an_older_folder_that_may_only_be_read_is_read(folder, newer_schema, mon
 
     newer_schema()
     before = sorted(folder.root.rglob("*"))
-    monkeypatch.setattr("warehouse.views.write_bytes", refuse)
+    monkeypatch.setattr("warehouse.files.views.write_bytes", refuse)
     check_old_rows(folder)
     assert sorted(folder.root.rglob("*")) == before
 
