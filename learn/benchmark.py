@@ -153,7 +153,7 @@ def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping) 
 def cache_folder(settings: BenchmarkSettings) -> DataFolder:
     """Return where features are kept: the data folder. For published files one is made only if it is named; without
     one, `gpufarm` in the user's cache folder serves."""
-    from featurize.disk_cache import user_folder
+    from conf.files.disk_cache import user_folder
     from warehouse.files.folder import DataFolder
 
     folder = DataFolder.resolve(settings.data)

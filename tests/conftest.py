@@ -85,7 +85,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     modes of several GPUs that are refused under the installed one, `needs_mode("pp")`."""
     for mark in item.iter_markers("needs_torch"):
         from conf.errors import EnvironmentProblem
-        from featurize.releases import require_torch
+        from featurize.operators.torch_releases import require_torch
 
         oldest, reason = mark.args
         try:

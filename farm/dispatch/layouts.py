@@ -16,7 +16,7 @@ from farm.sampling.dimensions import Choice, Constant, Dimension, Scalar
 from farm.sampling.space import Space
 from featurize.job.layout import EXPERTS, MODES, OWN, WRAPPED, Parallel, parse_parallel
 from featurize.job.trial_config import OPTIMIZERS
-from featurize.releases import require_torch
+from featurize.operators.torch_releases import require_torch
 from featurize.training.releases import require_traceable
 from workers.devices import DeviceChoice, make_device
 

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import types
 
-from featurize.disk_cache import PACKAGES
+from conf.files.disk_cache import PACKAGES
 
 _INSTALLED = tuple(
     {

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from conf.files.disk_cache import keep, recall
 from conf.files.identity import canonical_json
 from featurize.configs.own_code import code_fields, data_refusal
 from featurize.device.device_spec import DeviceSpec
-from featurize.disk_cache import keep, recall
 
 if TYPE_CHECKING:
     from featurize.device.architecture import AttentionKernels

@@ -21,10 +21,10 @@ from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_de
 from featurize.job.layout import Parallel
 from featurize.job.trial_config import TrialConfig
 from featurize.operators.replacing import without_collection
+from featurize.operators.torch_releases import complete
 from featurize.recording.batches import Inputs
 from featurize.recording.module_stack import origin
 from featurize.recording.step_trace import StepTrace
-from featurize.releases import complete
 from featurize.trace.light_imports import compiler_aside
 from featurize.trace.second_step import TraceAgain
 from featurize.trace.tracing import Tracing
@@ -52,7 +52,7 @@ def trace_config(
     """The trace of one training step of a family's model, run as the farm's devices do; of a trial on several GPUs the
     step of one rank. Raises `TraceError`."""
     from featurize.families import get_family, loss_of
-    from featurize.trace import trace_cache
+    from featurize.trace.tracer import trace_cache
 
     family, spec = get_family(config.family), describe_device(device)
 

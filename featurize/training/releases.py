@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from conf.errors import EnvironmentProblem
 from featurize.job.layout import EXPERTS, OWN, Parallel
-from featurize.releases import installed_release, is_older_than, require_torch
+from featurize.operators.torch_releases import installed_release, is_older_than, require_torch
 
 SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
 _OTHER_STAGES = "2.15"  # from which on stages make and drop their buffers as they go: traces fall short of real ranks

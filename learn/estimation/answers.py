@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from conf.cli.extras import naming_the_extra
 from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.files.disk_cache import keep, recall
 from conf.units import MIB
 from featurize.device.architecture import AMD
 from featurize.device.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.device.machine import MACHINES, MachineProfile
-from featurize.disk_cache import keep, recall
 from featurize.job.training_settings import TrainingSettings, training_of
 from featurize.job.version import is_current
 from featurize.operators.replacing import without_collection

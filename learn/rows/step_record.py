@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from conf.errors import CommandError
+from conf.files.disk_cache import libraries
 from conf.plain_text import exception_line
-from featurize.disk_cache import libraries
 from featurize.job.code_names import NotTrusted
 from featurize.job.version import FEATURES_VERSION
 from learn.rows.cases import Case

@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from conf.files.disk_cache import DiskCache
 from featurize.configs.own_code import refusal
-from featurize.disk_cache import DiskCache
 from learn.rows.cases import Case
 from learn.rows.step_record import StepRecord, compute, record_of, record_version
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
+from featurize.operators.torch_releases import complete_collectives
 from featurize.recording.step_trace import Collective
 from featurize.recording.values import remember
-from featurize.releases import complete_collectives
 from featurize.training.data_parallel import Replica
 from featurize.training.releases import refused_modes
 from learn.script.command_line import ScriptCommand

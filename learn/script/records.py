@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from featurize import disk_cache
+from conf.files import disk_cache
+from conf.files.disk_cache import code_version, recall, user_cache
 from featurize.device.device_spec import DeviceSpec
-from featurize.disk_cache import code_version, recall, user_cache
 from featurize.job.layout import Parallel, parse_parallel
 from featurize.recording.step_trace import StepTrace
 from featurize.trace.stored_trace import (

@@ -30,9 +30,9 @@ from featurize.nets.vision import mend_torchvision
 from featurize.operators.autocast import Autocast
 from featurize.operators.cuda_policy import as_on_cuda
 from featurize.operators.replacing import stands_for
+from featurize.operators.torch_releases import complete
 from featurize.recording.module_stack import origin
 from featurize.recording.step_trace import StepTrace
-from featurize.releases import complete
 from featurize.timing.model_flops import precision_in_words
 from featurize.trace.tracing import STEPS
 from featurize.training.training_step import AUTOCAST_DTYPES

@@ -36,7 +36,7 @@ def run(runs: int = 100_000, candidates: int = 10_000) -> dict:
         families = [name for name in family_names() if name not in NEED_LIBRARIES]
         for family in families:
             _fill(folder, family, runs // len(families))
-        arguments = (f"n={NIGHT}", f"pool={candidates}", f"device={DEVICE}", "cluster=inline", "learn.rows.targets=[]")
+        arguments = (f"n={NIGHT}", f"pool={candidates}", f"device={DEVICE}", "cluster=inline", "learn.targets=[]")
         subprocess.run(
             [sys.executable, "-m", "farm.grow", *arguments],
             check=True,

@@ -253,7 +253,7 @@ def night(data, *arguments):
         "pool=12",
         "policy=stratified",
         "canaries=skip",
-        "learn.rows.targets=[]",
+        "learn.targets=[]",
     )
     return cli.run("grow", grow_entry, [*small, f"data={data}", *arguments])
 
@@ -325,7 +325,7 @@ def test_a_night_measures_its_share_of_pairs_first_and_says_how_they_went(tmp_pa
         "families=[mlp]",
         "pool=50",
         "canaries=skip",
-        "learn.rows.targets=[]",
+        "learn.targets=[]",
     ]
     assert cli.run("grow", grow_entry, night) == 0
     out = capsys.readouterr().out

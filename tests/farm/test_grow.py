@@ -36,7 +36,7 @@ SMALL = (
     "pool=40",
     "policy=stratified",
     "canaries=skip",
-    "learn.rows.targets=[]",
+    "learn.targets=[]",
 )
 
 
@@ -168,7 +168,7 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(root, capsys):
         ("canaries=no", "accept, compare, skip"),
         ("space={colour:3}", "no family here has colour"),
         ("space={depth:[2,-7]}", "depth"),
-        ("learn.rows.targets=[memry]", "memory"),
+        ("learn.targets=[memry]", "memory"),
         ("learn.estimator=magic", "hybrid"),
         ("notify.webhook=ftp://x", "http:// or https://"),
         ("dry_run=maybe", "dry_run must be true or false"),
@@ -272,7 +272,7 @@ def test_a_signal_while_the_workers_close_ends_the_night_although_all_trials_ran
 
     with monkeypatch.context() as patched:
         patched.setattr(InlineExecutor, "close", interrupted)
-        assert grow(root, "n=1", "learn.rows.targets=[memory]") == 130
+        assert grow(root, "n=1", "learn.targets=[memory]") == 130
     (cycle,) = cycles(root)
     assert cycle.outcome == outcome and timers == [(0.0, 0.0)]
     assert len(runs(root)) == 1 and (cycle.done("run") is None) == cycle.open

@@ -90,7 +90,7 @@ NIGHT = (
     "device=simulated",
     "cluster=inline",
     "canaries=skip",
-    "learn.rows.targets=[memory]",
+    "learn.targets=[memory]",
     "learn.estimator=lightgbm",
 )
 

@@ -157,7 +157,7 @@ def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(di
         "device.count=1",
         "cluster=inline",
         "canaries=skip",
-        "learn.rows.targets=[]",
+        "learn.targets=[]",
         "window=fixed",
         "window.seconds=0.1",
     ]

@@ -25,7 +25,7 @@ GROW = (
     "policy=coverage",
     "device=A100-SXM4-40GB",
     "device.count=2",
-    "learn.rows.targets=[memory]",
+    "learn.targets=[memory]",
     "learn.estimator=lightgbm",
 )
 

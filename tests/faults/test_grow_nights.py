@@ -19,7 +19,7 @@ SMALL = (
     "families=[mlp]",
     "pool=40",
     "policy=stratified",
-    "learn.rows.targets=[]",
+    "learn.targets=[]",
     "n=6",
 )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conf.errors import EnvironmentProblem
-from featurize.releases import require_torch
+from featurize.operators.torch_releases import require_torch
 
 # An older release's torch has no meta kernel of `aten::_convolution`: its registration is skipped here.
 TRACE = """

@@ -28,7 +28,7 @@ NIGHT = (
     "families=[mlp,cnn]",
     "pool=60",
     "data=grown",
-    "learn.rows.targets=[memory]",
+    "learn.targets=[memory]",
     "learn.estimator=lightgbm",
 )
 

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
 from conf.errors import UsageError
+from conf.files.disk_cache import DiskCache
 from featurize.device.device_spec import load_device
-from featurize.disk_cache import DiskCache
 from featurize.families import cnn
 from featurize.trace import trace_cache
 from featurize.trace.tracer import trace_step

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from featurize.disk_cache import DiskCache
+from conf.files.disk_cache import DiskCache
 from featurize.families import cnn, mlp, timm
 from learn.job.traced import step_of
 from learn.job.training_job import of_module
