@@ -32,7 +32,7 @@ from farm.submit import submit
 from farm.work import work
 from featurize.configs.trial import OPTIMIZERS, PRECISIONS
 from featurize.families import family_names
-from featurize.job.trial_config import Optimizer
+from featurize.job.training_settings import Optimizer
 from warehouse.export import ExportSettings, export
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceUnavailable, choose_device

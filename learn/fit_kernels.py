@@ -90,8 +90,8 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
         UsageError: The folder holds too few measured steps.
     """
     from featurize.job.training_settings import EAGER
-    from featurize.timing.host import packaged_hosts
     from featurize.timing.step_time import efficiencies_text, load_efficiencies
+    from featurize.timing.times import packaged_hosts
     from learn.estimators.kernel_fitting import TimeFit
     from learn.fitting.activity_fit import ActivityFit, judged_activity
     from learn.fitting.host_fit import fitted_hosts

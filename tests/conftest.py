@@ -93,7 +93,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         except EnvironmentProblem as error:
             pytest.skip(str(error))
     for mark in item.iter_markers("needs_mode"):
-        from featurize.training.releases import refused_modes
+        from featurize.operators.torch_releases import refused_modes
 
         if (why := refused_modes().get(mark.args[0])) is not None:
             pytest.skip(why)

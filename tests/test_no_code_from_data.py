@@ -39,7 +39,7 @@ LOADERS = {
     ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
     ("featurize/families/__init__.py", "get_family"): "names of files of our own folder; others raise first",
     ("featurize/families/zoo.py", "_load"): "behind `code_names.library_problem`: the user's names, libraries' models",
-    ("featurize/training/float8.py", "_torchao"): "a literal: torchao.float8",
+    ("featurize/training/training_step.py", "_torchao"): "a literal: torchao.float8",
     ("featurize/job/code_names.py", "_download"): "a literal: timm",
     ("featurize/training/training_step.py", "preload"): "literals: what the first step imports",
     ("featurize/nets/vision.py", "import_library"): "the three libraries' models, behind `code_names.library_problem`",
@@ -162,7 +162,7 @@ def test_configs_become_code_names_only_where_the_user_speaks():
                 callers.add(str(path.relative_to(ROOT)))
     assert callers == {
         "featurize/job/code_names.py",
-        "featurize/configs/own_code.py",
+        "featurize/configs/trial.py",
         "farm/submission/model_check.py",
         "farm/sampling/draws.py",
         "workers/trial/body.py",

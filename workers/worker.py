@@ -13,8 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from featurize.configs.own_code import code_marks
-from featurize.configs.trial import config_hash
+from featurize.configs.trial import code_marks, config_hash
 from warehouse.tables.run import Run
 from warehouse.tables.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, Slot, make_device

@@ -23,8 +23,8 @@ from conf.errors import UsageError
 from conf.files.identity import mapping_hash
 from farm.comparison.sides import Environment
 from farm.comparison.traced_operators import FIGURES
+from featurize.configs.features import FEATURES_STAMP
 from featurize.device.device_spec import DeviceSpec
-from featurize.job.version import FEATURES_STAMP
 from workers.devices.environment import core_count
 
 _A_PROCESS = 16  # configurations that one more process is started for

@@ -15,9 +15,8 @@ from farm.dispatch.cluster_settings import ClusterSettings
 from farm.sampling.dimensions import Choice, Constant, Dimension, Scalar
 from farm.sampling.space import Space
 from featurize.job.layout import EXPERTS, MODES, OWN, WRAPPED, Parallel, parse_parallel
-from featurize.job.trial_config import OPTIMIZERS
-from featurize.operators.torch_releases import require_torch
-from featurize.training.releases import require_traceable
+from featurize.job.training_settings import OPTIMIZERS
+from featurize.operators.torch_releases import require_torch, require_traceable
 from workers.devices import DeviceChoice, make_device
 
 DIMENSION = "parallel"

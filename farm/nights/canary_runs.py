@@ -17,8 +17,7 @@ from typing import Any
 import warehouse
 from conf.errors import UsageError
 from conf.plain_text import error_line
-from featurize.configs.row_config import config_of_row
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import TrialConfig, config_of_row
 from featurize.device.device_spec import same_device
 from learn.rows.targets import TARGETS
 from warehouse.files.folder import DataFolder

@@ -22,8 +22,7 @@ from farm.nights.canary_runs import LABELS, read_nights
 from farm.nights.journal_payloads import ComparedLabel, DriftPayload
 from farm.nights.operator_families import OPERATORS, WEIGHT_UPDATES, operators_of
 from farm.sampling.coverage import Map
-from featurize.configs.row_config import config_of_row, problem_of
-from featurize.configs.trial import TrialConfig, config_hash
+from featurize.configs.trial import TrialConfig, config_hash, config_of_row, problem_of
 from featurize.device.device_spec import same_device
 from warehouse.files.folder import DataFolder
 from warehouse.files.stale import Mark

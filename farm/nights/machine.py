@@ -22,8 +22,7 @@ from farm.nights.journal_payloads import PairsPayload
 from farm.queue.jobs import MIXED_FAMILY, Job, Queue
 from farm.queue.queue_values import device_key, text_of_settings, text_of_task
 from farm.submission.described_device import spec_of
-from featurize.configs.row_config import code_problem
-from featurize.configs.trial import TrialConfig, canonical_json
+from featurize.configs.trial import TrialConfig, canonical_json, code_problem
 from featurize.device.device_spec import same_device
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter

@@ -27,8 +27,7 @@ from farm.sampling.forecast import Forecaster
 from farm.sampling.known_runs import Known, known_runs, thinned
 from farm.sampling.plan_summary import Summary, expected_seconds, summary
 from farm.sampling.selection import TAKES_FIRST, CandidatePool, candidates, choose, joined
-from featurize.configs.own_code import trusting
-from featurize.configs.trial import TrialConfig, config_from_mapping, config_hash
+from featurize.configs.trial import TrialConfig, config_from_mapping, config_hash, trusting
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
 

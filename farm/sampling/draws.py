@@ -22,8 +22,7 @@ from conf.errors import UsageError
 from farm.sampling.dimensions import Choice, Scalar, Space
 from farm.sampling.sampling_points import POLICIES, PointsOf, key_of, uniform_point
 from featurize import families
-from featurize.configs.own_code import named_by_user
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import TrialConfig, named_by_user
 from featurize.job.layers import rough_memory_mib, totals
 
 # Part of a job's identity: grows whenever the same seed would give other configs. A job of an older version goes on

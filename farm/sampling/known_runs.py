@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conf.errors import UsageError
-from featurize.configs.row_config import config_of_row, problem_of
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import TrialConfig, config_of_row, problem_of
 from featurize.device.device_spec import same_device
 from learn.rows.data import named
 from learn.rows.targets import TARGETS

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from featurize.configs.row_config import problem_of
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import TrialConfig, problem_of
 from featurize.families import get_family
 
 

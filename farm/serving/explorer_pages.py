@@ -184,7 +184,7 @@ class ExplorerPages:
 
     def _estimated(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
         """Return the estimates of one device's runs by `method=fast`, None where it has none."""
-        from featurize.configs.row_config import config_of_one_gpu
+        from featurize.configs.trial import config_of_one_gpu
         from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
@@ -221,7 +221,7 @@ class ExplorerPages:
 
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
         """Return what `method=fast` says beside what was measured, and notes: also why it says nothing."""
-        from featurize.configs.row_config import config_of_row
+        from featurize.configs.trial import config_of_row
         from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
@@ -325,7 +325,7 @@ def _machine_of(run: Mapping[str, Any]) -> str | None:
 
     Simulated devices have what their description says, and descriptions follow the published measurements.
     """
-    from featurize.device.machine import DESCRIBED
+    from featurize.device.device_spec import DESCRIBED
 
     return None if run["source"] == "measured" else DESCRIBED
 

@@ -137,7 +137,7 @@ def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, An
 def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:
     """Return the trial config, or a factory of the model; nothing is imported before it is called."""
     if "config" in question:
-        from featurize.configs.row_config import config_of_row
+        from featurize.configs.trial import config_of_row
 
         return config_of_row(json.dumps(question["config"]), limits.trust)
     from featurize.configs.hf_config import with_lora

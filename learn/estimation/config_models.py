@@ -182,7 +182,7 @@ _LAUNCHES = 5  # of a layer, in a step
 
 def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
     """Fit, judge on held-out groups, fit on all rows, and write the artifact."""
-    from featurize.job.version import FEATURES_STAMP
+    from featurize.configs.features import FEATURES_STAMP
     from learn.estimators.tabular import case_columns
     from learn.fitting.artifact_files import stamped
     from learn.fitting.artifacts import FORMAT, environment

@@ -58,7 +58,7 @@ def estimate(
             batches, each as `inputs` (which is left out); or of sequence lengths, or a mapping of lengths to their
             shares, to which the second dimension of `inputs` is set. `peak_memory_mib` is of the whole mix,
             fragmentation included; utilization and step time are of the longest batch.
-        optimizer: A name of `featurize.job.trial_config.OPTIMIZERS`; `adam` by default. A trial config has its own
+        optimizer: A name of `featurize.job.training_settings.OPTIMIZERS`; `adam` by default. A trial config has its own
             optimizer, precision, cudnn_benchmark and channels_last; another value is an error.
         precision: `fp32` (the default), `tf32`, `bf16` or `fp16` (autocast), `bf16-true` or `fp16-true` (weights).
         cudnn_benchmark: Whether cuDNN searches for its fastest algorithms; False by default.

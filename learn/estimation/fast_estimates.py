@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
+from featurize.configs.features import is_current
 from featurize.configs.trial import FITTED_OPTIMIZERS, TrialConfig
-from featurize.device.architecture import NVIDIA
-from featurize.device.device_spec import DeviceSpec, plain_device
-from featurize.device.machine import DESCRIBED, MachineProfile, machine
-from featurize.job.version import is_current
+from featurize.device.device_spec import DESCRIBED, NVIDIA, DeviceSpec, MachineProfile, machine, plain_device
 from learn.estimation.config_models import BOUND, FAST_LOOPS, rough_figures, unlike
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import loop_of_source

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.files.disk_cache import keep
 from conf.plain_text import first_line
-from featurize.device.device_spec import DEFAULT_DEVICE, device_names
-from featurize.device.machine import CURRENT
+from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names
 from learn.estimation.answers import answer, is_of_job, with_key
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.platforms import platform_of

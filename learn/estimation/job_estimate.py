@@ -207,7 +207,7 @@ class Estimate(Energy, Timing, Activity, Memory):
 
     parameters    of the model
     device        the GPU model's name
-    machine       the profile that says what lies outside the allocator; see `featurize.device.machine`
+    machine       the profile that says what lies outside the allocator; see `featurize.device.device_spec`
     notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
     estimator     those that gave the figures
     answered_by   target -> estimator and version that gave the figure

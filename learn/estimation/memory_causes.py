@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from conf.units import MIB
-from featurize.device.architecture import AMD
-from featurize.device.device_spec import DeviceSpec
-from featurize.device.machine import CURRENT, DESCRIBED, EAGER
+from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
 from learn.estimation.notes import BOUND, INFO, Note
 from learn.estimators.bounds import LEVEL, Held, MemoryBound, bound_shares, least_held
 
 if TYPE_CHECKING:
-    from featurize.device.machine import MachineProfile
+    from featurize.device.device_spec import MachineProfile
     from featurize.operators.library_calls import LibraryCall
     from learn.job.traced import TracedStep
 
@@ -104,7 +102,7 @@ def score_at(coverage: float) -> float:
 
 def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
     """Return how far above its figure the memory of a traced step may lie, which is placed on a machine."""
-    from featurize.memory.workspace_scenarios import SETTLED, reserved_by_scenario
+    from featurize.memory.cudnn_workspaces import SETTLED, reserved_by_scenario
 
     largest, most_live = _workspaces(traced, device)
     reserved_mib = traced.step.peak_reserved_mib

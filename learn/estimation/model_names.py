@@ -32,8 +32,7 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     Raises:
         UsageError: There is no such module or attribute, or it cannot be called.
     """
-    from featurize.nets.near_names import library_names, near_modules, near_names
-    from featurize.nets.vision import mending
+    from featurize.nets.vision import library_names, mending, near_modules, near_names
 
     module_name, colon, attribute = str(text).partition(":")
     if not (module_name and colon and attribute):

@@ -24,9 +24,8 @@ from featurize.timing.activity import (
     occupied_on,
 )
 from featurize.timing.calls import Calls
-from featurize.timing.host import HostTime, host_ms
 from featurize.timing.step_time import LearnedEfficiencies, overlapped
-from featurize.timing.times import call_seconds, kernels_on
+from featurize.timing.times import HostTime, call_seconds, host_ms, kernels_on
 from learn.estimators.kernel_fitter import (
     Descent,
     Values,

@@ -21,7 +21,7 @@ from typing import Any
 
 from conf.errors import EnvironmentProblem
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of
-from featurize.configs.row_config import printable
+from featurize.configs.trial import printable
 
 FILES = "files"
 MODEL = "model"  # folder of what `Estimator.load` reads

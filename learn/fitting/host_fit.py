@@ -1,7 +1,7 @@
 """Fit how long a host takes for a launch: Megatron's to vTrain's steps, eager PyTorch's to Zeus'; and how far machines
 differ, to the steps that Megatron's own tests take on each of them.
 
-Start reading at `fitted_hosts`. The formula is `featurize.timing.host.host_ms`.
+Start reading at `fitted_hosts`. The formula is `featurize.timing.times.host_ms`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import EAGER, MEGATRON, Training
 from featurize.timing.calls import Calls, kernel_calls
-from featurize.timing.host import HostTime, host_ms
 from featurize.timing.step_time import LearnedEfficiencies, overlapped, timed_kernels
+from featurize.timing.times import HostTime, host_ms
 from learn.fitting.kernel_judging import score_of
 from learn.fitting.kernel_rows import described, queried, read_each
 from learn.fitting.megatron_jobs import megatron_settings, megatron_step

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conf.errors import UsageError
-from featurize.configs.opgraph import DTYPE_BYTES
+from featurize.configs.step_features import DTYPE_BYTES
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links

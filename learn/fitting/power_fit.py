@@ -1,6 +1,6 @@
 """Fit the power of kernels to measured jobs under several power limits, and judge it on held-out ones.
 
-Start reading at `fitted_power`. The formula is `featurize.timing.power.kernel_power`, on torch tensors; the times
+Start reading at `fitted_power`. The formula is `featurize.timing.activity.kernel_power`, on torch tensors; the times
 of the kernels are those that are known before.
 """
 
@@ -18,8 +18,8 @@ import torch
 
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import Training
+from featurize.timing.activity import KernelLoad, PowerParameters, kernel_power, load_power
 from featurize.timing.calls import Calls
-from featurize.timing.power import KernelLoad, PowerParameters, kernel_power, load_power
 from featurize.timing.step_time import LearnedEfficiencies, timed_kernels
 from learn.estimators.kernel_fitter import (
     Descent,

@@ -108,8 +108,7 @@ class TrainingJob:
 
 def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
     """Raise `UsageError` for what several ranks do not go with."""
-    from featurize.job.training_settings import training_of
-    from featurize.job.trial_config import sharing_problem
+    from featurize.job.training_settings import sharing_problem, training_of
 
     training = training_of(job.settings)
     by_stages = {

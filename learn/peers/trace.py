@@ -16,7 +16,7 @@ from learn.peers.base import CannotEstimate, Peer, described
 from learn.rows.cases import Case
 
 if TYPE_CHECKING:
-    from featurize.timing.simulate import SimulatedStep
+    from featurize.timing.overlap import SimulatedStep
 
 NO_BOUND = "the trace alone has no calibrated bound: it gives a point, not a guarantee"
 

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from conf.errors import CommandError, UsageError
-from featurize.configs.own_code import refusal
-from featurize.configs.row_config import config_of_one_gpu, printable
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
 from featurize.device.device_spec import DEFAULT_DEVICE, plain_device, same_device
 from learn.rows.cases import Case
 from learn.rows.targets import Target, get_target
@@ -246,7 +244,7 @@ def load_rows(
     """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
     With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change. Rows are data:
-    code that a config names is not imported (`featurize.configs.own_code`), but for modules in `trust`; such a row is
+    code that a config names is not imported (`featurize.configs.trial`), but for modules in `trust`; such a row is
     kept, and its features are those that are stored.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
@@ -404,7 +402,7 @@ def _too_few(
 def _read_configs(
     rows: Sequence[Mapping[str, Any]], target: Target, trust: Sequence[str]
 ) -> tuple[list[LabelledRow], list[tuple[str, str]], list[tuple[str, str]]]:
-    """Read the config of each row as data (`featurize.configs.row_config`); `trust` names modules whose code may run.
+    """Read the config of each row as data (`featurize.configs.trial`); `trust` names modules whose code may run.
 
     Returns:
         The rows that could be read; run id and reason of those that could not; and of those whose code is not run.

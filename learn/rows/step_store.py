@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from conf.files.disk_cache import DiskCache
-from featurize.configs.own_code import refusal
+from featurize.configs.trial import refusal
 from learn.rows.cases import Case
 from learn.rows.step_record import StepRecord, compute, record_of, record_version
 

@@ -74,7 +74,7 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
     """Return the rows of memory with a doubt for each label that nothing explains; rows of other targets as they are.
 
     Suspect is a label that lies more than 1 GiB, and a tenth, below the job's own tensors; one that differs by more
-    than 1 GiB, and by more than assumptions about workspaces (`featurize.memory.workspace_scenarios`) move the trace,
+    than 1 GiB, and by more than assumptions about workspaces (`featurize.memory.cudnn_workspaces`) move the trace,
     from what the same network shows at other batches; and, in a network of which at least as many rows are in doubt as
     are not, one that lies 1 GiB, a tenth and what workspaces can make up off its trace.
 

@@ -16,8 +16,8 @@ from torch._inductor import list_mode_options
 
 from featurize.job.training_settings import GRAPH_MODES
 from featurize.operators.replacing import replace_attribute, stands_for
+from featurize.recording.block_record import AUTOTUNED, CudaGraphs
 from featurize.recording.compiled import CompiledRegions
-from featurize.recording.cuda_graphs import AUTOTUNED, CudaGraphs
 from learn.script.device_mode import PretendCuda
 from learn.script.script_recorder import ScriptRecorder
 

@@ -21,10 +21,9 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._pytree import tree_map
 
 from featurize.operators.replacing import replace_attribute, replaced
-from featurize.operators.torch_releases import require_torch
+from featurize.operators.torch_releases import SHARDS, refused_modes, require_torch
 from featurize.recording.step_trace import BUCKET
 from featurize.training.data_parallel import Replica, limits_of
-from featurize.training.releases import SHARDS, refused_modes
 from learn.script.compiling import BUCKETS
 from learn.script.device_mode import on_the_gpu
 from learn.script.fake_cuda import giving

@@ -14,17 +14,16 @@ from torch import Tensor
 
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
-from featurize.operators.torch_releases import complete_collectives
+from featurize.operators.torch_releases import complete_collectives, refused_modes
 from featurize.recording.step_trace import Collective
 from featurize.recording.values import remember
 from featurize.training.data_parallel import Replica
-from featurize.training.releases import refused_modes
 from learn.script.command_line import ScriptCommand
 from learn.script.device_mode import CUDA
 from learn.script.script_recorder import ScriptRecorder
 
 if TYPE_CHECKING:
-    from featurize.training.ranks import Ranks
+    from featurize.training.rank import Ranks
     from featurize.training.streams import Streams
     from featurize.training.zero import ZeroRank
 
@@ -54,7 +53,7 @@ class RankZero:
         own wrappers run on meta tensors where the release allows that."""
         if self._streams is not None:
             return
-        from featurize.training.ranks import Ranks  # their imports are heavy
+        from featurize.training.rank import Ranks  # their imports are heavy
         from featurize.training.streams import Streams
 
         complete_collectives()
@@ -63,7 +62,7 @@ class RankZero:
         self._ranks = Ranks(streams, {})
         self.recorder.among_ranks = self._ranks.ran
         if "fsdp" not in refused_modes():
-            from featurize.training.shards_on_meta import shards_on_meta
+            from featurize.training.sharded_rank import shards_on_meta
 
             self._entered.enter_context(shards_on_meta(streams, CUDA))
 
@@ -106,7 +105,7 @@ class RankZero:
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
-        from featurize.training.ranks import own_axis
+        from featurize.training.rank import own_axis
 
         return "" if group is None or self._streams is None else own_axis(group.group_name)
 

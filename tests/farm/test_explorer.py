@@ -194,7 +194,7 @@ def test_a_group_of_jobs_has_an_address(service):
 
 
 def test_a_device_shows_how_far_its_estimates_are_off(service, place):
-    from featurize.configs.row_config import config_of_row
+    from featurize.configs.trial import config_of_row
     from learn.estimation.estimating import estimate_many
 
     ((name,),) = rows_of(place, "SELECT device_name FROM runs WHERE source = 'measured' AND status = 'ok' LIMIT 1")

@@ -14,7 +14,7 @@ from farm.dispatch.layouts import gpu_problem, require_gpus, with_layouts
 from farm.sampling.space import own_space
 from featurize.families import get_family
 from featurize.job.layout import Parallel
-from featurize.training import releases
+from featurize.operators import torch_releases
 from workers.devices import DeviceChoice, Slot
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -76,7 +76,7 @@ def test_some_modes_run_on_simulated_gpus_only(mode):
 
 
 def test_a_simulated_layout_that_torch_is_too_old_for_is_refused_before_it_is_queued(monkeypatch):
-    monkeypatch.setattr(releases, "refused_modes", lambda: {"pp": "parallel: pp needs torch 2.13 or newer"})
+    monkeypatch.setattr(torch_releases, "refused_modes", lambda: {"pp": "parallel: pp needs torch 2.13 or newer"})
     space = with_layouts(own_space("mlp"), [None, "ddp=2", "pp=2"])
     with pytest.raises(EnvironmentProblem, match=r"pp needs torch 2\.13 or newer"):
         require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())

@@ -12,7 +12,7 @@ from farm.queue.jobs import Queue
 from farm.sampling.draws import sample
 from farm.sampling.known_runs import known_runs
 from farm.sampling.space import parse_space
-from featurize.configs.row_config import code_problem, config_of_row
+from featurize.configs.trial import code_problem, config_of_row
 from featurize.families import mlp, zoo
 from featurize.job.code_names import CodeName
 from warehouse.files.folder import DataFolder

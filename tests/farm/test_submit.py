@@ -23,7 +23,7 @@ from farm.dispatch.cluster_settings import ClusterSettings
 from farm.queue.jobs import Queue
 from farm.submission.large_submissions import queue_bytes
 from featurize.families import family_names
-from featurize.job.trial_config import OPTIMIZERS
+from featurize.job.training_settings import OPTIMIZERS
 from warehouse import connect
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter

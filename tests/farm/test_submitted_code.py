@@ -17,8 +17,7 @@ from farm.queue.jobs import Job
 from farm.queue.queue_values import configs_of_text
 from farm.sampling.draws import sample_range
 from farm.sampling.space import parse_space
-from featurize.configs.own_code import code_marks
-from featurize.configs.trial import canonical_json, config_from_mapping
+from featurize.configs.trial import canonical_json, code_marks, config_from_mapping
 from warehouse import connect
 
 OWN = "mine.nets:build"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from featurize.device.device_spec import load_device
-from featurize.timing.simulate import simulate
+from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config
 
 ROOT = Path(__file__).resolve().parents[2]

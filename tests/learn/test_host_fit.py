@@ -6,8 +6,8 @@ import math
 import pytest
 
 from featurize.job.training_settings import EAGER, MEGATRON
-from featurize.timing.host import HostTime
 from featurize.timing.step_time import load_efficiencies, overlapped
+from featurize.timing.times import HostTime
 from learn.fitting import host_fit
 from learn.fitting.host_fit import fitted_hosts
 from warehouse.exchange.published_tables import TABLES

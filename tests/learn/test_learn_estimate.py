@@ -17,9 +17,9 @@ from torch import nn
 
 from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
+from featurize.configs.features import FEATURES_STAMP
 from featurize.device.device_spec import describe_device
 from featurize.families import get_family, mlp
-from featurize.job.version import FEATURES_STAMP
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.trace.tracer import TraceError
 from learn import FitSettings, estimate, fit

@@ -11,7 +11,7 @@ from learn_rows import make_configs, restamp, write_batch, write_runs
 from conf.cli import command_line as cli
 from conf.cli.bars import StepBar
 from conf.errors import UsageError
-from featurize.job.version import FEATURES_STAMP
+from featurize.configs.features import FEATURES_STAMP
 from learn import FitSettings, fit
 from learn.commands import fit as fit_module
 from learn.estimators.protocol import default_estimator

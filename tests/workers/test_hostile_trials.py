@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from featurize.configs.own_code import config_of_user
+from featurize.configs.trial import config_of_user
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task

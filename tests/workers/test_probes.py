@@ -433,7 +433,7 @@ def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
     monkeypatch.setattr(questions, "_kernels", lambda call: ["kernel"])
     shapes = {4: (1, 128, 2, 2), 2: (4, 4)}
     monkeypatch.setattr(torch, "randn", lambda *shape, **options: torch.ones(shapes[len(shape)]))
-    monkeypatch.setattr("featurize.device.tf32.allow_tf32", lambda **allowed: None)
+    monkeypatch.setattr("featurize.operators.torch_releases.allow_tf32", lambda **allowed: None)
     with standing_in():
         rows = list(questions.tf32_under_half("GPU-1"))
     assert len(rows) == 16 and len({tuple(map(str, list(row.values())[:4])) for row in rows}) == 16

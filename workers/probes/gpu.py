@@ -15,7 +15,7 @@ from workers.telemetry.nvml import NvmlSensor
 if TYPE_CHECKING:
     import torch
 
-    from featurize.job.trial_config import TrialConfig
+    from featurize.job.training_settings import TrialConfig
 
 
 def memory_reading(device_uuid: str) -> dict[str, Any]:

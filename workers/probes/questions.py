@@ -71,7 +71,7 @@ def tf32_under_half(device_uuid: str) -> Iterator[Row]:
     """
     import torch
 
-    from featurize.device.tf32 import allow_tf32
+    from featurize.operators.torch_releases import allow_tf32
 
     device = first_gpu()
     x = torch.randn(32, 128, 56, 56, device=device)

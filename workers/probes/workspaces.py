@@ -83,7 +83,7 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
     import torch
 
     from featurize.device.device_spec import known_device, load_device
-    from featurize.device.tf32 import allow_tf32
+    from featurize.operators.torch_releases import allow_tf32
 
     name = known_device(torch.cuda.get_device_name(0))
     spec = None if name is None else load_device(name)

@@ -59,7 +59,7 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
 
 
 def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> None:
-    from featurize.configs.own_code import config_with_marks
+    from featurize.configs.trial import config_with_marks
     from workers.devices import DeviceChoice, Slot, make_device
     from workers.settings import TrialSettings
 

@@ -70,12 +70,9 @@ def _import_the_trace() -> None:
     import torch.utils._device  # noqa: F401
     import yaml  # noqa: F401  devices are described in it
 
-    import featurize.configs.own_code
     import featurize.nets.modules
-    import featurize.operators.meta_results
     import featurize.recording.recorder
     import featurize.timing.overlap
-    import featurize.timing.simulate
     import featurize.trace.tracer  # noqa: F401
     import workers.devices.simulated  # noqa: F401
 
