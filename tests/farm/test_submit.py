@@ -209,16 +209,16 @@ def test_the_job_keeps_the_configuration_it_was_submitted_with(data):
     assert json.loads(config)["settings"]["trial"]["window"]["min_seconds"] == 1.0
 
 
-def test_it_works_on_ray_with_four_simulated_gpus(data):
+def test_it_works_on_ray_with_several_simulated_gpus(data):
     done = subprocess.run(
-        [sys.executable, "-m", "farm.submit", "+arch=mlp", "n=8", "arch.space.input_size={low:4,high:64}"],
+        [sys.executable, "-m", "farm.submit", *SMALL[:2], "n=4", "device=simulated", "device.count=2"],
         env={**os.environ, "GPUFARM_DATA": str(data)},
         cwd=data.parent,  # commands work from any folder
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert rows(data, "SELECT count(*), count(DISTINCT run_id) FROM runs") == [(8, 8)]
+    assert rows(data, "SELECT count(*), count(DISTINCT run_id) FROM runs") == [(4, 4)]
     assert rows(data, "SELECT bool_and(worker LIKE 'ray-%') FROM runs") == [(True,)]
     assert os.listdir(data.parent) == ["data"], "Hydra leaves no outputs folder"
 
