@@ -1,6 +1,5 @@
 """The dispatcher with a scripted executor and a clock of its own: what it leases, lands, repeats and gives back."""
 
-import contextlib
 import dataclasses
 import sys
 
@@ -15,6 +14,7 @@ from farm.lock import DispatcherBusy, DispatcherLock
 from farm.queue_values import text_of_settings
 from featurize.families import get_family
 from featurize.trial import canonical_json
+from tests.warehouse.warehouse_rows import ask
 from warehouse import connect
 from warehouse.run import Run
 from warehouse.schema import TELEMETRY_SCHEMA
@@ -223,8 +223,7 @@ def test_a_trial_that_needs_more_gpus_than_a_node_has_lands_with_one_line_that_s
     submit(queue, 1, parallel="ddp=2")
     submit(queue, 1, job_id="mlp-00000002")
     work(folder, queue)
-    with contextlib.closing(connect(folder)) as connection:
-        (row,) = connection.execute("SELECT status, error, parallel FROM runs WHERE job_id = 'mlp-00000001'").fetchall()
+    (row,) = ask(folder, "SELECT status, error, parallel FROM runs WHERE job_id = 'mlp-00000001'")
     line = "parallel=ddp=2 needs 2 GPUs of one node, and the largest node has 1"
     assert row == (status, line if gpus == 1 else None, row[2])
     assert queue.counts().by_status.get("ok", 0) == (1 if gpus == 1 else 2)

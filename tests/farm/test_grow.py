@@ -15,7 +15,6 @@ import threading
 import psutil
 import pytest
 
-import warehouse
 from conf.cli import run
 from conf.errors import UsageError
 from farm import dispatch
@@ -25,6 +24,7 @@ from farm.growth.notify import notify
 from farm.growth.stop import NightStop
 from farm.jobs import Queue
 from farm.journal import STEPS, Journal
+from tests.warehouse.warehouse_rows import ask
 from warehouse.folder import DataFolder
 from warehouse.snapshots import snapshot_names
 from warehouse.writer import RunWriter
@@ -45,8 +45,7 @@ def grow(root, *arguments):
 
 
 def runs(root, columns="config_hash, status"):
-    with contextlib.closing(warehouse.connect(root)) as connection:
-        return connection.execute(f"SELECT {columns} FROM runs ORDER BY ALL").fetchall()
+    return ask(root, f"SELECT {columns} FROM runs ORDER BY ALL")
 
 
 def cycles(root):

@@ -11,7 +11,7 @@ from farm.dispatch import Dispatcher
 from farm.executors import Completion
 from farm.jobs import ERROR_CHARACTERS
 from farm.task_runs import accepted
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.schema import TELEMETRY_SCHEMA
 from workers.task import RunResult
 
@@ -113,10 +113,7 @@ def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue
     executor = Hostile(Clock(), answer)
     dispatcher = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock)
     assert dispatcher.run(Stop())
-    with connect(folder) as connection:
-        rows = connection.execute(
-            "SELECT task_index, status, attempt, length(error), length(device_name) FROM runs ORDER BY 1"
-        ).fetchall()
+    rows = ask(folder, "SELECT task_index, status, attempt, length(error), length(device_name) FROM runs ORDER BY 1")
     assert rows[0][:3] == (0, status, attempts)
     assert [row[:2] for row in rows[1:]] == [(1, "ok"), (2, "ok")]
     assert (rows[0][3] or 0) < 50_000 and (rows[0][4] or 0) < 5_000

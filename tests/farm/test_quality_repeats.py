@@ -1,6 +1,5 @@
 """Runs whose labels cannot be trusted are kept, marked and run again, within bounds: real queue, writer, dispatcher."""
 
-import contextlib
 import dataclasses
 from random import Random
 
@@ -12,7 +11,7 @@ from conf.errors import UsageError
 from farm.dispatch import Dispatcher, reconcile
 from farm.executors import Completion
 from farm.jobs import Queue
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.compact import CompactionSettings, compact
 from warehouse.writer import RunWriter
 from workers.settings import TrialSettings, WindowSettings
@@ -51,11 +50,6 @@ def work(folder, queue, outcomes=None):
     executor, dispatching = dispatcher(folder, queue, outcomes)
     assert dispatching.run(Stop())
     return executor
-
-
-def ask(folder, sql):
-    with contextlib.closing(connect(folder)) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def runs(folder):

@@ -1,6 +1,5 @@
 """`farm.doctor repair=true`: damaged files go aside with the reason, lost runs run again, nothing is deleted."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +13,7 @@ from conf.errors import EnvironmentProblem
 from farm import doctor
 from farm.lock import DispatcherBusy, DispatcherLock
 from farm.repair import repair
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.checks import check
 from warehouse.checksum import write_sealed
 from warehouse.compact import CompactionSettings, compact
@@ -58,11 +57,11 @@ def merge(folder, hours=(0, 2)):
 
 def counts(folder):
     """(runs, distinct runs, samples, distinct samples)."""
-    with contextlib.closing(connect(folder)) as connection:
-        return connection.execute(
-            "SELECT (SELECT (count(*), count(DISTINCT run_id)) FROM runs), "
-            "(SELECT (count(*), count(DISTINCT (run_id, t_ms))) FROM telemetry)"
-        ).fetchone()
+    return ask(
+        folder,
+        "SELECT (SELECT (count(*), count(DISTINCT run_id)) FROM runs), "
+        "(SELECT (count(*), count(DISTINCT (run_id, t_ms))) FROM telemetry)",
+    )[0]
 
 
 def again(folder, queue):

@@ -1,17 +1,16 @@
 """A growth cycle killed at every line of its journal, and in the middle of its steps, ends as if it had not been."""
 
-import contextlib
 import signal
 
 import pytest
 from farm_process import Farm, await_, landed
 
-import warehouse
 from farm.growth.plan import read_plan
 from farm.jobs import Queue
 from farm.journal import STEPS, Journal
 from featurize.trial import config_hash
 from learn.artifacts import versions
+from tests.warehouse.warehouse_rows import ask
 from warehouse.folder import DataFolder
 from warehouse.snapshots import find_snapshot, snapshot_names
 
@@ -36,10 +35,7 @@ def lines(root):
 
 
 def runs(root):
-    with contextlib.closing(warehouse.connect(root)) as connection:
-        return connection.execute(
-            "SELECT config_hash, status, peak_memory_mib FROM runs WHERE job_id LIKE 'grow-%' ORDER BY ALL"
-        ).fetchall()
+    return ask(root, "SELECT config_hash, status, peak_memory_mib FROM runs WHERE job_id LIKE 'grow-%' ORDER BY ALL")
 
 
 def outcome(root):

@@ -1,6 +1,5 @@
 """Measured runs leave a data folder as a data set and come back from it: whole, once, and without anybody's names."""
 
-import contextlib
 import datetime
 import fcntl
 import json
@@ -10,9 +9,8 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import collocations, kernels, ranks, run_row
+from warehouse_rows import ask, collocations, kernels, ranks, run_row
 
-import warehouse
 from conf import cli
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from warehouse import dataset
@@ -108,11 +106,6 @@ def loaded(out, data):
     return ingest(IngestSettings(source="dataset", path=str(out), data=str(data)))
 
 
-def query(data, sql):
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        return connection.execute(sql).fetchall()
-
-
 def files(out):
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
@@ -137,13 +130,13 @@ def test_what_is_loaded_is_what_was_measured_and_a_second_time_adds_nothing(fill
         "SELECT task_index, family, status, source, device_name, smact, peak_memory_mib, memory_fraction, finished_at "
         "FROM runs ORDER BY task_index"
     )
-    assert query(other, labels) == query(filled, labels)
-    assert query(other, "SELECT DISTINCT job_id FROM runs") == [("dataset-J",)], "not counted as one of its own jobs"
+    assert ask(other, labels) == ask(filled, labels)
+    assert ask(other, "SELECT DISTINCT job_id FROM runs") == [("dataset-J",)], "not counted as one of its own jobs"
     sums = "SELECT min(t.power_w), max(t.power_w) FROM telemetry t JOIN runs USING (run_id) WHERE task_index = 5"
-    assert query(other, sums) == query(filled, sums)
+    assert ask(other, sums) == ask(filled, sums)
     again = loaded(sent, other)
     assert [(file.rows, file.new) for file in again.files] == [(file.rows, 0) for file in again.files]
-    assert query(other, "SELECT count(*) FROM runs") == [(7,)]
+    assert ask(other, "SELECT count(*) FROM runs") == [(7,)]
 
 
 def test_the_folder_that_measured_them_gets_nothing_twice(filled, sent):
@@ -188,14 +181,14 @@ def test_kernels_leave_with_their_runs_and_come_back(profiled, out, tmp_path):
     other = tmp_path / "other"
     loaded(out, other)
     own = f"SELECT {KERNEL_COLUMNS} FROM kernels WHERE source <> 'imported' ORDER BY ALL"
-    assert query(other, own) == query(profiled, own)
+    assert ask(other, own) == ask(profiled, own)
     counts = "SELECT task_index, kernel_rows FROM runs WHERE source <> 'imported' ORDER BY task_index"
-    assert query(other, counts) == query(profiled, counts) == [(0, 2), (1, 3), (2, 0), (3, None)]
+    assert ask(other, counts) == ask(profiled, counts) == [(0, 2), (1, 3), (2, 0), (3, None)]
     public = "SELECT bool_and(starts_with(kernel_row, run_id || '-k')), count(DISTINCT kernel_row) FROM kernels"
-    assert query(other, public) == [(True, 5)]
-    assert query(other, "SELECT count(*) FROM kernels JOIN runs USING (run_id)") == [(5,)]
+    assert ask(other, public) == [(True, 5)]
+    assert ask(other, "SELECT count(*) FROM kernels JOIN runs USING (run_id)") == [(5,)]
     loaded(out, other)
-    assert query(other, "SELECT count(*) FROM kernels") == [(5,)]
+    assert ask(other, "SELECT count(*) FROM kernels") == [(5,)]
     before = files(out)
     exported(DataFolder.resolve(other), tmp_path / "copy")
     assert files(tmp_path / "copy") == before
@@ -210,7 +203,7 @@ def test_kernels_of_chosen_families_only_and_none_where_they_are_not_wanted(prof
     assert exported(profiled, bare, kernels=False).kernels == 0
     assert not [name for name in files(bare) if "kernels" in name]
     loaded(bare, tmp_path / "other")
-    assert query(tmp_path / "other", "SELECT count(kernel_rows) FROM runs") == [(0,)]
+    assert ask(tmp_path / "other", "SELECT count(kernel_rows) FROM runs") == [(0,)]
 
 
 def test_kernels_of_a_data_set_that_break_the_schema_land_nothing(profiled, out, tmp_path):
@@ -236,7 +229,7 @@ def test_another_machine_s_runs_of_the_same_job_and_day_are_added(sent, tmp_path
     assert exported(second, sent).added.total() == 1
     loaded(sent, tmp_path / "other")
     counted = "SELECT count(*), count(DISTINCT run_id), count(DISTINCT device_uuid) FROM runs WHERE task_index = 0"
-    assert query(tmp_path / "other", counted) == [(2, 2, 2)]
+    assert ask(tmp_path / "other", counted) == [(2, 2, 2)]
 
 
 def test_names_of_machines_users_and_folders_stay_at_home(sent):
@@ -342,13 +335,13 @@ def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_complete
     monkeypatch.setattr(ingest_command, "land_batch", killed)
     with pytest.raises(KeyboardInterrupt):
         loaded(sent, tmp_path / "other")
-    assert query(tmp_path / "other", "SELECT DISTINCT family FROM runs") == [("cnn",)]
+    assert ask(tmp_path / "other", "SELECT DISTINCT family FROM runs") == [("cnn",)]
     monkeypatch.undo()
     assert sum(file.new for file in loaded(sent, tmp_path / "other").files) == 1
     counts = (
         "SELECT count(DISTINCT run_id), count(*), count(DISTINCT (run_id, t_ms)) FROM telemetry WHERE family = 'mlp'"
     )
-    ((runs, samples, distinct),) = query(tmp_path / "other", counts)
+    ((runs, samples, distinct),) = ask(tmp_path / "other", counts)
     assert runs == 1 and samples == distinct
 
 
@@ -401,7 +394,7 @@ def test_older_files_are_read_and_newer_ones_refused_before_anything_lands(sent,
 
     rewritten(first, older)
     assert sum(file.new for file in loaded(sent, tmp_path / "other").files) == 7
-    assert query(tmp_path / "other", "SELECT count(*) FROM runs WHERE smact IS NULL")[0][0] == 5
+    assert ask(tmp_path / "other", "SELECT count(*) FROM runs WHERE smact IS NULL")[0][0] == 5
 
     def newer(table, described):
         described["schema_version"] = SCHEMA_VERSION + 1

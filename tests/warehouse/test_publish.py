@@ -1,6 +1,5 @@
 """A published snapshot: whole, readable by anybody, accepted by Croissant's validator, and without anybody's names."""
 
-import contextlib
 import datetime
 import getpass
 import importlib.util
@@ -14,10 +13,9 @@ import sys
 import duckdb
 import pytest
 
-import warehouse
 from conf.cli import run
 from conf.errors import EnvironmentProblem, UsageError
-from tests.warehouse.warehouse_rows import run_row, samples
+from tests.warehouse.warehouse_rows import ask, run_row, samples
 from warehouse.columns import TABLES, described
 from warehouse.folder import DataFolder
 from warehouse.publish import PublishSettings, entry, publish
@@ -277,11 +275,11 @@ def test_the_example_imports_nothing_of_the_project():
 
 def test_what_is_published_is_what_the_snapshot_shows(filled, tmp_path):
     publish(settings(filled, tmp_path / "set", hz=None))
-    with contextlib.closing(warehouse.connect(filled)) as connection:
-        wanted = connection.sql(
-            "SELECT sum(smact), sum(t_ms), count(*) FROM telemetry WHERE run_id IN "
-            "(SELECT run_id FROM runs WHERE source <> 'imported')"
-        ).fetchall()
+    wanted = ask(
+        filled,
+        "SELECT sum(smact), sum(t_ms), count(*) FROM telemetry WHERE run_id IN "
+        "(SELECT run_id FROM runs WHERE source <> 'imported')",
+    )
     assert rows(tmp_path / "set", "telemetry", "sum(smact), sum(t_ms), count(*)") == wanted and wanted[0][-1] == 205
 
 

@@ -109,9 +109,13 @@ def test_a_relation_of_the_python_api_writes_no_file(connection, folder, method)
         "LOAD httpfs",
         "LOAD '/tmp/x.duckdb_extension'",
         "ATTACH '/tmp/gpufarm-other.duckdb' AS other",
+        "INSERT INTO runs SELECT * FROM runs",
+        "CREATE OR REPLACE VIEW runs AS SELECT 1",
+        "DROP VIEW runs",
+        "DELETE FROM runs",
     ],
 )
-def test_no_setting_changes(connection, sql):
+def test_no_setting_and_no_view_changes(connection, sql):
     shown = (
         "SELECT name, value FROM duckdb_settings() WHERE name <> 'current_transaction_invalidation_policy' ORDER BY 1"
     )

@@ -1,11 +1,8 @@
 """Snapshots among damaged files: one costs its rows and is named, and nothing that is lost is silently missing."""
 
-import contextlib
-
 import pytest
-from warehouse_rows import run_row, samples
+from warehouse_rows import ask, run_row, samples
 
-import warehouse
 from conf.cli import run
 from conf.errors import EnvironmentProblem
 from warehouse.compact import CompactionSettings, compact
@@ -29,10 +26,11 @@ def flip(path):
 
 
 def rows(folder, name):
-    with contextlib.closing(warehouse.connect(folder, snapshot=name)) as connection:
-        return connection.execute(
-            "SELECT (SELECT list(run_id ORDER BY run_id) FROM runs), (SELECT count(*) FROM telemetry)"
-        ).fetchone()
+    return ask(
+        folder,
+        "SELECT (SELECT list(run_id ORDER BY run_id) FROM runs), (SELECT count(*) FROM telemetry)",
+        snapshot=name,
+    )[0]
 
 
 @pytest.mark.parametrize("damage", [b"", b"torn", None])

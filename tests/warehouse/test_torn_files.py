@@ -30,8 +30,7 @@ COUNTS = (
 
 
 def ask(folder, sql=COUNTS):
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        return connection.execute(sql).fetchall()
+    return ask(folder, sql)
 
 
 def fill(folder, indices=range(10), **changes):
