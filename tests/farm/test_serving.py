@@ -20,7 +20,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conf import cli
 from conf.errors import EnvironmentProblem
+from farm import serve
 from farm.serving.problems import Problem
 from farm.serving.questions import Policy, estimate_question
 from farm.serving.requests import EstimateRequest
@@ -31,6 +33,7 @@ from learn import Estimate, JobProfile, estimate, estimate_many
 from learn.admission.admitting import admit
 from learn.admission.gpu_state import GpuState
 from learn.client import Client, Refused
+from learn.commands import estimate as estimate_command
 from learn.estimation.model_names import load_factory
 from tests.conf.test_children import DAEMON, WAIT
 from warehouse.folder import DataFolder
@@ -577,33 +580,25 @@ def test_a_killed_service_goes_on_with_what_was_asked_and_sigterm_ends_all_proce
 # ---- the command and the client
 
 
-def test_a_second_service_of_a_data_folder_is_refused_in_one_line(service):
-    command = [sys.executable, "-m", "farm.serve", "port=0", f"data={service.data}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "another service" in done.stderr
-
-
-def test_a_port_that_is_taken_is_one_line(service, folder):
-    command = [sys.executable, "-m", "farm.serve", f"port={service.port}", f"data={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"port={service.port}" in done.stderr
-
-
-def asked_by_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "learn.estimate", f"config={{{MLP_TEXT}}}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+def test_a_second_service_of_a_data_folder_or_of_a_port_is_refused_in_one_line(service, folder, handlers, capsys):
+    for port, data, words in ((0, service.data, "another service"), (service.port, folder, f"port={service.port}")):
+        assert cli.run("serve", serve.entry, [f"port={port}", f"data={data}"]) == 2
+        error_text = capsys.readouterr().err
+        assert error_text.count("\n") == 1 and words in error_text
 
 
 def test_the_command_asks_a_service(service):
-    done = asked_by_command("--server", service.url, "format=json")
+    command = [sys.executable, "-m", "learn.estimate", f"config={{{MLP_TEXT}}}", "--server", service.url, "format=json"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     own = estimate(MLP)
     assert json.loads(done.stdout)["peak_memory_mib"] == pytest.approx(own.peak_memory_mib)
 
 
-def test_keys_of_this_machine_are_refused_beside_a_service(service):
-    done = asked_by_command(f"server={service.url}", "report=x.html")
-    assert done.returncode == 2 and "leave report out" in done.stderr
+def test_keys_of_this_machine_are_refused_beside_a_service(service, capsys):
+    arguments = [f"config={{{MLP_TEXT}}}", f"server={service.url}", "report=x.html"]
+    assert cli.run("estimate", estimate_command.entry, arguments) == 2
+    assert "leave report out" in capsys.readouterr().err
 
 
 def test_a_client_without_a_service_says_so(monkeypatch):

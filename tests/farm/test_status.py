@@ -1,7 +1,6 @@
 """`farm.status` and `farm.cancel` as a user calls them."""
 
 import json
-import sys
 import unicodedata
 
 import pytest
@@ -254,20 +253,6 @@ def test_cancel_needs_a_job(call):
 def test_help_needs_no_data(module, capsys):
     assert run(module.__name__.removeprefix("farm."), module.entry, ["--help"]) == 0
     assert "job=" in capsys.readouterr().out
-
-
-def test_status_as_a_module_is_runnable(folder, tmp_path):
-    import subprocess
-
-    folder.create()
-    done = subprocess.run(
-        [sys.executable, "-m", "farm.status"],
-        env={"GPUFARM_DATA": str(folder.root), "PATH": ""},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "") and "no jobs in" in done.stdout
 
 
 def test_no_control_character_of_a_stored_error_reaches_the_terminal(capsys):
