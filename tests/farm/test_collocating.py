@@ -199,22 +199,6 @@ def test_pairs_of_two_families_land_with_their_runs_alone_and_the_command_goes_o
     assert check(DataFolder(data)) == []
 
 
-@pytest.mark.wide  # tests/workers/test_groups.py trains pairs, and the test above lands them
-def test_pairs_really_train_side_by_side_on_the_cpu(tmp_path):
-    data = tmp_path / "data"
-    small = (
-        "+arch=mlp",
-        "arch.space.input_size={low:4,high:64}",
-        "window=fixed",
-        "window.seconds=0.1",
-        "window.warmup_max_seconds=0",
-        "telemetry.period_s=60",  # no reading within the window: the one before it counts
-    )
-    assert submit(data, "collocate=pairs", *small, "device=cpu", "n=1") == 0
-    columns = "count(*), bool_and(status = 'ok'), bool_and(slowdown > 0), bool_and(joint_memory_mib > solo_memory_mib)"
-    assert ask(data, f"SELECT {columns} FROM collocations WHERE source = 'measured'") == [(2, True, True, True)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

@@ -15,7 +15,6 @@ from farm.queue_values import text_of_settings
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from tests.warehouse.warehouse_rows import ask
-from warehouse import connect
 from warehouse.run import Run
 from warehouse.schema import TELEMETRY_SCHEMA
 from warehouse.writer import RunWriter
@@ -153,20 +152,22 @@ def submit(queue, n, job_id="mlp-00000001", priority=0, parallel=None, **setting
     queue.submit(job, ((index, config) for index in range(n)), now=0.0)
 
 
+def run_with(folder, queue, executor, stop=None, **options):
+    """Work the queue off with this executor and by its clock; return whether all is done."""
+    clock = executor.clock
+    dispatcher = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock, **options)
+    return dispatcher.run(stop or Stop())
+
+
 def work(folder, queue, outcomes=None, stop=None):
-    clock = Clock()
-    executor = ScriptedExecutor(clock, outcomes)
-    done = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(stop or Stop())
+    executor = ScriptedExecutor(Clock(), outcomes)
+    done = run_with(folder, queue, executor, stop)
     assert executor.closed
     return executor, done
 
 
 def runs(folder):
-    connection = connect(folder)
-    try:
-        return connection.execute("SELECT task_index, attempt, status FROM runs ORDER BY ALL").fetchall()
-    finally:
-        connection.close()
+    return ask(folder, "SELECT task_index, attempt, status FROM runs ORDER BY ALL")
 
 
 def test_every_task_lands_once(folder, queue):
@@ -244,15 +245,8 @@ def test_a_trial_that_waits_for_gpus_is_not_stuck(folder, queue):
     submit(queue, 1, parallel="ddp=2")
     clock = Clock()
     executor = Waits(clock)
-    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(Stop())
+    run_with(folder, queue, executor)
     assert executor.restarted == [] and runs(folder) == [(0, 1, "ok")]
-
-
-def test_jobs_of_higher_priority_come_first(folder, queue):
-    submit(queue, 2, "mlp-00000001")
-    submit(queue, 2, "mlp-00000002", priority=5)
-    executor, _ = work(folder, queue)
-    assert [job for job, _, _ in executor.handed_out] == ["mlp-00000002"] * 2 + ["mlp-00000001"] * 2
 
 
 def test_a_worker_is_told_what_comes_next_so_that_it_can_make_it_ready(folder, queue):
@@ -272,7 +266,7 @@ def test_a_trial_that_outlasts_its_lease_inside_of_an_inline_executor_is_not_run
             return super().wait(timeout_s)
 
     executor = Slow(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
+    assert run_with(folder, queue, executor)
     assert [(index, attempt) for _, index, attempt in executor.handed_out] == [(0, 1), (1, 1), (2, 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
 
@@ -293,9 +287,7 @@ def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(f
             return super().wait(timeout_s)
 
     executor = StopsAfterOne(Clock())
-    assert not Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-        stop
-    )
+    assert not run_with(folder, queue, executor, stop)
     assert [index for _, index, _ in executor.handed_out] == [0] and executor.announced == [1]
     executor, _ = work(folder, queue)
     assert executor.handed_out == [("mlp-00000001", 1, 1), ("mlp-00000001", 2, 1)]
@@ -334,7 +326,7 @@ def test_the_last_tasks_do_not_wait_for_a_busy_worker_they_were_announced_to(fol
             return dict(self.tasks)
 
     executor = TwoWorkers(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
+    assert run_with(folder, queue, executor)
     assert executor.handed_out == [("a", 0), ("b", 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok")]
 

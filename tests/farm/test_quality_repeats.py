@@ -5,7 +5,7 @@ from random import Random
 
 import pyarrow as pa
 import pytest
-from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, run_with, submit
 
 from conf.errors import UsageError
 from farm.dispatch import Dispatcher, reconcile
@@ -176,9 +176,7 @@ def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, q
             patch.setattr(Queue, "release", lambda *_: 0)
             try:
                 executor._task = None
-                done = Dispatcher(
-                    folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-                ).run(Stop())
+                done = run_with(folder, queue, executor)
             except KeyboardInterrupt:
                 pass
         reconcile(folder, queue)

@@ -165,11 +165,6 @@ def test_a_traced_job_is_polled_and_equals_the_librarys_and_is_remembered(servic
     assert status == 200 and again["id"] == pending["id"] and again["method"] == "full"
 
 
-def test_a_client_may_wait_for_a_trace_within_the_request(service):
-    status, _, answer = service.post("/v1/estimate", {"config": MLP, "method": "full"}, prefer="wait=60")
-    assert status == 200 and answer["method"] == "full" and answer["estimate"]["breakdown"]
-
-
 def test_a_hugging_face_configuration_names_a_model_of_transformers(service):
     with service.client() as client:
         done = client.estimate(hf_config=SMALL_LLAMA, batch_size=2, sequence_length=32)

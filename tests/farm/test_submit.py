@@ -360,24 +360,6 @@ def test_no_family_lists_the_families(data, capsys):
     assert ", ".join(f"+arch={name}" for name in family_names()) in capsys.readouterr().err
 
 
-def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys):
-    (tmp_path / "file").write_text("mine")
-    assert submit(tmp_path / "file", "n=1") == 2
-    assert str(tmp_path / "file") in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_data_folder_of_a_newer_schema_is_refused_and_not_touched(data, capsys):
-    folder = DataFolder.resolve(data).create()
-    marker = json.loads(folder.format_marker.read_text())
-    marker["schema_version"] = 99
-    folder.format_marker.write_text(json.dumps(marker))
-    before = sorted(str(path) for path in data.rglob("*"))
-    assert submit(data, "n=1") == 2
-    assert "99" in capsys.readouterr().err
-    assert sorted(str(path) for path in data.rglob("*")) == before
-
-
 @pytest.mark.slow
 def test_a_disk_that_fills_up_stops_the_job_and_resuming_completes_it(data, capsys, monkeypatch):
     written, write = [], RunWriter.write
