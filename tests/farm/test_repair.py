@@ -13,7 +13,7 @@ from conf.errors import EnvironmentProblem
 from farm import doctor
 from farm.lock import DispatcherBusy, DispatcherLock
 from farm.repair import repair
-from tests.warehouse.warehouse_rows import ask
+from tests.warehouse.warehouse_rows import ask, flip
 from warehouse.checks import check
 from warehouse.checksum import write_sealed
 from warehouse.compact import CompactionSettings, compact
@@ -70,12 +70,6 @@ def again(folder, queue):
     indexes = [index for _, index, attempt in executor.handed_out if attempt == 1]
     with_samples(folder, indexes)
     return indexes
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 1
-    path.write_bytes(content)
 
 
 def one(folder, kind, pattern="merged-*.parquet"):

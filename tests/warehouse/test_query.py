@@ -12,22 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import run_row, samples
 
-from conf.cli import run
-from warehouse.query import QuerySettings, entry, run_query
+from warehouse.query import QuerySettings, run_query
 from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter
-
-
-@pytest.fixture
-def query(folder, monkeypatch, capsys):
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
-
-    def ask(*arguments):
-        code = run("query", entry, arguments, positional="sql")
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return ask
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
-from conf.cli import run
-from warehouse.query import entry
 from warehouse.sql_text import sql_text
 from warehouse.writer import RunWriter
 
@@ -172,18 +170,6 @@ def test_nobody_else_reads_what_a_query_spills(folder, monkeypatch, tmp_path):
         (spill,) = tmp_path.glob("gpufarm-spill-*")
         assert spill.stat().st_mode & 0o777 == 0o700
     assert not spill.exists()
-
-
-@pytest.fixture
-def query(folder, monkeypatch, capsys):
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
-
-    def ask(*arguments):
-        code = run("query", entry, arguments, positional="sql")
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return ask
 
 
 @pytest.mark.parametrize(

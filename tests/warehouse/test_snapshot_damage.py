@@ -1,7 +1,7 @@
 """Snapshots among damaged files: one costs its rows and is named, and nothing that is lost is silently missing."""
 
 import pytest
-from warehouse_rows import ask, run_row, samples
+from warehouse_rows import ask, flip, run_row, samples
 
 from conf.cli import run
 from conf.errors import EnvironmentProblem
@@ -17,12 +17,6 @@ NOW_S = 4_000_000_000.0
 def fill(folder, indices):
     for index in indices:
         RunWriter(folder).write(run_row(index), samples())
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 1
-    path.write_bytes(content)
 
 
 def rows(folder, name):

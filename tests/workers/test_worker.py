@@ -43,13 +43,6 @@ def task(config, window=SHORT, index=0, **settings):
     )
 
 
-@pytest.fixture(scope="module")
-def worker():
-    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker")
-    yield worker
-    worker.close()
-
-
 class InBackground:
     """Runs a task in a thread, so that the test can do something to its process meanwhile."""
 
