@@ -185,16 +185,23 @@ def test_a_lost_worker_costs_an_attempt_and_the_last_task_waits_for_its_turn(fol
     assert executor.handed_out[-1] == ("mlp-00000001", 1, 2)
 
 
-def test_a_trial_that_is_killed_every_time_ends_as_crashed_and_does_not_block_the_job(folder, queue):
-    submit(queue, 3)
-    work(folder, queue, {0: ["killed"] * 9})
-    assert runs(folder) == [(0, 3, "crashed"), (1, 1, "ok"), (2, 1, "ok")]
+ENDINGS = {
+    "a trial that is killed every time does not block the job": (
+        3,
+        ["killed"] * 9,
+        [(0, 3, "crashed"), (1, 1, "ok"), (2, 1, "ok")],
+    ),
+    "a worker that is lost every time": (1, ["lost"] * 9, [(0, 3, "crashed")]),
+    "a run that the warehouse refuses": (2, ["no such status"], [(0, 1, "crashed"), (1, 1, "ok")]),
+    "out of memory is a result and is not tried again": (1, ["oom"], [(0, 1, "oom")]),
+}
 
 
-def test_a_worker_that_is_lost_every_time_ends_the_task_as_crashed(folder, queue):
-    submit(queue, 1)
-    work(folder, queue, {0: ["lost"] * 9})
-    assert runs(folder) == [(0, 3, "crashed")]
+@pytest.mark.parametrize(("n", "outcomes", "landed"), ENDINGS.values(), ids=ENDINGS)
+def test_a_task_ends_as_its_attempts_did(folder, queue, n, outcomes, landed):
+    submit(queue, n)
+    work(folder, queue, {0: outcomes})
+    assert runs(folder) == landed
 
 
 def test_a_worker_that_hangs_past_the_deadline_is_restarted_and_its_task_repeated(folder, queue):
@@ -202,18 +209,6 @@ def test_a_worker_that_hangs_past_the_deadline_is_restarted_and_its_task_repeate
     executor, _ = work(folder, queue, {0: ["hangs"]})
     assert executor.restarted == ["w"]
     assert runs(folder) == [(0, 2, "ok")]
-
-
-def test_a_run_that_the_warehouse_refuses_ends_as_crashed_and_does_not_block_the_job(folder, queue):
-    submit(queue, 2)
-    work(folder, queue, {0: ["no such status"]})
-    assert runs(folder) == [(0, 1, "crashed"), (1, 1, "ok")]
-
-
-def test_an_oom_is_a_result_and_is_not_tried_again(folder, queue):
-    submit(queue, 1)
-    work(folder, queue, {0: ["oom"]})
-    assert runs(folder) == [(0, 1, "oom")]
 
 
 @pytest.mark.parametrize(("gpus", "status"), [(None, "ok"), (2, "ok"), (1, "invalid")])
