@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, run_with, submit
 
-from farm.executors import Completion
-from farm.jobs import ERROR_CHARACTERS
-from farm.task_runs import accepted
+from farm.dispatch.executors import Completion
+from farm.dispatch.task_runs import accepted
+from farm.queue.jobs import ERROR_CHARACTERS
 from tests.warehouse.warehouse_rows import ask
-from warehouse.schema import TELEMETRY_SCHEMA
+from warehouse.tables.schema import TELEMETRY_SCHEMA
 from workers.task import RunResult
 
 NONE = TELEMETRY_SCHEMA.empty_table()

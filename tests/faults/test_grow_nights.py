@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from conf.cli import run
+from conf.cli.command_line import run
 from farm.grow import entry
-from farm.journal import Journal
+from farm.nights.journal import Journal
 from tests.warehouse.warehouse_rows import ask
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.slow
 

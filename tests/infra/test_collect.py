@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from conf.errors import UsageError
-from farm.jobs import Queue
-from farm.space import space_of_mapping
+from farm.queue.jobs import Queue
+from farm.sampling.space import space_of_mapping
 from featurize.families import family_names
 from tests.warehouse.warehouse_rows import ask
-from warehouse.dataset import find_parts
-from warehouse.folder import DataFolder
+from warehouse.exchange.dataset import find_parts
+from warehouse.files.folder import DataFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from conf.cli import run
-from warehouse.folder import DataFolder
+from conf.cli.command_line import run
+from warehouse.files.folder import DataFolder
 from warehouse.query import entry
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from conf.errors import UsageError
 from tests.warehouse.warehouse_rows import ask
+from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.published_kernels import KERNEL_TABLES
 
 CELLS = {
     "gpu": "A100-SXM4",

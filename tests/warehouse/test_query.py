@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import run_row, samples
 
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter
 from warehouse.query import QuerySettings, run_query
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
-from warehouse.sql_text import sql_text
-from warehouse.writer import RunWriter
+from warehouse.files.writer import RunWriter
+from warehouse.tables.sql_text import sql_text
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_sort_larger_than_memory_spills_outside_the_folder(folder, monkeypatch
     RunWriter(folder).write(run_row(0), samples())
     plain = duckdb.connect
     monkeypatch.setattr(
-        "warehouse.connection.duckdb.connect",
+        "warehouse.reading.connection.duckdb.connect",
         lambda path, **options: plain(path, **options, config={"memory_limit": "60MB", "threads": 2}),
     )
     before = state_of(folder.root)

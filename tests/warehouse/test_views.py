@@ -13,11 +13,11 @@ import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
 import warehouse
-from warehouse.folder import DataFolder
-from warehouse.layout import KINDS
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
-from warehouse.views import refresh
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import KINDS
+from warehouse.files.views import refresh
+from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
 
 
 @pytest.fixture
