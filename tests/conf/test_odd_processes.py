@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.cli import run
+from conf.cli.command_line import run
 from farm import status
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from test_serving import MLP, Served
 from test_serving import folder as folder
 from test_serving import service as service
 
-from conf import cli
+from conf.cli import command_line as cli
 from farm import kueue
 from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
 from farm.serving.kubernetes import device_of

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem
 from farm import serve
 from farm.serving.problems import Problem
