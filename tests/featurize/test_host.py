@@ -12,7 +12,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import load_device
 from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, Training
 from featurize.recording.step_trace import GATHERED, Block, Collective
-from featurize.timing import times
+from featurize.timing import packaged
 from featurize.timing.activity import load_power
 from featurize.timing.calls import as_calls, product, stream
 from featurize.timing.collectives import packaged_links
@@ -91,7 +91,7 @@ def test_an_unknown_framework_is_refused_with_the_known_ones():
 
 @pytest.mark.parametrize("section, load", [("host", packaged_hosts), ("links", packaged_links), ("power", load_power)])
 def test_a_file_of_parameters_without_a_section_is_damaged(monkeypatch, section, load):
-    content = {name: part for name, part in json.loads(times.packaged_text()).items() if name != section}
-    monkeypatch.setattr(times, "packaged_text", lambda: json.dumps(content))
+    content = {name: part for name, part in json.loads(packaged.packaged_text()).items() if name != section}
+    monkeypatch.setattr(packaged, "packaged_text", lambda: json.dumps(content))
     with pytest.raises(EnvironmentProblem, match="install gpufarm again"):
         load.__wrapped__()
