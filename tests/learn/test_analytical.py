@@ -446,12 +446,12 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
 
 
 def test_fit_by_a_training_free_estimator_works_and_is_not_taken_for_a_fitted_model(tmp_path):
-    from learn_rows import make_configs, write_runs
+    from learn_rows import make_configs, write_batch
 
     from learn import FitSettings, fit
 
     configs = make_configs(60, families=("mlp",))
-    write_runs(tmp_path, configs)
+    write_batch(tmp_path, configs)
     done = fit(FitSettings(target="memory", estimator="horus", bin_gb=1, data=str(tmp_path)))
     assert done.meta["estimator"] == "horus" and done.meta["metrics"]["median_relative_error"]["test"] is not None
     assert any("no bound" in text for text in done.meta["warnings"])

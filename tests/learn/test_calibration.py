@@ -13,7 +13,7 @@ from featurize.device_spec import load_device
 from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile, machine, read_machine
 from learn import estimate
 from learn.calibrate import MeasuredMemory, calibrate, measured_in_csv, to_mapping
-from tests.learn.learn_rows import make_configs, write_runs
+from tests.learn.learn_rows import make_configs, write_batch
 from warehouse.folder import DataFolder
 
 A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
@@ -205,7 +205,7 @@ def test_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, capsys):
     configs = make_configs(6, families=("mlp",))
     outside_mib = TRUE.outside_mib(False)
     for source, uuid, more_mib in (("measured", "GPU-1", 0), ("measured", None, 5000), ("imported", None, 7000)):
-        write_runs(
+        write_batch(
             tmp_path / "d",
             configs,
             source=source,

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learn_rows import make_configs, restamp, write_runs
+from learn_rows import make_configs, restamp, write_batch
 from torch import nn
 
-from conf import cli
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import describe_device
@@ -30,6 +29,7 @@ from learn.estimators import TRAINING_FREE, get_estimator
 from learn.job import of_module
 from learn.peers.base import analyse
 from learn.step_store import StepStore
+from tests.learn.learn_rows import run_estimate as run
 from warehouse.folder import DataFolder
 
 DEVICE = "A100-SXM4-40GB"
@@ -90,15 +90,9 @@ def factories(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("estimate") / "a'; echo foo"
-    write_runs(folder, make_configs(60, families=("mlp",)))
+    write_batch(folder, make_configs(60, families=("mlp",)))
     fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(folder)))
     return folder
-
-
-def run(*argv, **options):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv), **options)
 
 
 class Peeks(nn.Module):
@@ -261,7 +255,7 @@ def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
 def graphs(tmp_path_factory):
     """A data folder with a graph network, fitted on rows that are no trace's own."""
     folder = tmp_path_factory.mktemp("graphs")
-    write_runs(folder, make_configs(60, families=("mlp",)), source="imported", statuses=["ok"] * 60)
+    write_batch(folder, make_configs(60, families=("mlp",)), source="imported", statuses=["ok"] * 60)
     StepStore(folder).prepare(load_rows(folder, "memory").cases, workers=0)
     path = fit(FitSettings(target="memory", estimator="gnn", bin_gb=1, data=str(folder))).path
     assert json.loads((path / "meta.json").read_text())["feature_version"] == FEATURES_STAMP
@@ -315,7 +309,7 @@ def test_a_module_without_an_answer_is_let_go_too():
 @pytest.mark.slow
 def test_the_trace_kept_as_an_artifact_does_not_displace_a_learnt_model(tmp_path):
     folder = tmp_path / "d"
-    write_runs(folder, make_configs(60, families=("mlp",)))
+    write_batch(folder, make_configs(60, families=("mlp",)))
     for estimator in ("lightgbm", "trace"):
         fit(FitSettings(target="memory", bin_gb=1, estimator=estimator, data=str(folder)))
     assert load_latest(folder, "memory", estimator="trace").estimator.predict(of_configs([CONFIG])).upper() is None
@@ -333,7 +327,7 @@ def test_a_model_of_another_family_or_device_does_not_answer(data):
 
 def test_a_model_of_other_features_does_not_answer_and_it_is_said(tmp_path):
     folder = tmp_path / "d"
-    write_runs(folder, make_configs(60, families=("mlp",)))
+    write_batch(folder, make_configs(60, families=("mlp",)))
     path = fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(folder))).path
     restamp(path, feature_version="0ld")
     done = estimate(CONFIG, data=folder)
@@ -635,7 +629,9 @@ def test_models_that_return_objects_or_have_a_loss_of_their_own_are_estimated():
 @pytest.mark.parametrize(
     ("library", "model", "shape", "parameters"),
     [
-        ("torchvision", "torchvision.models:resnet18", "input=[2,3,64,64]", 11_689_512),
+        pytest.param(
+            "torchvision", "torchvision.models:resnet18", "input=[2,3,64,64]", 11_689_512, marks=pytest.mark.slow
+        ),
         pytest.param("timm", "timm.models:resnet18", "input=[2,3,64,64]", 11_689_512, marks=pytest.mark.slow),
         pytest.param("transformers", "gpufarm_test_gpt:make", "input=[2,16]", 1_254_400, marks=pytest.mark.slow),
     ],
