@@ -1,5 +1,4 @@
-# make demo   set up and do the main job small      make test   set up and run the tests
-# make bench  the project's figures, as ratios      make test-faults   kill everything, in the middle of jobs
+# `make` lists the targets.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -20,25 +19,25 @@ MIB ?= 60
 .PHONY: help venv offline demo test test-wide test-faults test-gpu test-torch golden bench bench-gpu bench-serve image collect-gpu offline-page docs readme readme-check lint clean
 
 help:
-	@echo "make demo         set up, then do the main job small (a few minutes)"
-	@echo "make test         set up, then run the tests"
-	@echo "make test-wide    run the cases that \`make test\` leaves out: more families, commands and damage of the same kinds"
-	@echo "make test-faults  kill trials, workers and dispatchers in the middle of jobs (slow)"
-	@echo "make test-gpu     the tests that need an NVIDIA GPU"
-	@echo "make test-torch   trace golden steps and run commands under each tested release of torch, some GB each; or VERSIONS='2.8.0'"
-	@echo "make golden       record behaviour in OUT and compare it with the committed record; SECTIONS=[estimates,help]"
-	@echo "make bench        print the project's figures as ratios; PUBLISHED=FOLDER adds the estimators' table,"
-	@echo "                  FULL=true takes compaction, soak and selection at full size (hours)"
-	@echo "make bench-serve  load on the service of this machine, then with a process killed; ARGS='rate=800 seconds=20'"
-	@echo "make bench-gpu    on an NVIDIA GPU: our window against the published minute; ARGS='minutes=9 families=[cnn]'"
-	@echo "make collect-gpu  on an NVIDIA GPU: measure runs of every family for datasets/; ARGS='minutes=9'"
-	@echo "make offline      source and wheels for a machine without a network, in parts of MIB; PYTHON is that machine's release;"
-	@echo "                  PYTHON=3.12 MIB=60 ARGS='present=list.txt ray=false out=FOLDER'"
-	@echo "make offline-page RESULTS=DIR   what a lent GPU sent back as one page; ARGS='out=DIR datasets=DIR'"
-	@echo "make image        build the container's image, with docker, podman or buildah"
-	@echo "make lint         ruff, mypy, and whether the generated documents are true"
-	@echo "make docs         generate docs/commands.md"
-	@echo "make readme       run the README's commands and write their output into it; make readme-check only compares"
+	@echo "make venv          install into .venv; TORCH=torch==2.11.0 TORCH_OPTIONS='--index-url ADDRESS'"
+	@echo "make demo          run the main job small, in a few minutes"
+	@echo "make test          run the tests"
+	@echo "make test-wide     run the cases that make test leaves out"
+	@echo "make test-faults   kill trials, workers and dispatchers in the middle of jobs (slow)"
+	@echo "make test-gpu      run the tests that need an NVIDIA GPU"
+	@echo "make test-torch    test each supported release of torch (GBs each); VERSIONS='2.8.0'"
+	@echo "make lint          run ruff and mypy, and check that the generated documents are fresh"
+	@echo "make docs          generate docs/commands.md"
+	@echo "make readme        run the README's commands and write their output; readme-check compares"
+	@echo "make golden        record behaviour in OUT, compare it with tests/golden; SECTIONS=[estimates]"
+	@echo "make bench         print the project's figures as ratios; PUBLISHED=FOLDER FULL=true"
+	@echo "make bench-serve   put load on the service, then kill a process; ARGS='rate=800 seconds=20'"
+	@echo "make bench-gpu     compare our window with the published minute on a GPU; ARGS='minutes=9'"
+	@echo "make collect-gpu   measure runs of every family on a GPU for datasets/; ARGS='minutes=9'"
+	@echo "make offline       bundle source and wheels for a machine without a network; PYTHON=3.12 MIB=60"
+	@echo "make offline-page  turn the results of a lent GPU into one page; RESULTS=DIR ARGS='out=DIR'"
+	@echo "make image         build the container's image with docker, podman or buildah"
+	@echo "make clean         remove .venv, demo-data and build"
 
 venv: $(VENV)/.installed
 

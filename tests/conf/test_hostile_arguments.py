@@ -20,15 +20,13 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from conf.commands import settings_class
+from conf.commands import COMMANDS, settings_class
 from conf.keys import documented_choice, documented_keys, flat, group_options, groups
 from conf.overrides import load_config, plain_values
 from conf.settings import groups_of, kinds_of
-from infra.generate_docs import command_modules
 
 SEED, CASES = 11, 500
 LONGEST_LINE = 6000
-COMMANDS = command_modules()
 # What a command needs, so that nothing but the hostile argument is wrong. None of it starts a trial.
 NEEDED = {
     "submit": ["+arch=mlp", "n=1", "detach=true"],
