@@ -19,7 +19,7 @@ class Family(NamedTuple):
     functional: Kinds of the plan that are no modules.
     kinds: Module -> kind, besides those that all families share.
     plans: Whose plans tell the truth. steps: That have finite gradients. trains: Whose loss falls.
-    recomputes: Whose gradients stay. refused: With the message.
+    recomputes: Whose gradients stay. refused: With the message. causal: Whose tokens see only those before them.
     """
 
     small: TrialConfig
@@ -30,6 +30,7 @@ class Family(NamedTuple):
     trains: tuple = ()
     recomputes: tuple = ()
     refused: tuple = ()
+    causal: tuple = ()
 
 
 _MLPS = tuple(
@@ -214,6 +215,7 @@ FAMILY = {
             for more in ({}, dict(precision="bf16", top_k=1, moe_every=1))
         ),
         recomputes=tuple(dict(topology=topology) for topology in moe.TOPOLOGIES),
+        causal=(dict(capacity_factor=1.0, top_k=1, moe_every=1),),
         refused=(
             (dict(top_k=3), "top_k must be one of 1, 2, got 3"),
             (dict(top_k=2, experts=1), "top_k must be <= experts, got 2 of 1 experts"),
@@ -230,6 +232,7 @@ FAMILY = {
         steps=tuple(dict(dropout=0.2, **changes) for changes in _RNNS),
         trains=_RNNS,
         recomputes=_RNNS,
+        causal=(dict(task="language_model", cell="gru"),),
         refused=(
             (dict(cell="rnn"), "cell must be one of lstm, gru, got 'rnn'"),
             (dict(task="tagging"), "task must be one of classify_last, classify_mean, language_model, got 'tagging'"),
@@ -267,6 +270,7 @@ FAMILY = {
             dict(precision="bf16", activation="gelu_new"),
         ),
         recomputes=({},),
+        causal=({},),
         refused=(
             (dict(heads=3), "heads must divide embedding_size, got 3 heads for an embedding of 16"),
             (dict(projection="dense"), "projection must be one of conv1d, linear, got 'dense'"),

@@ -3,11 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
 from family_table import FAMILY
 from plan_checks import assert_plan_tells_the_truth, assert_recomputing_keeps_gradients, assert_trains, gradients
 
 from conf.errors import UsageError
-from featurize.families import cnn
+from featurize.families import cnn, get_family
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,3 +57,20 @@ def test_impossible_configs_are_refused_in_words(family, changes):
     change, message = changes
     with pytest.raises(UsageError, match=message):
         changed(family, change)
+
+
+@over("causal")
+def test_a_token_sees_only_those_before_it(family, changes):
+    config, module = changed(family, changes), get_family(family)
+    torch.manual_seed(0)
+    model = module.build(config).eval()
+    (tokens,), targets = module.batch(config, "cpu")
+
+    def logits():
+        output = model(tokens)
+        return output[0] if isinstance(output, tuple) else output
+
+    before = logits()
+    tokens[:, 4] = (tokens[:, 4] + 1) % config.vocabulary_size
+    differs = (logits() - before).abs().amax(dim=(0, 2)) > 1e-6
+    assert not differs[:4].any() and differs[4:].any() and targets.shape == before.shape[:2]

@@ -486,26 +486,9 @@ def test_every_training_free_estimator_answers_modules(name):
     assert done.peak_memory_mib == pytest.approx(expected, rel=0.02)
     assert done.answered_by["memory"] == name and done.answered_by["step_time"] == "trace"
     assert done.breakdown == estimate(module, (128, 64), machine="described").breakdown
-
-
-def test_llmem_answers_a_language_model():
-    layers = [nn.TransformerEncoderLayer(64, 4, 128, batch_first=True) for _ in range(2)]
-
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.layers = nn.Embedding(1000, 64), nn.ModuleList(layers)
-            self.head = nn.Linear(64, 1000)
-            self.gradient_checkpointing = True
-
-        def forward(self, tokens):
-            x = self.words(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x)
-
-    done = estimate(Decoder, (2, 32), input_dtype="int64", precision="bf16", estimator="llmem")
-    assert done.answered_by["memory"] == "llmem" and done.peak_memory_mib > describe_device(DEVICE).context_mib
+    without_context = any(f"{name} leaves the CUDA context out" in text for text in done.warnings)
+    assert without_context == (name in ("faketensor", "xmem"))
+    assert any("bound" in text for text in done.warnings)
 
 
 @pytest.mark.parametrize(("model", "operator"), [(Peeks, "aten::_local_scalar_dense"), (Custom, "gpufarm_test::twice")])

@@ -60,8 +60,9 @@ def write_odd(data, configs, job="odd", **columns):
     """Rows whose `config` is that text, labelled like any other."""
     writer = RunWriter(DataFolder.resolve(data))
     labelled = runs_of(make_configs(len(configs)), job=job, statuses=["ok"] * len(configs), **columns)
-    for run, text in zip(labelled, configs, strict=True):
-        writer.write(run | {"config": text}, pa.table({"t_ms": pa.array([], pa.float64())}))
+    runs = [run | {"config": text} for run, text in zip(labelled, configs, strict=True)]
+    for family in {run["family"] for run in runs}:
+        writer.write_batch([run for run in runs if run["family"] == family])
     return [run["run_id"] for run in labelled]
 
 
