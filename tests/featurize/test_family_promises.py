@@ -29,13 +29,12 @@ def narrow(monkeypatch):
     monkeypatch.setattr(cnn, "MAX_FILTERS", 64)
 
 
-@pytest.mark.spread(2)
 @over("plans")
 def test_the_plan_tells_the_truth(family, changes):
     assert_plan_tells_the_truth(changed(family, changes), FAMILY[family].functional, FAMILY[family].kinds)
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @over("steps")
 def test_a_step_has_finite_gradients(narrow, family, changes):
     gradients(changed(family, changes))
@@ -46,7 +45,6 @@ def test_a_model_trains(family, changes):
     assert_trains(changed(family, changes))
 
 
-@pytest.mark.spread(2)
 @over("recomputes")
 def test_recomputing_keeps_the_gradients(narrow, family, changes):
     assert_recomputing_keeps_gradients(changed(family, changes))
