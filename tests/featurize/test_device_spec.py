@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from conf.errors import UsageError
-from featurize.device_spec import device_from_mapping, device_names, load_device
+from featurize.device.device_spec import device_from_mapping, device_names, load_device
 
 FILES = {
     entry.name.removesuffix(".yaml"): yaml.safe_load(entry.read_text(encoding="utf-8"))

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from plan_checks import gradients, on_meta, parameters_of
 
 from conf.errors import UsageError
-from farm.sampling import sample_range
-from farm.space import parse_space
+from farm.sampling.draws import sample_range
+from farm.sampling.space import parse_space
+from featurize.configs.trial import ACTIVATIONS, config_from_mapping
 from featurize.families import cnn, family_names, get_family, layers_of, mlp, transformer
-from featurize.layers import totals
-from featurize.trial import ACTIVATIONS, config_from_mapping
+from featurize.job.layers import totals
 
 SMALL = ("cnn", "mlp", "timm", "transformer")
 DESCRIBED = ("mlp", "cnn", "transformer")  # families that write their plans down, module for module

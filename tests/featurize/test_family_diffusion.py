@@ -12,7 +12,7 @@ from plan_checks import (
 )
 
 from featurize.families import diffusion
-from featurize.trace import trace_config
+from featurize.trace.tracer import trace_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = FAMILY["diffusion"].small

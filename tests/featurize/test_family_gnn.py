@@ -15,8 +15,8 @@ from torch import nn
 
 from featurize.families import gnn
 from featurize.nets.graph_convolutions import AttentionConvolution, GraphConvolution, SampleConvolution
-from featurize.trace import trace_config, trace_step
-from featurize.training import Training
+from featurize.trace.tracer import trace_config, trace_step
+from featurize.training.training_step import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = FAMILY["gnn"].small

@@ -13,8 +13,8 @@ from plan_checks import (
 
 from featurize.families import loss_of, moe
 from featurize.nets.prenorm import RoutedExperts
-from featurize.trace import trace_config
-from featurize.training import cross_entropy
+from featurize.trace.tracer import trace_config
+from featurize.training.training_step import cross_entropy
 
 SMALL = FAMILY["moe"].small
 

@@ -12,8 +12,8 @@ from plan_checks import on_meta, parameters_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from featurize.families import layers_of, rnn
-from featurize.layers import totals
-from featurize.trace import trace_config
+from featurize.job.layers import totals
+from featurize.trace.tracer import trace_config
 
 SMALL = FAMILY["rnn"].small
 

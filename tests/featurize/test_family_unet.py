@@ -13,7 +13,7 @@ from plan_checks import (
 from torch import nn
 
 from featurize.families import loss_of, unet
-from featurize.trace import trace_config
+from featurize.trace.tracer import trace_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = FAMILY["unet"].small

@@ -13,9 +13,9 @@ from plan_checks import (
 )
 
 from featurize.families import layers_of, timm, vit
-from featurize.layers import totals
-from featurize.plan_of_module import plan_of_module
-from featurize.trace import trace_config
+from featurize.job.layers import totals
+from featurize.recording.plan_of_module import plan_of_module
+from featurize.trace.tracer import trace_config
 
 BASE = vit.Config(
     batch_size=2,

@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize import vision
+from featurize.configs.features import group_key, scalar_features
 from featurize.families import timm
-from featurize.features import group_key, scalar_features
-from featurize.layers import totals
-from featurize.plan_of_module import plan_of_module
-from featurize.trace import trace_config
-from featurize.training import TrainingStep
+from featurize.job.layers import totals
+from featurize.nets import vision
+from featurize.recording.plan_of_module import plan_of_module
+from featurize.trace.tracer import trace_config
+from featurize.training.training_step import TrainingStep
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 

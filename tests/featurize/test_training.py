@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from featurize.training import Training, TrainingStep, cross_entropy
-from featurize.trial import OPTIMIZERS
+from featurize.configs.trial import OPTIMIZERS
+from featurize.training.training_step import Training, TrainingStep, cross_entropy
 
 
 def make_step(**settings):
@@ -87,7 +87,7 @@ class Operators(TorchDispatchMode):
         seen["operators"].append(str(func))
         return func(*args, **(kwargs or {}))
 
-from featurize.training import Training, TrainingStep, preload
+from featurize.training.training_step import Training, TrainingStep, preload
 threads = len(os.listdir("/proc/self/task"))
 with Operators():
     preload()

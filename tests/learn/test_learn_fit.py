@@ -6,19 +6,19 @@ from datetime import UTC, datetime
 import pytest
 from learn_rows import make_configs, write_batch
 
-from conf import cli
-from conf.bars import StepBar
+from conf.cli import command_line as cli
+from conf.cli.bars import StepBar
 from conf.errors import UsageError
-from featurize.version import FEATURES_STAMP
+from featurize.job.version import FEATURES_STAMP
 from learn import FitSettings, fit
-from learn.artifacts import find_latest, load_latest, versions
 from learn.commands import fit as fit_module
-from learn.data import load_rows, make_rows
-from learn.estimators import default_estimator
-from learn.evaluation.evaluate import classes_of, hold_out, split
-from learn.targets import TARGETS, make_bins
-from warehouse.folder import DataFolder
-from warehouse.snapshots import take_snapshot
+from learn.estimators.protocol import default_estimator
+from learn.fitting.artifacts import find_latest, load_latest, versions
+from learn.judging.evaluate import classes_of, hold_out, split
+from learn.rows.data import load_rows, make_rows
+from learn.rows.targets import TARGETS, make_bins
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import take_snapshot
 
 N = 120
 
@@ -150,7 +150,7 @@ def test_a_snapshots_rows_are_fitted_on_and_the_artifact_names_it(tmp_path, fitt
 
 
 def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):
-    from learn.evaluation import report
+    from learn.judging import report
 
     def full(*_args):
         raise OSError(28, "No space left on device")

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from sklearn.ensemble import ExtraTreesRegressor
 
-from learn.artifacts import DEFAULT_MODELS
-from learn.learned.trees import Boosters, Trees
+from learn.estimators.trees import Boosters, Trees
+from learn.fitting.artifacts import DEFAULT_MODELS
 
 SHIPPED = [
     (DEFAULT_MODELS / target / "model", name) for target in ("memory", "smact") for name in ("correction", "scale")
