@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from featurize.configs.trial import OPTIMIZERS, PRECISIONS, TrialConfig
 from featurize.families import cnn, diffusion, dlrm, gnn, gpt, mlp, moe, rnn, timm, transformer, unet, vit
 from featurize.nets.prenorm import Conv1D, ExpertLinear, GeluNew
-from featurize.trial import OPTIMIZERS, PRECISIONS, TrialConfig
 
 
 class Family(NamedTuple):

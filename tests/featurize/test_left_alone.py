@@ -14,9 +14,9 @@ from torch.distributed.fsdp import _fully_shard
 from torch.nn.modules import module as hooks
 
 from conf.errors import UsageError
-from featurize.parallel.layout import Parallel
-from featurize.trace import TraceError, trace_step
-from featurize.training import Training
+from featurize.job.layout import Parallel
+from featurize.trace.tracer import TraceError, trace_step
+from featurize.training.training_step import Training
 
 SHARDS = (_fully_shard._fully_shard, _fully_shard._fsdp_init, _fully_shard._fsdp_param_group)
 OWNERS = (torch, torch._VF, torch.Tensor, torch.UntypedStorage, nn.functional, nn.Module, hooks, dist, sys, *SHARDS)

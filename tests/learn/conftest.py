@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from learn.learned import hybrid, tabular
+from learn.estimators import hybrid, tabular
 
 
 @pytest.fixture(autouse=True, scope="module")

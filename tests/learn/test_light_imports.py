@@ -27,10 +27,10 @@ def test_what_needs_no_model_imports_neither_torch_nor_a_library_of_models(tmp_p
 import importlib, sys
 import learn
 from learn import estimate
-import learn.commands.fit, learn.artifacts, learn.evaluation.report
-import featurize.device_spec as devices
+import learn.commands.fit, learn.fitting.artifacts, learn.judging.report
+import featurize.device.device_spec as devices
 from featurize.families import family_names, timm, zoo
-from featurize.features import group_key
+from featurize.configs.features import group_key
 
 for name in family_names():
     importlib.import_module(f"featurize.families.{name}")
@@ -41,8 +41,8 @@ heavy = {"torch", "timm", "transformers", "x", "lightgbm", "sklearn", "matplotli
 print(sorted(heavy) + [name for name in sys.modules if name.startswith("learn.script")])
 
 import numpy as np
-from learn.artifacts import default_artifact
-from learn.learned.trees import Trees
+from learn.fitting.artifacts import default_artifact
+from learn.estimators.trees import Trees
 Trees.load(default_artifact("memory").path / "model", "scale").predict(np.zeros((3, 99)))
 print(sorted({"lightgbm", "sklearn"} & set(sys.modules)))
 """
