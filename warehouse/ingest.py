@@ -20,8 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from conf.cli.bars import terminal_bar
-from conf.cli.command_line import command
+from conf.cli.command_line import command, terminal_bar
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from warehouse.exchange import neusight

@@ -30,11 +30,11 @@ from conf.reports.blocks import (
     Tile,
     Tiles,
     linked,
+    page_bytes,
     table,
 )
-from conf.reports.heat_map import SHADES, Grid, heat_map
+from conf.reports.charts import SHADES, Grid, heat_map
 from conf.reports.page_text import MISSING, count_of, duration, energy
-from conf.reports.render import page_bytes
 from farm.nights.journal import Cycle
 from farm.nights.report import Report, gather
 from farm.nights.report_sections import canaries_section, next_section, scores_section, time_section

@@ -13,7 +13,7 @@ from typing import Any
 import duckdb
 
 from conf.plain_text import OUTPUT_STARTS
-from conf.reports.heat_map import Grid
+from conf.reports.charts import Grid
 from conf.reports.page_text import short
 from featurize.device.device_spec import same_device
 from featurize.families import family_names

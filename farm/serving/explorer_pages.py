@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
-from conf.reports.render import render_page
+from conf.reports.blocks import render_page
 from farm.serving.api_page import api_page
 from warehouse.explorer.devices import BOUND, device_page, devices_page
 from warehouse.explorer.filters import Filters

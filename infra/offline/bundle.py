@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from conf.cli.arguments import exit_code
+from conf.cli.command_line import exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import warehouse
-from conf.cli.arguments import exit_code
-from conf.cli.bars import terminal_bar
+from conf.cli.command_line import exit_code, terminal_bar
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
@@ -34,9 +33,9 @@ from conf.reports.blocks import (
     Tile,
     Tiles,
     linked,
+    page_bytes,
 )
 from conf.reports.page_text import count_of
-from conf.reports.render import page_bytes
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from infra.offline import experiment_sections, probe_sections, run_sections
 from infra.offline.block_comparison import BlockComparison

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli.arguments import exit_code
+from conf.cli.command_line import exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.plain_text import counted

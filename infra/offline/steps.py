@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.children.containment import die_with_parent
-from conf.cli.arguments import exit_code
-from conf.cli.command_line import EXIT_INTERRUPTED
+from conf.cli.command_line import EXIT_INTERRUPTED, exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
-from conf.cli.bars import terminal_bar
+from conf.cli.command_line import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from learn.estimation.job_estimate import Estimate

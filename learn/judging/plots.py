@@ -13,8 +13,7 @@ from functools import partial
 import numpy as np
 
 from conf.reports.blocks import Block, Chart, Charts, Drawn, Heading, Legend
-from conf.reports.charts import Axis, Margins, Plot
-from conf.reports.heat_map import DARK_SHADE, SHADES, GridCell, draw_grid
+from conf.reports.charts import DARK_SHADE, SHADES, Axis, GridCell, Margins, Plot, draw_grid
 from learn.judging.benchmark_figures import RELIABILITY, Benchmark, Scored, signed_errors, told_classes
 from learn.judging.scores import NOT_INFORMATIVE
 

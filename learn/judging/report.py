@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from conf.reports.blocks import Callout, Facts, Fold, Page, Section, table
+from conf.reports.blocks import Callout, Facts, Fold, Page, Section, page_bytes, table
 from conf.reports.page_text import count_of
-from conf.reports.render import page_bytes
 from learn.judging.benchmark_figures import Benchmark, told_classes
 from learn.judging.evaluate import PUBLISHED, TEST, Evaluation
 from learn.judging.plots import confusion, predicted

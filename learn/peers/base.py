@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from conf.cli.extras import advice_for
+from conf.cli.commands import advice_for
 from conf.plain_text import exception_line
 from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.job.training_settings import TrainingSettings

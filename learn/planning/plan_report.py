@@ -8,11 +8,23 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from conf.reports.blocks import Block, Callout, Drawn, Fold, Lead, Legend, Outcome, Page, Section, Tile, Tiles, table
-from conf.reports.charts import Axis, Margins, Plot
+from conf.reports.blocks import (
+    Block,
+    Callout,
+    Drawn,
+    Fold,
+    Lead,
+    Legend,
+    Outcome,
+    Page,
+    Section,
+    Tile,
+    Tiles,
+    table,
+    write_page,
+)
+from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.render import write_page
-from conf.reports.svg import LETTER_PX, Svg
 from learn.estimation.estimate_view import rate
 from learn.planning.rows import LayoutPlan, PlanRow
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from conf.cli.overrides import load_settings
-from conf.reports.render import render_page
+from conf.reports.blocks import render_page
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.queue.jobs import Queue
 from farm.submission.settings import SubmitSettings

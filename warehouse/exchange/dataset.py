@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem, UsageError, shown
-from conf.files.json_file import parse_json
+from conf.files.outputs import parse_json
 from conf.plain_text import first_line
 from warehouse.files.writer import detail_table, run_problems
 from warehouse.tables.details import DETAILS

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UsageError
-from conf.reports.charts import against
-from conf.reports.svg import Svg
+from conf.reports.charts import Svg, against
 from warehouse.explorer.pages import LABELS
 from warehouse.explorer.reading import ExplorerReader, QueryRows
 from warehouse.reading.pairing import Pair, summed_up

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import pyarrow as pa
 
-from conf.children.memory import resident_bytes
+from conf.children.containment import resident_bytes
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import first_line
 from warehouse.explorer.reading import TooLong

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UsageError
-from conf.reports.charts import columns
-from conf.reports.svg import Svg
+from conf.reports.charts import Svg, columns
 from warehouse.files.folder import DataFolder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

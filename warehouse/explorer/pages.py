@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UsageError
-from conf.reports.heat_map import heat_map
-from conf.reports.svg import Svg
+from conf.reports.charts import Svg, heat_map
 from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, Filters
 from warehouse.explorer.listings import RUNS
 from warehouse.explorer.plot import LOG_BIN, RATIO_BIN, histogram, over_time

@@ -6,9 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from conf.reports.charts import Axis, Margins, Plot
+from conf.reports.charts import Axis, Margins, Plot, Svg
 from conf.reports.page_text import figure
-from conf.reports.svg import Svg
 
 _MARGINS = Margins(height=170, right=14, top=14, bottom=30)
 _LINES = 3  # of the grid, at least

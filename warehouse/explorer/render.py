@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from conf.reports import render
+from conf.reports.blocks import rendered as rendered_template
 from warehouse.explorer.plot import SOURCE_COLOURS
 
 # Inline style sheets and data pictures only; forms stay on the service.
@@ -27,4 +27,4 @@ def rendered(template: str, link: Link = served_link, **values: Any) -> str:
         **values: What the template shows.
     """
     links = {"link": link, "is_served": link is served_link}
-    return render.rendered(f"explorer/{template}", "explorer", colours=SOURCE_COLOURS, **links, **values)
+    return rendered_template(f"explorer/{template}", "explorer", colours=SOURCE_COLOURS, **links, **values)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.files.json_file import parse_json
+from conf.files.outputs import parse_json
 from conf.plain_text import first_line, one_line
 from warehouse.files import damage
 from warehouse.files.checksum import checksum_problem, recorded_checksum

@@ -18,8 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.files.json_file import parse_json
-from conf.files.outputs import replacing, sync
+from conf.files.outputs import parse_json, replacing, sync
 from conf.plain_text import first_line
 from warehouse.files.checksum import checksum_problem, recorded_checksum, write_sealed
 from warehouse.files.layout import COMPRESSION, LISTING_SCHEMA, FolderLayout, write_parquet

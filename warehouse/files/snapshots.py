@@ -24,8 +24,7 @@ import pyarrow.parquet as pq
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from conf.files.identity import sha256_of
-from conf.files.json_file import read_json
-from conf.files.outputs import TEMPORARY_SUFFIX, sync
+from conf.files.outputs import TEMPORARY_SUFFIX, read_json, sync
 from conf.plain_text import first_line
 from warehouse.files.believed import SNAPSHOT_LISTING, refuse_lost
 from warehouse.files.compaction import CompactionReport, compaction_lock

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from conf.reports.heat_map import Grid
+from conf.reports.charts import Grid
 from warehouse.tables.sql_text import sql_text
 
 OUT_OF_MEMORY = "OOM"

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.children.containment import die_with_parent, kill
-from conf.children.forked import run_as_child
+from conf.children.containment import die_with_parent, kill, run_as_child
 from workers.devices.base import Place
 from workers.trial.trial_link import LINE_BYTES, TrialLink
 
