@@ -27,8 +27,8 @@ from warehouse.files.views import VIEWS
 from warehouse.reading.connection import connect
 from warehouse.reading.pairing import Shift, paired, shift_text, summed_up
 from warehouse.reading.reader import WarehouseConnection
-from warehouse.tables.disk_errors import disk_errors_named
 from warehouse.tables.schema import ENVIRONMENT, LABELS, RUN_SCHEMA, TABLES
+from warehouse.tables.scratch_duckdb import disk_errors_named
 
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
 _BY = ("family", "device_name", "status")

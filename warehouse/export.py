@@ -38,9 +38,8 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
 from warehouse.reading.connection import connect
 from warehouse.reading.reader import WarehouseConnection
-from warehouse.tables.details import DETAILS
-from warehouse.tables.disk_errors import disk_errors_named
-from warehouse.tables.schema import RUN_SCHEMA
+from warehouse.tables.schema import DETAILS, RUN_SCHEMA
+from warehouse.tables.scratch_duckdb import disk_errors_named
 
 # Runs that lost their worker know of no device, and belong to no data set of one.
 SOURCES = {

@@ -41,10 +41,8 @@ from warehouse.reading.checks import check
 from warehouse.reading.connection import connect
 from warehouse.reading.reader import WarehouseConnection
 from warehouse.tables.columns import JOBS, TABLES, described
-from warehouse.tables.details import DETAILS
-from warehouse.tables.disk_errors import disk_errors_named
-from warehouse.tables.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES
-from warehouse.tables.sql_text import sql_text
+from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES
+from warehouse.tables.scratch_duckdb import disk_errors_named, sql_text
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same

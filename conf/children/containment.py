@@ -1,8 +1,13 @@
-"""Keeps a child's processes together so that all can be ended: subreapers, and a control group where allowed.
+"""Keeps a child's processes together so that all can be ended, and measures their memory.
 
-Start reading at `end_below`. A process below a subreaper cannot leave: when its parent ends it becomes the subreaper's
-child, whatever session, group, environment or descriptors it gave up (prctl(2), PR_SET_CHILD_SUBREAPER). Linux only;
-imports little, since a keeper needs no more than this.
+Start reading at `end_below`, or at `TreeMemory`. A process below a subreaper cannot leave: when its parent ends it
+becomes the subreaper's child, whatever session, group, environment or descriptors it gave up (prctl(2),
+PR_SET_CHILD_SUBREAPER). Where control groups are writable, a child has one of its own. Linux only; imports little,
+since a keeper needs no more than this.
+
+The memory of several processes is less than the sum of their resident sets: what a fork shares with its parent is
+there once. The kernel's proportional set size (PSS, proc_pid_smaps_rollup(5)) gives each process its part of a shared
+page; asking walks the page tables, some milliseconds a GiB, so that is done seldom.
 """
 
 from __future__ import annotations
@@ -18,6 +23,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from conf.files.identity import alive
+
+_GROUP_PREFIX = "gpufarm-"
+_END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_LOOK_PERIOD_NS = 1_000_000_000
+_SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
 
 def run_as_child(body: Callable[[], None]) -> NoReturn:
@@ -39,8 +50,6 @@ def run_as_child(body: Callable[[], None]) -> NoReturn:
 
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_GROUP_PREFIX = "gpufarm-"
-_END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 
@@ -238,11 +247,6 @@ def _own_group() -> Path | None:
     except (OSError, StopIteration):
         pass
     return None
-
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_LOOK_PERIOD_NS = 1_000_000_000
-_SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
 
 def resident_bytes(pids: Iterable[int]) -> dict[int, int]:

@@ -1,8 +1,9 @@
 """The keeper: a small process between a server and its child, which ends the child with everything below it.
 
-Start reading at `keep`. The keeper is a subreaper: what a process below it starts, in whatever session, group or
-environment, becomes the keeper's child at the latest when its own parent ends. So it can end all of them, whether the
-child has ended, has reached a limit, or nobody wants it any more. `conf.children.server` forks keepers.
+Start reading at `keep`; `ChildOutput` keeps the beginning and the end of what a child prints. The keeper is a
+subreaper: what a process below it starts, in whatever session, group or environment, becomes the keeper's child at the
+latest when its own parent ends. So it can end all of them, whether the child has ended, has reached a limit, or nobody
+wants it any more. `conf.children.server` forks keepers.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ _HEAD_BYTES, _TAIL_BYTES = 2000, 4000
 _CHUNK_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20  # that a child can write before it has to wait for this process to read
 _DRAIN_CHUNKS = 64  # at most that are read at once, so that nothing else waits long
+FOLDER_PREFIX = "gpufarm-child-"
+_LOOK_S = 0.1
+_END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
+_PAUSE_S = 0.0005
+_ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a keeper ends with its child or its caller
 
 
 class ChildOutput:
@@ -93,12 +99,7 @@ def _widen(pipe: int) -> None:
         pass
 
 
-FOLDER_PREFIX = "gpufarm-child-"
 TIME, MEMORY = "time", "memory"
-_LOOK_S = 0.1
-_END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
-_PAUSE_S = 0.0005
-_ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a keeper ends with its child or its caller
 
 
 class Ended(NamedTuple):

@@ -1,8 +1,9 @@
 """Turns a settings class into a command line: overrides in, an object of the class out, one-line errors.
 
-Start reading at `command`; `conf.cli.overrides` reads the arguments and names the keys. Hydra's own decorator is
-not used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the
-first mistake; Hydra's compose API underneath is the same.
+Start reading at `command`; `conf.cli.overrides` reads the arguments and names the keys. Hydra's own decorator is not
+used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the first
+mistake; Hydra's compose API underneath is the same. Developers' commands, which are in no table, end with `exit_code`.
+The progress bars of all commands are here too: `terminal_bar`, and `StepBar`, which names steps.
 """
 
 from __future__ import annotations

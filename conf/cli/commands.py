@@ -1,7 +1,8 @@
-"""The commands: the module that `python -m` runs, the class of its settings, and what it does in one line.
+"""The commands: the module that `python -m` runs, the class of its settings, what it does in one line, what it needs.
 
 Start reading at `TABLE`. `gpufarm NAME` runs the module as `python -m` does. The classes are imported on use: listing
-the commands imports none of them.
+the commands imports none of them. `advice_for` names the extra of this project that brings a library which a plain
+install lacks; `EXTRAS` repeats `optional-dependencies` of `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from conf.errors import EnvironmentProblem
+
+# What the commands of a package need before they can read their own arguments.
+_FROM_THE_START = {
+    "farm": ("hydra", "rich", "duckdb", "fsspec", "psutil"),
+    "warehouse": ("hydra", "rich", "duckdb", "fsspec"),
+    "learn": ("hydra", "rich"),
+}
 
 
 @dataclass(frozen=True)
@@ -229,12 +237,6 @@ EXTRAS = {
         "nvidia.cuda_nvrtc": "nvidia-cuda-nvrtc-cu12",
         "nvidia.cublas": "nvidia-cublas-cu12",
     },
-}
-# What the commands of a package need before they can read their own arguments.
-_FROM_THE_START = {
-    "farm": ("hydra", "rich", "duckdb", "fsspec", "psutil"),
-    "warehouse": ("hydra", "rich", "duckdb", "fsspec"),
-    "learn": ("hydra", "rich"),
 }
 
 

@@ -1,8 +1,9 @@
-"""Command-line arguments as values of a composed config; all mistakes are reported together.
+"""Command-line arguments as values of a composed config, and the keys that a command has.
 
 Start reading at `load_config`. Hydra composes the defaults of a command with the chosen files of `conf/`, and its
 parser reads each value. Keys are checked here, as Hydra's grammar knows more (packages, deletions, sweeps, its own
-settings) than these commands have.
+settings) than these commands have; all mistakes are reported together. `documented_keys` and `documented_choice` are
+what `--help` and docs/commands.md show; they compose nothing and import neither Hydra nor OmegaConf.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ DEVICES = "device"  # the group of GPU models and backends
 _SPACE = "arch.space."
 _QUOTE = "quote values that hold spaces or commas"
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
+# (command, group): no choices with a backend that runs trials
+_DESCRIPTIONS_ONLY = {("estimate", "device"), ("plan", "device")}
 
 
 @dataclass(frozen=True)
@@ -343,10 +346,6 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         raise UsageError("a value refers to itself through ${...}") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-# (command, group): no choices with a backend that runs trials
-_DESCRIPTIONS_ONLY = {("estimate", "device"), ("plan", "device")}
 
 
 @cache

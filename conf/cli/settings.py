@@ -1,7 +1,17 @@
-"""Settings of a command: a frozen dataclass whose fields are the keys of its command line.
+"""Settings of a command: a frozen dataclass whose fields are the keys of its command line, each with its kind.
 
 Start reading at `key`. A field's annotation, default and metadata are all that composition, checks, `--help` and
 docs/commands.md know of a key. `defaults_of` is what Hydra composes, `built` makes an object.
+
+A `Kind` says what a key may hold; `--help` shows it in brackets:
+
+    n: ???  # [int 1 to 10000000] how many trials the job has
+    grace_s: 3600  # [number 0 to 1e9] seconds before a later compaction deletes the files
+    families: null  # [text | list of text | null] as in [cnn,gpt]
+
+Kinds: `int` and `number`, with bounds (`>= 1`, `> 0`, `1 to 5`, `> 0 to 1`) where there are some; `bool`; `text`;
+`any text`, which may look like a list or a mapping; `path`; `new path`, which is made where it is not there; `mapping`;
+`list`, `list of text`, `list of int`; `null`.
 """
 
 from __future__ import annotations
@@ -26,6 +36,8 @@ _INT64_MAX = 2**63 - 1  # what SQLite and Parquet hold
 _SHAPES = {"list": ("[", "]"), "mapping": ("{", "}")}
 _TEXTS = {"text", "any text", "path", "new path"}
 _QUOTE = "in quotes of its own it is taken as text"
+Settings = TypeVar("Settings")
+_hints = cache(typing.get_type_hints)
 
 
 def _is_number(value: object, whole: bool) -> TypeGuard[int | float]:
@@ -188,7 +200,6 @@ def _at(values: Any, names: Sequence[str]) -> Any:
     return values
 
 
-Settings = TypeVar("Settings")
 _HELP, _KIND, _CHOICES, _BUILD, _GROUP = "help", "kind", "choices", "build", "group"
 _SECTION, _GIVEN = "section", "given"
 _WORDS: dict[Any, str] = {
@@ -278,9 +289,6 @@ class Key:
     help: str
     kind: Kind | None = None
     group: ConfigGroup | None = None
-
-
-_hints = cache(typing.get_type_hints)
 
 
 @cache

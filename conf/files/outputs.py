@@ -1,7 +1,9 @@
-"""Writes the files that a user names with `out=` and `report=`.
+"""Files that a user names or sends: outputs are written whole, JSON is read within limits, private files are checked.
 
-Start reading at `output_file`. A plain file appears whole or not at all; links are followed; devices, pipes and
-descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are refused.
+Start reading at `output_file`, for `out=` and `report=`. A plain file appears whole or not at all; links are followed;
+devices, pipes and descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are
+refused. `read_json` reads an untrusted file: every fault of its content is a `ValueError`. `open_own_folder` opens what
+only this user can change.
 """
 
 from __future__ import annotations
@@ -58,6 +60,11 @@ TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _LINKS = 40  # as many as the kernel follows
+MOST_BYTES = 1 << 30  # of a file that grows with the data: a list of files, a plan
+MARKER_BYTES = 1 << 16  # of a file that says what a folder is
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+_OTHERS_MAY = 0o077
+_OTHERS_MAY_WRITE = 0o022
 
 
 @dataclass(frozen=True)
@@ -334,10 +341,6 @@ class _Stream(io.BufferedWriter):
         return False
 
 
-MOST_BYTES = 1 << 30  # of a file that grows with the data: a list of files, a plan
-MARKER_BYTES = 1 << 16  # of a file that says what a folder is
-
-
 def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
     """Return the value in a JSON file of at most `most_bytes`.
 
@@ -356,11 +359,6 @@ def parse_json(content: bytes | str) -> Any:
         return json.loads(content.decode() if isinstance(content, bytes) else content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-_OTHERS_MAY = 0o077
-_OTHERS_MAY_WRITE = 0o022
 
 
 def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | None:

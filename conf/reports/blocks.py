@@ -1,7 +1,8 @@
-"""The typed parts that a report page consists of. Start reading at `Page`; `render` turns one into HTML.
+"""The typed parts that a report page consists of, and how a page becomes one HTML file without network or script.
 
-A block holds plain values. All HTML stands in `templates/`, which escape every text, so a block never holds markup;
-the one exception is `Svg`, which `svg.Drawing` makes.
+Start reading at `Page`; `render_page` turns one into HTML, `rendered` fills any other template. A block holds plain
+values. All HTML stands in `templates/`, which clean and escape every text, so a block never holds markup; the one
+exception is `Svg`, which `charts.Drawing` makes. Jinja2 is imported on use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Charts of all pages: axes, what is drawn between them, and the kinds that several pages share.
+"""Charts of all pages as SVG, every text escaped: shapes, axes, what is drawn between them, heat maps.
 
-Start reading at `Plot`; `Axis` places values. Nothing is scaled down: a page scrolls what is too wide for it, so that
-figures stay readable.
+Start reading at `Plot`; `Axis` places values, `Drawing` collects shapes, `heat_map` draws rows by cell. Nothing is
+scaled down: a page scrolls what is too wide for it, so that figures stay readable.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from conf.reports.page_text import Markup, clean_text, figure, short
 
 LETTER_PX = 7.7  # width of a digit at 12 pixels in the widest of the usual system fonts (DejaVu Sans, Verdana)
 Anchor: TypeAlias = Literal["start", "middle", "end"]
+_MOST_LOG_TICKS = 8
+_LEAST_GAP = 10.0  # pixels between two texts
+_WIDEST_COLUMN = 40.0  # pixels
+SHADES = 6  # beside empty
+DARK_SHADE = 4  # from which on a text is light
 
 
 class Svg(Markup):
@@ -73,11 +78,6 @@ def _escaped(text: str) -> str:
 
 def _title(text: str) -> str:
     return f"<title>{_escaped(text)}</title>" if text else ""
-
-
-_MOST_LOG_TICKS = 8
-_LEAST_GAP = 10.0  # pixels between two texts
-_WIDEST_COLUMN = 40.0  # pixels
 
 
 def nice_step(least: float, steps: Sequence[float] = (1, 2, 2.5, 5, 10)) -> float:
@@ -319,8 +319,6 @@ def against(
     return plot.picture(f"{name}: estimates of {len(used)} runs against the runs' own figures", css="drawn")
 
 
-SHADES = 6  # beside empty
-DARK_SHADE = 4  # from which on a text is light
 _CELL_WIDTH, _CELL_HEIGHT = 38.0, 31.0
 
 

@@ -18,14 +18,13 @@ from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.jobs import Queue
 from farm.queue.lock import DispatcherLock
 from warehouse.files.aside import set_aside
-from warehouse.files.checksum import recorded_checksum
 from warehouse.files.compaction import CompactionReport, compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.damage import DamagedFile
 from warehouse.files.folder import DataFolder
 from warehouse.files.held_rows import Unreadable, run_ids_of
 from warehouse.files.integrity import Progress, examine
-from warehouse.files.layout import KINDS, OF_RUNS
+from warehouse.files.layout import KINDS, OF_RUNS, recorded_checksum
 from warehouse.files.listings import is_whole_listing, read_listings, recovered_listing
 from warehouse.files.merged import (
     Listing,

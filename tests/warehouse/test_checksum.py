@@ -9,8 +9,9 @@ import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 from warehouse.compact import CompactionSettings, compact
-from warehouse.files.checksum import (
+from warehouse.files.layout import (
     CHECKSUM_KEY,
+    COMPRESSION,
     checksum_problem,
     content_problem,
     recorded_checksum,
@@ -18,7 +19,6 @@ from warehouse.files.checksum import (
     verify,
     write_sealed,
 )
-from warehouse.files.layout import COMPRESSION
 from warehouse.files.listings import read_listings
 from warehouse.files.merged import Listing
 from warehouse.files.stale import Mark, write_marks

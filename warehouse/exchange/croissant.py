@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from warehouse.tables.columns import described
-from warehouse.tables.details import DETAILS
+from warehouse.tables.schema import DETAILS
 
 CONFORMS_TO = "http://mlcommons.org/croissant/1.0"
 _PARQUET = "application/x-parquet"

@@ -23,8 +23,7 @@ from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.files.outputs import parse_json
 from conf.plain_text import first_line
 from warehouse.files.writer import detail_table, run_problems
-from warehouse.tables.details import DETAILS
-from warehouse.tables.schema import DATASET_JOB_PREFIX, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 
 FORMAT = "gpufarm-dataset"
 CARD = "README.md"

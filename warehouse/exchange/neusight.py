@@ -25,8 +25,8 @@ from conf.files.identity import canonical_json
 from conf.plain_text import first_line
 from warehouse.exchange.imported_rows import Columns, ImportedFile, imported_kernels
 
-SOURCE = "neusight"
-COLUMNS = (
+NEUSIGHT = "neusight"
+NEUSIGHT_COLUMNS = (
     "op",
     "device",
     "latency_ms",
@@ -40,7 +40,7 @@ COLUMNS = (
     "cuda",
     "cudnn",
 )
-_DEVICES = {  # as CUDA names them -> names in conf/device
+_CUDA_DEVICES = {  # as CUDA names them -> names in conf/device
     "NVIDIA A100-PCIE-40GB": "A100-PCIE-40GB",
     "NVIDIA A100 80GB PCIe": "A100-PCIE-80GB",
     "Tesla P4": "P4",
@@ -78,12 +78,12 @@ def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile | str
     """
     try:
         with pq.ParquetFile(path) as file:
-            if not set(COLUMNS) <= set(file.schema_arrow.names):
-                return f"not of this source, whose files have {', '.join(COLUMNS)}"
-            batches = (batch.to_pylist() for batch in file.iter_batches(_CHUNK_ROWS, columns=list(COLUMNS)))
+            if not set(NEUSIGHT_COLUMNS) <= set(file.schema_arrow.names):
+                return f"not of this source, whose files have {', '.join(NEUSIGHT_COLUMNS)}"
+            batches = (batch.to_pylist() for batch in file.iter_batches(_CHUNK_ROWS, columns=list(NEUSIGHT_COLUMNS)))
             rows = itertools.chain.from_iterable(batches)
             return imported_kernels(
-                SOURCE,
+                NEUSIGHT,
                 path,
                 rows,
                 lambda cells: _row(cells, device_name),
@@ -111,7 +111,7 @@ def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
     except KeyError as error:
         raise ValueError(f"dims of {op} lack {error.args[0]}") from None
     return {
-        "device_name": device_name or _DEVICES.get(device, device),
+        "device_name": device_name or _CUDA_DEVICES.get(device, device),
         "torch_version": _text(cells["torch"]).removeprefix("p") or None,
         "cuda_version": _cuda(_text(cells["cuda"])),
         "cudnn_version": _text(cells["cudnn"]) or None,

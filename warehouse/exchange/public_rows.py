@@ -20,8 +20,7 @@ import pyarrow as pa
 
 from warehouse.exchange.dataset import is_loaded, public_id
 from warehouse.reading.reader import WarehouseConnection
-from warehouse.tables.details import DETAILS
-from warehouse.tables.schema import DATASET_JOB_PREFIX, METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS, METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
 
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
 _ERROR_CHARACTERS = 2000  # of an error's end, where its message is

@@ -15,7 +15,7 @@ from warehouse.explorer.listings import RUNS
 from warehouse.explorer.plot import LOG_BIN, RATIO_BIN, histogram, over_time
 from warehouse.explorer.reading import ExplorerReader, QueryRows
 from warehouse.reading.coverage import USABLE, memory_grid
-from warehouse.tables.sql_text import sql_text
+from warehouse.tables.scratch_duckdb import sql_text
 
 RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")

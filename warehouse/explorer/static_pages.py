@@ -27,7 +27,7 @@ from warehouse.explorer.reading import ExplorerReader
 from warehouse.explorer.render import POLICY, rendered
 from warehouse.files.views import typed_nulls
 from warehouse.tables.schema import JOB_SCHEMA, STALE_SCHEMA, TABLES
-from warehouse.tables.sql_text import sql_text
+from warehouse.tables.scratch_duckdb import sql_text
 
 FOLDER = "pages"
 FIRST_PAGE = "index.html"

@@ -24,8 +24,7 @@ from warehouse.files.damage import DamagedFile
 from warehouse.files.layout import KINDS, FolderLayout
 from warehouse.files.listings import PARTITION, DamagedListing, read_listings, warn_once
 from warehouse.files.merged import Listing, is_merged_name, sources_of
-from warehouse.files.plain_file import plain
-from warehouse.files.remembered import file_key, remembered, remembered_by
+from warehouse.files.plain_file import file_key, plain, remembered, remembered_by
 
 SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)

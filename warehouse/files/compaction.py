@@ -16,7 +16,7 @@ from pathlib import Path
 from conf.cli.settings import Checked, data_key, key
 from warehouse.files.damage import DamagedFile
 from warehouse.files.folder import DataFolder
-from warehouse.files.lock_file import is_shared_by_any, open_lock
+from warehouse.files.plain_file import is_shared_by_any, open_lock
 
 
 @dataclass(frozen=True, kw_only=True)

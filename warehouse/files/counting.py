@@ -22,8 +22,7 @@ from warehouse.files.believed import Judgement, is_damaged_merged, judge, refuse
 from warehouse.files.layout import FolderLayout
 from warehouse.files.listings import PARTITION, names_in
 from warehouse.files.merged import Listing, is_merged_name
-from warehouse.files.plain_file import plain
-from warehouse.files.remembered import file_key, remembered, remembered_by
+from warehouse.files.plain_file import file_key, plain, remembered, remembered_by
 
 _NO_FAMILY = "family=_"  # of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found

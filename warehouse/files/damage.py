@@ -17,11 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.plain_text import first_line, one_line
-from warehouse.files.checksum import verify
-from warehouse.files.layout import KINDS, LISTING_SCHEMA, FolderLayout
+from warehouse.files.layout import KINDS, LISTING_SCHEMA, FolderLayout, verify
 from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
 from warehouse.tables.schema import TABLES
-from warehouse.tables.sql_text import escaped_glob, sql_text
+from warehouse.tables.scratch_duckdb import escaped_glob, sql_text
 
 _MAGIC = b"PAR1"
 _LEAST_BYTES = 12  # the magic twice, and the length of the footer

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.plain_text import first_line
-from warehouse.files.checksum import checksum_problem
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
+from warehouse.files.layout import checksum_problem
 from warehouse.files.listings import read_listings
 from warehouse.files.merged import Listing, is_merged_name
 

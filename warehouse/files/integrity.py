@@ -19,11 +19,10 @@ from conf.errors import CommandError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of
 from conf.plain_text import first_line
 from warehouse.files.believed import lost_line, lost_merged_files
-from warehouse.files.checksum import recorded_checksum
 from warehouse.files.damage import DamagedFile, file_problem, parquet_files
 from warehouse.files.folder import DataFolder
 from warehouse.files.held_rows import Unreadable, unproven_sources
-from warehouse.files.layout import KINDS
+from warehouse.files.layout import KINDS, recorded_checksum
 from warehouse.files.listings import read_listings
 from warehouse.files.merged import Listing
 from warehouse.files.presence import Presence, compare, queue_problem

@@ -18,11 +18,10 @@ import pyarrow.parquet as pq
 from conf.files.outputs import parse_json
 from conf.plain_text import first_line, one_line
 from warehouse.files import damage
-from warehouse.files.checksum import checksum_problem, recorded_checksum
 from warehouse.files.damage import DamagedFile
-from warehouse.files.layout import FolderLayout
+from warehouse.files.layout import FolderLayout, checksum_problem, recorded_checksum
 from warehouse.files.merged import SOURCES, Listing, has_own_name, is_merged_name
-from warehouse.files.remembered import file_key, remembered, remembered_by
+from warehouse.files.plain_file import file_key, remembered, remembered_by
 
 PARTITION = "family="
 

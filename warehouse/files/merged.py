@@ -20,8 +20,15 @@ import pyarrow.parquet as pq
 
 from conf.files.outputs import parse_json, replacing, sync
 from conf.plain_text import first_line
-from warehouse.files.checksum import checksum_problem, recorded_checksum, write_sealed
-from warehouse.files.layout import COMPRESSION, LISTING_SCHEMA, FolderLayout, write_parquet
+from warehouse.files.layout import (
+    COMPRESSION,
+    LISTING_SCHEMA,
+    FolderLayout,
+    checksum_problem,
+    recorded_checksum,
+    write_parquet,
+    write_sealed,
+)
 from warehouse.files.plain_file import plain
 
 MERGED_PREFIX = "merged-"

@@ -44,8 +44,8 @@ from warehouse.files.layout import (
 from warehouse.files.merged import is_merged_name
 from warehouse.files.settle import settled_listings
 from warehouse.files.views import VIEWS, view_statements
-from warehouse.tables.disk_errors import disk_errors_named, is_disk_error
 from warehouse.tables.schema import SCHEMA_VERSION, TABLES
+from warehouse.tables.scratch_duckdb import disk_errors_named, is_disk_error
 
 FORMAT = "gpufarm-snapshot"
 MANIFEST = "manifest.json"

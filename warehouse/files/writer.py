@@ -18,9 +18,9 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.layout import checked_name, write_parquet
 from warehouse.files.merged import is_merged_name, land_batch
 from warehouse.files.merged_index import MergedIndex
-from warehouse.tables.details import DETAILS
 from warehouse.tables.run import Run
 from warehouse.tables.schema import (
+    DETAILS,
     JOB_SCHEMA,
     METRICS,
     OOM_KINDS,

@@ -27,10 +27,9 @@ from conf.errors import EnvironmentProblem
 from conf.plain_text import first_line
 from warehouse.files import views
 from warehouse.files.folder import DataFolder
-from warehouse.files.lock_file import hold_shared
+from warehouse.files.plain_file import hold_shared
 from warehouse.reading.reader import WarehouseConnection
-from warehouse.tables.duckdb_settings import has_setting
-from warehouse.tables.sql_text import sql_text
+from warehouse.tables.scratch_duckdb import has_setting, sql_text
 
 if TYPE_CHECKING:
     from warehouse.files.folder_files import FolderFiles
