@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
-    from warehouse.reading.reader import WarehouseConnection
+    from warehouse.reading.connection import WarehouseConnection
 
 __all__ = ["connect"]
 

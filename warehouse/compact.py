@@ -11,7 +11,7 @@ Start reading at `compact`. Why no reader sees a row twice or not at all, and no
   compaction deletes it once files that count hold all its runs. After a kill while deleting, the files stay hidden,
   and the next compaction continues.
 - A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted or hidden only if an intact
-  file that counts holds them (`warehouse.files.held_rows`), whatever a listing or a merged file claims.
+  file that counts holds them (`warehouse.files.compaction`), whatever a listing or a merged file claims.
 
 No clocks are compared between processes, so stepped clocks and long transactions do no harm.
 """
@@ -37,19 +37,20 @@ from warehouse.files.compaction import (
     Compaction,
     CompactionReport,
     CompactionSettings,
+    Unreadable,
     compaction_lock,
     is_open_somewhere,
+    run_ids_of,
+    settle_unlisted,
+    settled_listings,
 )
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
-from warehouse.files.held_rows import Unreadable, run_ids_of
 from warehouse.files.layout import KINDS, OF_RUNS
-from warehouse.files.listings import read_listings
-from warehouse.files.merged import is_merged_name, land_merged, listing_file, new_merged_name
-from warehouse.files.merged_index import MergedIndex
+from warehouse.files.merged import is_merged_name, land_merged, listing_file, new_merged_name, read_listings
 from warehouse.files.plain_file import NoPlainFile
-from warehouse.files.settle import settle_unlisted, settled_listings
 from warehouse.files.small_files import read_files
+from warehouse.files.writer import MergedIndex
 from warehouse.tables.schema import TABLES
 
 SORT_KEYS = {

@@ -24,9 +24,8 @@ from conf.plain_text import table_lines
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import NOW, find_snapshot
 from warehouse.files.views import VIEWS
-from warehouse.reading.connection import connect
+from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.reading.pairing import Shift, paired, shift_text, summed_up
-from warehouse.reading.reader import WarehouseConnection
 from warehouse.tables.schema import ENVIRONMENT, LABELS, RUN_SCHEMA, TABLES
 from warehouse.tables.scratch_duckdb import disk_errors_named
 

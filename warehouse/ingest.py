@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 from conf.cli.command_line import command, terminal_bar
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from warehouse.exchange.csv_columns import CsvMapping, read_mapping
 from warehouse.exchange.dataset import (
     DatasetPart,
     checked_details,
@@ -35,12 +34,18 @@ from warehouse.exchange.dataset import (
     read_part,
     repository_folder,
 )
-from warehouse.exchange.imported_rows import UNKNOWN_FAMILY, ImportedFile, ImportedRow, run_ids
-from warehouse.exchange.imported_tables import read_table
-from warehouse.exchange.neusight import NEUSIGHT, read_kernel_times
+from warehouse.exchange.imported_rows import (
+    UNKNOWN_FAMILY,
+    CsvMapping,
+    ImportedFile,
+    ImportedRow,
+    read_mapping,
+    read_table,
+    run_ids,
+)
 from warehouse.exchange.published import read_published_runs
 from warehouse.exchange.published_groups import group_members
-from warehouse.exchange.published_kernels import KERNEL_TABLES, read_kernel_table
+from warehouse.exchange.published_kernels import KERNEL_TABLES, NEUSIGHT, read_kernel_table, read_kernel_times
 from warehouse.exchange.published_tables import TABLES
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import land_batch

@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from featurize.configs.trial import config_hash
-from workers.alone import AloneRun
 from workers.devices.base import MemberAlone, Together
-from workers.labels.group_labels import EndedMember, labelled_group
-from workers.task import RunClock, RunResult, Task
-from workers.trial.outcome import Observed
+from workers.labels.run_labels import EndedMember, labelled_group
+from workers.task import AloneRun, RunClock, RunResult, Task
+from workers.trial.outcome import Observed, TrialRun
 from workers.trial.reports import Failure
 from workers.trial.server_client import RunningTrial, ServerLost
-from workers.trial.watching import TrialRun
 
 if TYPE_CHECKING:
     from workers.worker import Worker

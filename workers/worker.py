@@ -13,27 +13,31 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from conf.plain_text import safe_text
 from featurize.configs.own_code import code_marks
 from featurize.configs.trial import config_hash
 from warehouse.tables.run import Run
 from warehouse.tables.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, Slot, make_device
-from workers.devices.environment import core_count, host_memory_share_mib
+from workers.devices.base import core_count, host_memory_share_mib
 from workers.group import run_group
-from workers.labels.rank_labels import label_ranks, rank_rows
-from workers.labels.run_labels import label_run
+from workers.labels.run_labels import label_ranks, label_run, rank_rows
 from workers.settings import TrialSettings
 from workers.task import RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
-from workers.telemetry.patience import call_within
-from workers.telemetry.sampler import to_table
-from workers.trial.mps import MpsDaemon, MpsUnavailable
-from workers.trial.outcome import Observed, kernel_oom_kills, kernels_missing, outcome_of, startup_s
+from workers.telemetry.sampler import call_within, to_table
+from workers.trial.outcome import (
+    Observed,
+    TrialRun,
+    TrialWatch,
+    kernel_oom_kills,
+    kernels_missing,
+    outcome_of,
+    startup_s,
+)
 from workers.trial.reports import KERNEL_COLUMNS, Failure, RankEnded, ReportReader, TrialResult, WindowBegun
-from workers.trial.safe_text import safe_text
-from workers.trial.server_client import RunningTrial, ServerLost, TrialServer
-from workers.trial.watching import TrialRun, TrialWatch
+from workers.trial.server_client import MpsDaemon, MpsUnavailable, RunningTrial, ServerLost, TrialServer
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -18,8 +18,8 @@ from conf.reports.page_text import short
 from featurize.device.device_spec import same_device
 from featurize.families import family_names
 from learn.rows.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
+from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
-from warehouse.reading.reader import WarehouseConnection
 from warehouse.tables.scratch_duckdb import sql_text
 
 FAILED = ("crashed", "timeout", "invalid")

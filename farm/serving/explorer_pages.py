@@ -24,13 +24,27 @@ from conf.errors import CommandError, UsageError
 from conf.reports.blocks import render_page
 from farm.serving.api_page import api_page
 from warehouse.explorer.devices import BOUND, device_page, devices_page
-from warehouse.explorer.filters import Filters
-from warehouse.explorer.limited_query import CSV, PAGE, PARQUET, QueryLimits, run_limited
-from warehouse.explorer.listings import LISTINGS, ListedTable
-from warehouse.explorer.nights import night_report, nights_page
-from warehouse.explorer.pages import list_page, overview, require_run_id, run_page
-from warehouse.explorer.reading import ExplorerReader, QueryRows, TooLong
-from warehouse.explorer.render import POLICY, rendered
+from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
+from warehouse.explorer.limited_query import (
+    CSV,
+    PAGE,
+    PARQUET,
+    ExplorerReader,
+    QueryLimits,
+    QueryRows,
+    TooLong,
+    run_limited,
+)
+from warehouse.explorer.pages import (
+    POLICY,
+    list_page,
+    night_report,
+    nights_page,
+    overview,
+    rendered,
+    require_run_id,
+    run_page,
+)
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import connect
 

@@ -19,8 +19,7 @@ from warehouse.files.layout import (
     verify,
     write_sealed,
 )
-from warehouse.files.listings import read_listings
-from warehouse.files.merged import Listing
+from warehouse.files.merged import Listing, read_listings
 from warehouse.files.stale import Mark, write_marks
 from warehouse.files.writer import RunWriter, run_table
 

@@ -12,11 +12,9 @@ from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from warehouse.compact import CompactionSettings, compact
-from warehouse.files.believed import lost_merged_files
-from warehouse.files.counting import counting_files
+from warehouse.files.counting import counting_files, lost_merged_files
 from warehouse.files.layout import COMPRESSION, KINDS, write_sealed
-from warehouse.files.listings import read_listings
-from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name
+from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import RUN_SCHEMA
 

@@ -17,7 +17,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from warehouse.compact import CompactionSettings, compact
 from warehouse.diff import diff
 from warehouse.diff import entry as diff_entry
-from warehouse.exchange.neusight import COLUMNS
+from warehouse.exchange.published_kernels import COLUMNS
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.ingest import IngestSettings, ingest, print_report

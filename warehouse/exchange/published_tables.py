@@ -1,6 +1,6 @@
 """Published tables of training runs on other GPUs: step times, memory and power, each of one instrument.
 
-Start reading at `TABLES`; `warehouse.exchange.imported_tables` reads the files by these mappings.
+Start reading at `TABLES`; `warehouse.exchange.imported_rows` reads the files by these mappings.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ from warehouse.exchange.imported_rows import (
     UNKNOWN_FAMILY,
     Cells,
     Columns,
-    above_zero,
-    config_columns,
-    untraceable,
-    whole_above_zero,
-)
-from warehouse.exchange.imported_tables import (
     PublishedTable,
     Rule,
+    above_zero,
     cell,
+    config_columns,
     doubted,
     invalid,
     is_empty,
     lower,
     scaled,
     unnamed_instrument,
+    untraceable,
     whole,
+    whole_above_zero,
 )
 from warehouse.exchange.published_groups import LUCID_PAIRS
 

@@ -13,16 +13,15 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.reports.charts import Svg, against
-from warehouse.explorer.pages import LABELS
-from warehouse.explorer.reading import ExplorerReader, QueryRows
+from warehouse.explorer.limited_query import ExplorerReader, QueryRows
+from warehouse.explorer.pages import LABELS, RATIOS
 from warehouse.reading.pairing import Pair, summed_up
 from warehouse.tables.schema import SOURCES
 from warehouse.tables.scratch_duckdb import sql_text
 
 SAMPLED_RUNS = 300  # of one device page: their estimates take a good tenth of a second
-RATIOS = ("smact", "smocc", "drama")  # whose errors are differences, in points; of others they are relative
 BOUND = "upper_mib"
-_TARGETS = ("peak_memory_mib", "step_time_ms", *RATIOS)
+_TARGETS = ("peak_memory_mib", "step_time_ms", "smact", "smocc", "drama")  # errors of ratios are in points
 _ORDER = ("measured", "imported", "simulated")  # the first that a device has is shown first
 
 # Estimates of some runs, in order: target or `BOUND` -> figure; None where there is no estimate.

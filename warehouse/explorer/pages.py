@@ -1,19 +1,27 @@
-"""The contents of each page of the explorer. Start reading at `overview`; `render` turns a page's values into HTML."""
+"""The contents of each page of the explorer, and their HTML.
+
+Start reading at `overview`, `list_page` and `run_page`; `devices_page` shows how far estimates are off on each device
+model, `nights_page` the nights of growth by the reports that each left in the data folder. `over_time` and `histogram`
+draw telemetry and labels. `rendered` makes the HTML, with links that a service or files have.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from conf.errors import UsageError
-from conf.reports.charts import Svg, heat_map
-from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, Filters
-from warehouse.explorer.listings import RUNS
-from warehouse.explorer.plot import LOG_BIN, RATIO_BIN, histogram, over_time
-from warehouse.explorer.reading import ExplorerReader, QueryRows
+from conf.reports.blocks import rendered as rendered_template
+from conf.reports.charts import Axis, Margins, Plot, Svg, columns, heat_map
+from conf.reports.page_text import figure
+from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, RUNS, Filters
+from warehouse.explorer.limited_query import ExplorerReader, QueryRows
+from warehouse.files.folder import DataFolder
 from warehouse.reading.coverage import USABLE, memory_grid
 from warehouse.tables.scratch_duckdb import sql_text
 
@@ -40,6 +48,17 @@ _PLOTTED = (
 )
 _KERNELS = 20
 _FAMILIES = 20  # of a picture, the most frequent ones
+_MARGINS = Margins(height=170, right=14, top=14, bottom=30)
+_LINES = 3  # of the grid, at least
+SOURCE_COLOURS = {"measured": "k4", "simulated": "k5", "imported": "k1"}
+_NIGHT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NIGHTS_SHOWN = 400  # nights, the newest
+_NIGHTS_DRAWN = 60
+_MOST_REPORT_BYTES = 64 * 2**20  # of a report
+_LATEST_REPORT = "latest"
+# Inline style sheets and data pictures only; forms stay on the service.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'"
+Link: TypeAlias = Callable[..., "str | None"]
 
 
 @dataclass(frozen=True)
@@ -272,3 +291,165 @@ def require_run_id(text: str) -> str:
     if not text or len(text) > 300 or "\0" in text:
         raise UsageError("a run's id is wanted")
     return text
+
+
+_BINS_OF_A_DECADE, _RATIO_BINS = 8, 20
+LOG_BIN = f"floor(log10({{}}) * {_BINS_OF_A_DECADE})"  # SQL of a value's bin in a histogram
+RATIO_BIN = f"least(floor({{}} * {_RATIO_BINS}), {_RATIO_BINS - 1})"
+_MOST_BINS, _FEWEST_BINS = 40, 8
+
+
+def over_time(
+    name: str, points: Sequence[tuple[float, float]], window: tuple[float, float] | None = None
+) -> Svg | None:
+    """Return the picture of one metric; None with fewer than two points.
+
+    Args:
+        name: The metric's column, with its unit.
+        points: (time in ms, value), in the order of time.
+        window: Begin and end of the measured window in ms, which is shaded; None where they are unknown.
+    """
+    if len(points) < 2:
+        return None
+    first, values = points[0][0], [value for _, value in points]
+    seconds = max((points[-1][0] - first) / 1e3, 1e-12)
+    plot = Plot(Axis.within(0.0, seconds), Axis.of(min(0.0, *values), max(values), _LINES), _MARGINS)
+    if window is not None:
+        left, right = (plot.x(min(seconds, max(0.0, (t_ms - first) / 1e3))) for t_ms in window)
+        plot.rect("window", left, plot.top, max(right - left, 1.0), plot.bottom - plot.top, title="window")
+    plot.grid()
+    plot.ticks_below(unit=" s")
+    plot.line("line", [((t_ms - first) / 1e3, value) for t_ms, value in points])
+    return plot.picture(f"{name} over time, up to {figure(max(values))}", css="drawn")
+
+
+def histogram(name: str, counts: Mapping[str, Mapping[int, int]], *, is_log: bool) -> Svg:
+    """Return how many runs of each source lie in each bin, as columns stacked by source.
+
+    Args:
+        name: The label, with its unit.
+        counts: Source -> place of a bin -> runs, binned by `LOG_BIN` or `RATIO_BIN`; at least one run.
+        is_log: Which of the two.
+    """
+    places = sorted({place for by_place in counts.values() for place in by_place})
+    first, last = (places[0], places[-1]) if is_log else (0, _RATIO_BINS - 1)
+    missing = max(0, _FEWEST_BINS - (last - first + 1))
+    first, last = first - missing // 2, last + missing - missing // 2
+    per = max(1, math.ceil((last - first + 1) / _MOST_BINS))  # bins that are drawn as one
+    edges = [10 ** (at / _BINS_OF_A_DECADE) if is_log else at / _RATIO_BINS for at in range(first, last + per + 1, per)]
+    runs_of: Counter[tuple[int, str]] = Counter()
+    for source, by_place in counts.items():
+        for place, runs in by_place.items():
+            runs_of[(place - first) // per, source] += runs
+    heights: Counter[int] = Counter()
+    for (place, _), runs in runs_of.items():
+        heights[place] += runs
+    x_axis = Axis.log(edges[0], edges[-1]) if is_log else Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0))
+    most = max(heights.values())
+    plot = Plot(x_axis, Axis.of(0.0, max(most, _LINES), _LINES), _MARGINS)
+    plot.grid()
+    plot.ticks_below()
+    low: Counter[int] = Counter()
+    for (place, source), runs in sorted(runs_of.items()):
+        left, right = edges[place], edges[place + 1]
+        title = f"{figure(left)} to {figure(right)}: {runs:,} {source}"
+        plot.column(SOURCE_COLOURS.get(source, "k0"), left, right, low[place], low[place] + runs, title, gap=0.5)
+        low[place] += runs
+    label = f"{name} of {sum(heights.values()):,} runs, from {figure(edges[0])} to {figure(edges[-1])}"
+    return plot.picture(label, css="drawn")
+
+
+@dataclass(frozen=True)
+class ReportedNight:
+    """The report of one night. level: good, look or bad; by_status: outcome -> runs."""
+
+    cycle: str
+    started_at: str | None
+    outcome: str
+    level: str
+    sentence: str
+    runs: int | None
+    by_status: Mapping[str, int]
+    promoted: Sequence[str]
+    has_page: bool
+
+
+@dataclass(frozen=True)
+class NightsPage:
+    """All nights, the newest first. unreadable: reports that could not be read, each with its reason."""
+
+    nights: Sequence[ReportedNight]
+    picture: Svg | None
+    unreadable: Sequence[tuple[str, str]]
+    has_more: bool
+
+
+def nights_page(folder: DataFolder) -> NightsPage:
+    """Return the nights of a data folder."""
+    names = sorted((path.stem for path in folder.reports.glob("*.json") if path.stem != _LATEST_REPORT), reverse=True)
+    nights, unreadable = [], []
+    for name in names[:_NIGHTS_SHOWN]:
+        try:
+            nights.append(_night(folder, name))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            unreadable.append((name, type(error).__name__))
+    drawn = {night.cycle: float(night.runs or 0) for night in reversed(nights[:_NIGHTS_DRAWN])}
+    runs = {"runs of each night": ("k1", list(drawn.values()))}
+    picture = columns(list(drawn), runs, "runs") if any(drawn.values()) else None
+    return NightsPage(nights, picture, unreadable, len(names) > _NIGHTS_SHOWN)
+
+
+def night_report(folder: DataFolder, name: str) -> bytes | None:
+    """Return the page that a night's report is; None where there is none. Raises `UsageError` for no night's name."""
+    if not _NIGHT_NAME.fullmatch(name):
+        raise UsageError("a night's name is wanted, as in 2026-11-20")
+    path = folder.reports / f"{name}.html"
+    try:
+        if path.stat().st_size > _MOST_REPORT_BYTES:
+            raise UsageError(f"the report of {name} is larger than {_MOST_REPORT_BYTES // 2**20} MiB")
+        return path.read_bytes()
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+
+
+def _night(folder: DataFolder, name: str) -> ReportedNight:
+    path = folder.reports / f"{name}.json"
+    if path.stat().st_size > _MOST_REPORT_BYTES:
+        raise ValueError("too large")
+    report: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    outcome, run = report.get("said") or {}, report.get("run") or {}
+    promoted = [
+        f"{score['target']} by {score['estimator']}"
+        for score in report.get("scores") or ()
+        if score.get("cycle") == report.get("cycle") and score.get("decision") in ("promoted", "first")
+    ]
+    return ReportedNight(
+        cycle=name,
+        started_at=report.get("started_at"),
+        outcome=str(outcome.get("outcome") or "open"),
+        level=str(outcome.get("level") or "look"),
+        sentence=str(outcome.get("sentence") or ""),
+        runs=run.get("runs"),
+        by_status=dict(run.get("by_status") or {}),
+        promoted=promoted,
+        has_page=path.with_suffix(".html").is_file() and _NIGHT_NAME.fullmatch(name) is not None,
+    )
+
+
+def served_link(path: str, query: str = "") -> str | None:
+    """Return the address of a page of the service."""
+    return f"{path}?{query}" if query else path
+
+
+def rendered(template: str, link: Link = served_link, **values: Any) -> str:
+    """Return the HTML of a template of the explorer, every value cleaned and escaped.
+
+    Args:
+        template: Its name.
+        link: Gives the address of a page by its path and query; None where there is no such page.
+        **values: What the template shows.
+    """
+    links = {"link": link, "is_served": link is served_link}
+    return rendered_template(f"explorer/{template}", "explorer", colours=SOURCE_COLOURS, **links, **values)

@@ -1,6 +1,10 @@
-"""Paths of a data folder, and atomic writes of files in it. Imports no reader and no writer.
+"""Paths of a data folder, and atomic writes of files in it, with a checksum. Imports no reader of the folder.
 
-Start reading at `FolderLayout`; `warehouse.files.folder` makes and opens data folders.
+Start reading at `FolderLayout`; `warehouse.files.folder` makes and opens data folders. `sealed_bytes` writes the
+checksum of a Parquet file into its own footer, and `checksum_problem` verifies it: it covers every byte, the footer and
+its statistics too. The file is written with zeros where the digest belongs, hashed whole, and then the digest takes the
+zeros' place; to verify, the zeros are put back. A checksum detects damage by disks, cables and copies; it proves no
+authorship.
 """
 
 from __future__ import annotations
@@ -34,6 +38,18 @@ LISTING_SCHEMA = pa.schema([("path", pa.string()), ("hidden", pa.bool_())])
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _ANCHOR_FAMILY = "_schema"  # no family can be called so: a name starts with a letter or digit
+CHECKSUM_KEY = "gpufarm_checksum"
+_PREFIX = "sha256:"
+_DIGEST_CHARACTERS = 64
+_PLACEHOLDER = "0" * _DIGEST_CHARACTERS
+# A key-value pair of the footer as Thrift's compact protocol has it: a binary field is 0x18, its length, its bytes.
+_VALUE_HEAD = b"\x18" + bytes([len(_PREFIX) + _DIGEST_CHARACTERS]) + _PREFIX.encode()
+_KEY = CHECKSUM_KEY.encode()
+_VALUE = re.compile(re.escape(_VALUE_HEAD) + rb"[0-9a-f]{%d}" % _DIGEST_CHARACTERS)
+_MAGIC = b"PAR1"
+_ENDING_BYTES = 8  # the footer's length in 4 bytes, and the magic
+_TAIL_BYTES = 64 * 2**10  # holds the whole footer of most files
+_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -230,20 +246,6 @@ def _write_file(path: Path, content: bytes) -> None:
 def _without_rows(schema: pa.Schema) -> bytes:
     """The same in every folder, and as much work as a file with rows."""
     return sealed_bytes(schema.empty_table(), **_PLAIN)
-
-
-CHECKSUM_KEY = "gpufarm_checksum"
-_PREFIX = "sha256:"
-_DIGEST_CHARACTERS = 64
-_PLACEHOLDER = "0" * _DIGEST_CHARACTERS
-# A key-value pair of the footer as Thrift's compact protocol has it: a binary field is 0x18, its length, its bytes.
-_VALUE_HEAD = b"\x18" + bytes([len(_PREFIX) + _DIGEST_CHARACTERS]) + _PREFIX.encode()
-_KEY = CHECKSUM_KEY.encode()
-_VALUE = re.compile(re.escape(_VALUE_HEAD) + rb"[0-9a-f]{%d}" % _DIGEST_CHARACTERS)
-_MAGIC = b"PAR1"
-_ENDING_BYTES = 8  # the footer's length in 4 bytes, and the magic
-_TAIL_BYTES = 64 * 2**10  # holds the whole footer of most files
-_CHUNK_BYTES = 2**20
 
 
 class NoParquetFile(ValueError):

@@ -1,6 +1,8 @@
-"""Opens plain files of the data folder for reading; opening a pipe instead would block for ever.
+"""Opens plain files of a data folder: to read them, as locks, and to remember what they hold while they stay the same.
 
-Start reading at `open_plain`.
+Start reading at `open_plain`: opening a pipe instead would block for ever. `remembered` judges whether a file stayed
+the same by inode, size and time. `open_lock` lets no hostile or copied folder have another file written to;
+`hold_shared` and `is_shared_by_any` are of locks that DuckDB clients see, too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ from conf.errors import EnvironmentProblem
 
 # Not of the file, but of this process or computer.
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+T = TypeVar("T")
+_MOST = 4096
+_memory: dict[Hashable, Any] = {}
+_lock = threading.Lock()
+# O_NONBLOCK: opening a fifo must not wait for its other end.
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class NoPlainFile(OSError):
@@ -75,12 +83,6 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
-T = TypeVar("T")
-_MOST = 4096
-_memory: dict[Hashable, Any] = {}
-_lock = threading.Lock()
-
-
 def remembered(
     path: Path,
     read: Callable[[], T],
@@ -113,10 +115,6 @@ def remembered_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, A
             memory.clear()
         memory[key] = value
     return value
-
-
-# O_NONBLOCK: opening a fifo must not wait for its other end.
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def open_lock(path: Path, *, written: bool = False) -> BinaryIO:

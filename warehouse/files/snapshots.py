@@ -26,13 +26,11 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_na
 from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, read_json, sync
 from conf.plain_text import first_line
-from warehouse.files.believed import SNAPSHOT_LISTING, refuse_lost
-from warehouse.files.compaction import CompactionReport, compaction_lock
-from warehouse.files.counting import counting_files
+from warehouse.files.compaction import CompactionReport, compaction_lock, run_ids_of, settled_listings
+from warehouse.files.counting import SNAPSHOT_LISTING, counting_files, refuse_lost
 from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
 from warehouse.files.folder import DataFolder
-from warehouse.files.held_rows import run_ids_of
 from warehouse.files.layout import (
     KINDS,
     LISTING_SCHEMA,
@@ -42,7 +40,6 @@ from warehouse.files.layout import (
     write_parquet,
 )
 from warehouse.files.merged import is_merged_name
-from warehouse.files.settle import settled_listings
 from warehouse.files.views import VIEWS, view_statements
 from warehouse.tables.schema import SCHEMA_VERSION, TABLES
 from warehouse.tables.scratch_duckdb import disk_errors_named, is_disk_error

@@ -19,8 +19,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.layout import KINDS, OF_RUNS
 from warehouse.files.plain_file import plain
 from warehouse.files.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
-from warehouse.reading.connection import connect
-from warehouse.reading.reader import WarehouseConnection
+from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.schema import (
     COLLOCATION_RATIOS,
     DATASET_JOB_PREFIX,

@@ -2,7 +2,8 @@
 
 Start reading at `RUN_SCHEMA`; `TABLES` names the schema of each table. Every column that can be missing is NULL when it
 was not measured; ratios lie in [0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION`
-grows; older files stay readable, since views unite by name.
+grows; older files stay readable, since views unite by name. `DETAILS` has the tables whose rows belong to a run, beside
+its telemetry: landing, checks, export, publication and ingest treat them alike.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ RUN_SCHEMA = pa.schema(
         # added in version 2
         ("quality", pa.string()),  # trusted | suspect | untrusted
         ("quality_reasons", pa.string()),  # JSON: reason -> what was seen, in words
-        ("quality_summary", pa.string()),  # JSON: see workers.labels.verdict.Verdict
+        ("quality_summary", pa.string()),  # JSON: see workers.labels.quality.Verdict
         ("samples_measured", pa.int64()),  # telemetry rows of the window, by what they are
         ("samples_repeated", pa.int64()),
         ("samples_unavailable", pa.int64()),

@@ -16,6 +16,10 @@ from pathlib import Path
 
 import duckdb
 
+_ATTACHING = threading.Lock()
+_INSTANCES: dict[int, duckdb.DuckDBPyConnection] = {}  # by process: a child must not close its parent's
+_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
 
 def sql_text(value: str) -> str:
     """Return the value as a string literal."""
@@ -37,10 +41,6 @@ def _settings() -> frozenset[str]:
     """All names, asked once: the list takes DuckDB as long as opening a small file."""
     with duckdb.connect() as connection:
         return frozenset(name for (name,) in connection.execute("SELECT name FROM duckdb_settings()").fetchall())
-
-
-_ATTACHING = threading.Lock()
-_INSTANCES: dict[int, duckdb.DuckDBPyConnection] = {}  # by process: a child must not close its parent's
 
 
 def scratch_cursor() -> duckdb.DuckDBPyConnection:
@@ -97,9 +97,6 @@ def _new_instance() -> duckdb.DuckDBPyConnection:
     if has_setting("async_threads"):  # since DuckDB 2.0
         connection.execute("SET async_threads = 0")
     return connection
-
-
-_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def is_disk_error(error: duckdb.Error) -> bool:

@@ -49,7 +49,7 @@ class CpuDevice:
     ) -> None:
         import torch
 
-        from workers.devices.environment import core_count
+        from workers.devices.base import core_count
         from workers.devices.training import measure_training
 
         ranks = 1 if place is None else place.ranks  # which share the worker's part of cores and memory
@@ -62,7 +62,7 @@ class CpuDevice:
     def _limit_mib(self) -> float:
         if self.choice.memory_limit_mib is not None:
             return self.choice.memory_limit_mib
-        from workers.devices.environment import host_memory_share_mib
+        from workers.devices.base import host_memory_share_mib
 
         return host_memory_share_mib(self.count)
 

@@ -11,7 +11,7 @@ from typing import Any
 _MOST_ENTRIES = 10_000_000
 
 
-def start() -> None:
+def start_recording() -> None:
     """Record every request of the GPU's allocator from now on. Call it before the first allocation."""
     import torch
 
@@ -19,7 +19,7 @@ def start() -> None:
     torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES, context=None)
 
 
-def label(where: str) -> None:
+def label_requests(where: str) -> None:
     """Mark this thread's requests from now on with a text, where the release can (2.11 can, 2.8 cannot)."""
     import torch
 
@@ -27,8 +27,8 @@ def label(where: str) -> None:
         torch.cuda.memory._set_memory_metadata(where)
 
 
-def entries() -> list[dict[str, Any]]:
-    """Return the first GPU's history so far: `action`, `size`, `addr`, `stream`, and `where` as `label` said."""
+def recorded_entries() -> list[dict[str, Any]]:
+    """Return the first GPU's history so far: `action`, `size`, `addr`, `stream`, and `where` as `label_requests` said."""
     import torch
 
     return _plain(torch.cuda.memory._snapshot())
@@ -46,7 +46,7 @@ def _plain(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
     return plain
 
 
-def recorded() -> dict[str, Any]:
+def recorded_history() -> dict[str, Any]:
     """Return the history with what it must explain: segments, peaks and out-of-memory errors of the first GPU."""
     import torch
 
