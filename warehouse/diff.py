@@ -26,8 +26,8 @@ from warehouse.files.snapshots import NOW, find_snapshot
 from warehouse.files.views import VIEWS
 from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.reading.pairing import Shift, paired, shift_text, summed_up
+from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import ENVIRONMENT, LABELS, RUN_SCHEMA, TABLES
-from warehouse.tables.scratch_duckdb import disk_errors_named
 
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
 _BY = ("family", "device_name", "status")

@@ -39,8 +39,8 @@ from warehouse.exchange.dataset_card import card
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
 from warehouse.reading.connection import WarehouseConnection, connect
+from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import DETAILS, RUN_SCHEMA
-from warehouse.tables.scratch_duckdb import disk_errors_named
 
 # Runs that lost their worker know of no device, and belong to no data set of one.
 SOURCES = {

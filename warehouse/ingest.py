@@ -52,8 +52,8 @@ from warehouse.files.merged import land_batch
 from warehouse.files.plain_file import open_lock
 from warehouse.files.writer import RunWriter, detail_table
 from warehouse.reading.connection import connect
+from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS
-from warehouse.tables.scratch_duckdb import disk_errors_named
 
 DATASET, CSV = "dataset", "csv"
 # Takes a file and the GPU model that was measured, in place of the file's own; returns the file's rows, or why it is

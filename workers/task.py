@@ -1,4 +1,7 @@
-"""A worker's input and output: a task, and the runs that became of it."""
+"""A worker's input and output: a task, the runs that became of it, and figures of runs that had the device alone.
+
+Start reading at `Task`. What a trial shows beside others is held against its `AloneRun`.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from fastapi.responses import HTMLResponse
 from conf.errors import CommandError, UsageError
 from conf.reports.blocks import render_page
 from farm.serving.api_page import api_page
-from warehouse.explorer.devices import BOUND, device_page, devices_page
 from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
 from warehouse.explorer.limited_query import (
     CSV,
@@ -36,7 +35,10 @@ from warehouse.explorer.limited_query import (
     run_limited,
 )
 from warehouse.explorer.pages import (
+    BOUND,
     POLICY,
+    device_page,
+    devices_page,
     list_page,
     night_report,
     nights_page,

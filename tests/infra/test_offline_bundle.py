@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from conf.errors import EnvironmentProblem, UsageError
 from infra.offline import bundle as bundles
 from infra.offline import launch, plan
-from infra.offline import wheels as resolved
+
 from infra.offline.wheels import Target, needed_wheels
 
 PYTHON = "{}.{}".format(*sys.version_info)
@@ -56,7 +56,7 @@ sys.exit(7)
 
 
 def write_wheel(folder, name, tag, requires=(), files=(), version=None):
-    version = version or UNPINNED.get(name) or str(resolved._pins().get(name.replace("_", "-"), "30.0"))
+    version = version or UNPINNED.get(name) or str(bundles._pins().get(name.replace("_", "-"), "30.0"))
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     metadata += "".join(f"Requires-Dist: {line}\n" for line in requires)
     with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:

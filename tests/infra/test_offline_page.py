@@ -17,8 +17,7 @@ from featurize.families import cnn, mlp
 from infra.offline import page
 from infra.offline.estimated_runs import SHIPPED, EstimatedRuns, estimated_runs, spread_of
 from infra.offline.experiment_sections import pair_blocks, protocol_blocks
-from infra.offline.page import make_page, read_results
-from infra.offline.refits import refits
+from infra.offline.page import make_page, read_results, refits
 from infra.offline.results import Series, pack
 from infra.offline.run_sections import is_corrected, memory_blocks
 from learn.estimation.loops import PIPELINE

@@ -12,7 +12,7 @@ import warehouse
 from conf.cli.command_line import run
 from warehouse.files.writer import RunWriter
 from warehouse.query import entry
-from warehouse.tables.scratch_duckdb import sql_text
+from warehouse.tables.duckdb_access import sql_text
 
 
 @pytest.fixture

@@ -41,8 +41,8 @@ from warehouse.files.layout import (
 )
 from warehouse.files.merged import is_merged_name
 from warehouse.files.views import VIEWS, view_statements
+from warehouse.tables.duckdb_access import disk_errors_named, is_disk_error
 from warehouse.tables.schema import SCHEMA_VERSION, TABLES
-from warehouse.tables.scratch_duckdb import disk_errors_named, is_disk_error
 
 FORMAT = "gpufarm-snapshot"
 MANIFEST = "manifest.json"

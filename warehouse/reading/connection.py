@@ -32,7 +32,7 @@ from conf.plain_text import first_line
 from warehouse.files import views
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import hold_shared
-from warehouse.tables.scratch_duckdb import has_setting, sql_text
+from warehouse.tables.duckdb_access import has_setting, sql_text
 
 if TYPE_CHECKING:
     from warehouse.files.folder_files import FolderFiles

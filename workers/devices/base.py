@@ -1,6 +1,8 @@
 """The device Protocol: the interface between a device backend, its worker and the trial that is measured on it.
 
 Start reading at `Device`. Torch-free; a backend imports torch only inside `measure`, which runs in the trial's child.
+`software_environment` has the versions that labels depend on; it is called only where torch is already imported (the
+trial server and its children).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 
 BACKENDS = ("auto", "cuda", "cpu", "simulated")
+TRACES_ONLY = "GPUFARM_TRACES_ONLY"  # set for a trial server whose trials run no step of their own
+_HOST_MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +172,6 @@ class Device(Protocol):
     ) -> None:
         """Build, warm up and measure one trial, or one rank of it; `link.report` each event (see `workers.trial`)."""
         ...
-
-
-TRACES_ONLY = "GPUFARM_TRACES_ONLY"  # set for a trial server whose trials run no step of their own
-_HOST_MEMORY_SHARE = 0.9
 
 
 def software_environment() -> dict[str, str | None]:

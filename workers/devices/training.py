@@ -1,7 +1,12 @@
 """The measured training loop that real devices share: build, warm up until steady, measure until the window ends.
 
-Start reading at `measure_training`; `window.py` holds the rules. Runs in the trial's child; every time is
-`time.monotonic_ns()`, which the worker that samples telemetry on the same machine reads too.
+Start reading at `measure_training`. Runs in the trial's child; every time is `time.monotonic_ns()`, which the worker
+that samples telemetry on the same machine reads too. `warm_up` and `measure_window` hold the rules, by step times,
+memory and the worker's message; steps come in as a function that runs one. Torch is imported on use.
+
+In a trial of several ranks, `Lockstep` has all of them run their steps together. The first rank decides when the
+warm-up and the window end, as a trial alone does, and says before each step that there is one; the others follow. Words
+travel over gloo also on GPUs, so that no kernel of theirs runs beside those that are measured.
 """
 
 from __future__ import annotations
@@ -15,9 +20,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
-import torch.distributed as dist
 
 from workers.devices.base import Link, Place
 from workers.devices.profiling import report_kernels
@@ -33,85 +35,193 @@ if TYPE_CHECKING:
 
 _STEP, _WINDOW, _END = range(3)
 _LOOPBACK = ("lo", "lo0")  # by the names of Linux and macOS
-
-
-class Lockstep:
-    """Joins the trial's process group, which needs all of its ranks.
-
-    Args:
-        place: Of this rank.
-        device: On which it trains: nccl joins the ranks on GPUs, gloo those on the CPU.
-    """
-
-    def __init__(self, place: Place, device: torch.device) -> None:
-        names = {name for _, name in socket.if_nameindex()}
-        for loopback in filter(names.__contains__, _LOOPBACK):  # the ranks are of one node
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        on_gpu = device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            init_method=f"file://{place.store}",
-            rank=place.rank,
-            world_size=place.ranks,
-            device_id=device if on_gpu else None,
-        )
-        self.leads = place.rank == 0
-        self._group = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
-
-    def leading(self, run_step: RunStep) -> RunStep:
-        """Return `run_step` of the first rank, which has the others run a step beside it."""
-
-        def run() -> tuple[int, float]:
-            self._say(_STEP)
-            return run_step()
-
-        return run
-
-    def begin_window(self) -> None:
-        """Tell the other ranks that the next step is the window's first."""
-        self._say(_WINDOW)
-
-    def end(self) -> None:
-        """Tell the other ranks that there are no more steps."""
-        self._say(_END)
-
-    def followed(self, run_step: RunStep, window_begins: Callable[[], object]) -> Iterator[tuple[int, float]]:
-        """Run the steps that the first rank says; yield those of the window."""
-        in_window = False
-        while (word := self._heard()) != _END:
-            if word == _WINDOW:
-                in_window = True
-                window_begins()
-                continue
-            step = run_step()
-            if in_window:
-                yield step
-
-    def _say(self, word: int) -> None:
-        dist.broadcast(torch.tensor(word), 0, group=self._group)
-
-    def _heard(self) -> int:
-        word = torch.tensor(_END)
-        dist.broadcast(word, 0, group=self._group)
-        return int(word)
-
-
 RunStep = Callable[[], tuple[int, float]]  # runs one step: (monotonic time of its end in ns, its duration in ms)
-
 _MEMORY_PERIOD_NS = 50_000_000  # reading the allocator's figures costs a tenth of a millisecond
 _FIRST_STEPS = 5  # after each of which memory is read
 _GROWTH = 1.002  # more than this is growth, less is the noise of a process's resident set
 _LONG_NS = 1_000_000_000
-
 _GROUP_NS = 100_000_000  # warm-up compares two groups of steps, each so long
 _CHECK_NS = 25_000_000
 _SURE_STEPS = 4  # a group of fewer steps is compared coarsely
 _OPTIMIZER_STEPS = 32  # a loss scale of 2**16 is 1 after 16 overflows; then the optimizer never steps
-
 _BATCH_MS = 50.0  # step times are looked at in batches, each so long
 _MIN_BATCHES = 4
 _OUTLIER_BATCHES = 7  # with fewer, a slow stretch cannot be distinguished from a slow step
 _ASK_NS = 10_000_000
+_REPORT_PERIOD_NS = 100_000_000
+# Up to here one thread of the host has a model ready within a second or so; larger ones are made quicker on the device.
+_HOST_PARAMETERS = 50_000_000
+_BATCHES_APART = 1_000_003  # between the seeds of two ranks' batches
+
+
+class Meter(Protocol):
+    """The part that differs between devices: waiting for the device, and reading its allocator."""
+
+    device: torch.device
+
+    def synchronize(self) -> None: ...
+
+    def memory(self) -> dict[str, float]: ...
+
+
+def measure_training(
+    config: TrialConfig,
+    open_meter: Callable[[], Meter],
+    settings: TrialSettings,
+    seed: int,
+    link: Link,
+    place: Place | None = None,
+) -> None:
+    """Train one trial and report `built`, `warmup`, `window`, `step` (thinned) and `result` with the labels.
+
+    One step copies the batch to the device, runs forward, loss, backward and optimizer, and waits for the device, as
+    a loop that reads its loss does. A trial that is made ready ahead makes its batch, and its model unless that is
+    large, on the host and moves them when it is its turn: only then is `open_meter` called, before which nothing may
+    touch the device. A rank at `place` trains beside the others, on a batch of its own.
+    """
+    import torch
+
+    from featurize.families import get_family, layers_of, loss_of
+    from featurize.job.layers import totals
+    from featurize.training.training_step import TrainingStep
+
+    family = get_family(config.family)
+
+    def make_batch() -> tuple[Any, Any]:
+        # The same batch wherever the model was built; the same model on each rank.
+        torch.manual_seed(seed if place is None else seed + place.rank * _BATCHES_APART)
+        inputs, targets = family.batch(config, torch.device("cpu"))
+        return inputs, targets
+
+    model = batch = None
+    if link.ahead:
+        if totals(layers_of(config)).parameters <= _HOST_PARAMETERS:
+            torch.manual_seed(seed)
+            model = family.build(config)
+        batch = make_batch()
+        link.wait_for_go()
+    meter = open_meter()
+    if model is None:
+        torch.manual_seed(seed)
+        with meter.device:  # parameters are made where they are used: no copy in host memory first
+            model = family.build(config)
+    else:
+        model = model.to(meter.device)  # parameter by parameter: no second copy on the device
+    inputs, targets = batch or make_batch()
+    link.report("built", parameters=sum(parameter.numel() for parameter in model.parameters()))
+    ranks = None if place is None else Lockstep(place, meter.device)
+    step = TrainingStep(model, config, meter.device, loss=loss_of(config), wrap=_wrapper(config))
+    memory = MemoryWatch(meter.memory)
+    reporter = _StepReporter(memory, link)
+
+    def train_step() -> None:
+        step(
+            tuple(tensor.to(meter.device, non_blocking=True) for tensor in inputs),
+            targets.to(meter.device, non_blocking=True),
+        )
+        meter.synchronize()
+
+    def run_step() -> tuple[int, float]:
+        start_ns = time.monotonic_ns()
+        train_step()
+        end_ns = time.monotonic_ns()
+        step_ms = (end_ns - start_ns) / 1e6
+        memory.step(end_ns)
+        reporter.step(end_ns, step_ms)
+        return end_ns, step_ms
+
+    def optimizer_ready() -> bool:
+        return config.optimizer == "sgd" or any(True for _ in step.optimizer_tensors())  # plain SGD keeps no state
+
+    def begin_window() -> int:
+        reporter.flush()
+        start_ns = time.monotonic_ns()
+        link.report("window", t_ns=start_ns)
+        return start_ns
+
+    link.report("warmup", t_ns=time.monotonic_ns())
+    if ranks is not None and not ranks.leads:
+        window = followed_window(ranks.followed(run_step, begin_window))
+    else:
+        window = _decided_window(run_step, begin_window, memory, settings.window, link, optimizer_ready, ranks)
+    reporter.flush()
+    step_time_ms = statistics.median(window.step_times_ms)
+    half_widths = {} if window.half_width_ms is None else {"step_time_ms": window.half_width_ms}
+    link.report(
+        "result",
+        window_end_ns=window.end_ns,
+        window_ended=window.ended,
+        values={
+            **{name: value for name, value in meter.memory().items() if name.startswith("peak_")},
+            "step_time_ms": step_time_ms,
+            "steps": len(window.step_times_ms),
+            "half_widths": half_widths,
+        },
+    )
+
+    while link.together is not None and link.awaits("bye"):  # its partners' windows see it at work
+        train_step()
+    if settings.kernels.steps and ranks is None and link.together is None and link.labels_taken():
+        report_kernels(train_step, settings.kernels.steps, step_time_ms, meter.device.type, link)
+
+
+def _decided_window(
+    run_step: RunStep,
+    begin_window: Callable[[], int],
+    memory: MemoryWatch,
+    rules: WindowSettings,
+    link: Link,
+    optimizer_ready: Callable[[], bool],
+    ranks: Lockstep | None,
+) -> MeasuredWindow:
+    """Warm up and measure, deciding when either ends; tell it to the other `ranks`, if there are some."""
+    run = run_step if ranks is None else ranks.leading(run_step)
+    warm_up(run, memory, rules, optimizer_ready)
+    if link.together is not None:  # windows open when all are warm
+        link.report("warm", t_ns=time.monotonic_ns())
+        while link.awaits("open"):
+            run()
+    if ranks is not None:
+        ranks.begin_window()
+    start_ns = begin_window()
+    window = measure_window(run, memory, lambda: link.received("steady"), rules, start_ns)
+    if ranks is not None:
+        ranks.end()
+    return window
+
+
+def _wrapper(config: TrialConfig) -> Callable[[nn.Module], nn.Module] | None:
+    """Return what puts a rank's model into its wrapper; None: the trial runs alone."""
+    layout = config.layout
+    if layout is None:
+        return None
+    from featurize.training.sharding import wrapped
+
+    return lambda model: wrapped(model, layout)
+
+
+class _StepReporter:
+    """Reports steps at most every 100 ms: a tiny model takes thousands a second, and the worker shares the cores."""
+
+    def __init__(self, memory: MemoryWatch, link: Link):
+        self._memory = memory
+        self._link = link
+        self._last_ns = 0
+        self._unsent: tuple[int, float] | None = None
+
+    def step(self, t_ns: int, step_ms: float) -> None:
+        self._unsent = (t_ns, step_ms)
+        if t_ns - self._last_ns >= _REPORT_PERIOD_NS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._unsent is None:
+            return
+        t_ns, step_ms = self._unsent
+        self._last_ns, self._unsent = t_ns, None
+        memory = self._memory.values
+        values = {name: memory[name] for name in ("allocated_mib", "reserved_mib") if name in memory}
+        self._link.report("step", t_ns=t_ns, values={"step_time_ms": step_ms, **values})
 
 
 class MemoryWatch:
@@ -314,182 +424,65 @@ class StepPace:
         return mean_half_width([math.fsum(group) for group in groups], [len(group) for group in groups])
 
 
-_REPORT_PERIOD_NS = 100_000_000
-# Up to here one thread of the host has a model ready within a second or so; larger ones are made quicker on the device.
-_HOST_PARAMETERS = 50_000_000
-_BATCHES_APART = 1_000_003  # between the seeds of two ranks' batches
+class Lockstep:
+    """Joins the trial's process group, which needs all of its ranks.
 
-
-class Meter(Protocol):
-    """The part that differs between devices: waiting for the device, and reading its allocator."""
-
-    device: torch.device
-
-    def synchronize(self) -> None: ...
-
-    def memory(self) -> dict[str, float]: ...
-
-
-def measure_training(
-    config: TrialConfig,
-    open_meter: Callable[[], Meter],
-    settings: TrialSettings,
-    seed: int,
-    link: Link,
-    place: Place | None = None,
-) -> None:
-    """Train one trial and report `built`, `warmup`, `window`, `step` (thinned) and `result` with the labels.
-
-    One step copies the batch to the device, runs forward, loss, backward and optimizer, and waits for the device, as
-    a loop that reads its loss does. A trial that is made ready ahead makes its batch, and its model unless that is
-    large, on the host and moves them when it is its turn: only then is `open_meter` called, before which nothing may
-    touch the device. A rank at `place` trains beside the others, on a batch of its own.
+    Args:
+        place: Of this rank.
+        device: On which it trains: nccl joins the ranks on GPUs, gloo those on the CPU.
     """
-    import torch
 
-    from featurize.families import get_family, layers_of, loss_of
-    from featurize.job.layers import totals
-    from featurize.training.training_step import TrainingStep
+    def __init__(self, place: Place, device: torch.device) -> None:
+        import torch.distributed as dist
 
-    family = get_family(config.family)
-
-    def make_batch() -> tuple[Any, Any]:
-        # The same batch wherever the model was built; the same model on each rank.
-        torch.manual_seed(seed if place is None else seed + place.rank * _BATCHES_APART)
-        inputs, targets = family.batch(config, torch.device("cpu"))
-        return inputs, targets
-
-    model = batch = None
-    if link.ahead:
-        if totals(layers_of(config)).parameters <= _HOST_PARAMETERS:
-            torch.manual_seed(seed)
-            model = family.build(config)
-        batch = make_batch()
-        link.wait_for_go()
-    meter = open_meter()
-    if model is None:
-        torch.manual_seed(seed)
-        with meter.device:  # parameters are made where they are used: no copy in host memory first
-            model = family.build(config)
-    else:
-        model = model.to(meter.device)  # parameter by parameter: no second copy on the device
-    inputs, targets = batch or make_batch()
-    link.report("built", parameters=sum(parameter.numel() for parameter in model.parameters()))
-    ranks = None if place is None else _joined(place, meter.device)
-    step = TrainingStep(model, config, meter.device, loss=loss_of(config), wrap=_wrapper(config))
-    memory = MemoryWatch(meter.memory)
-    reporter = _StepReporter(memory, link)
-
-    def train_step() -> None:
-        step(
-            tuple(tensor.to(meter.device, non_blocking=True) for tensor in inputs),
-            targets.to(meter.device, non_blocking=True),
+        names = {name for _, name in socket.if_nameindex()}
+        for loopback in filter(names.__contains__, _LOOPBACK):  # the ranks are of one node
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"file://{place.store}",
+            rank=place.rank,
+            world_size=place.ranks,
+            device_id=device if on_gpu else None,
         )
-        meter.synchronize()
+        self.leads = place.rank == 0
+        self._group = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
 
-    def run_step() -> tuple[int, float]:
-        start_ns = time.monotonic_ns()
-        train_step()
-        end_ns = time.monotonic_ns()
-        step_ms = (end_ns - start_ns) / 1e6
-        memory.step(end_ns)
-        reporter.step(end_ns, step_ms)
-        return end_ns, step_ms
+    def leading(self, run_step: RunStep) -> RunStep:
+        """Return `run_step` of the first rank, which has the others run a step beside it."""
 
-    def optimizer_ready() -> bool:
-        return config.optimizer == "sgd" or any(True for _ in step.optimizer_tensors())  # plain SGD keeps no state
+        def run() -> tuple[int, float]:
+            self._broadcast(_STEP)
+            return run_step()
 
-    def begin_window() -> int:
-        reporter.flush()
-        start_ns = time.monotonic_ns()
-        link.report("window", t_ns=start_ns)
-        return start_ns
+        return run
 
-    link.report("warmup", t_ns=time.monotonic_ns())
-    if ranks is not None and not ranks.leads:
-        window = followed_window(ranks.followed(run_step, begin_window))
-    else:
-        window = _decided_window(run_step, begin_window, memory, settings.window, link, optimizer_ready, ranks)
-    reporter.flush()
-    step_time_ms = statistics.median(window.step_times_ms)
-    half_widths = {} if window.half_width_ms is None else {"step_time_ms": window.half_width_ms}
-    link.report(
-        "result",
-        window_end_ns=window.end_ns,
-        window_ended=window.ended,
-        values={
-            **{name: value for name, value in meter.memory().items() if name.startswith("peak_")},
-            "step_time_ms": step_time_ms,
-            "steps": len(window.step_times_ms),
-            "half_widths": half_widths,
-        },
-    )
+    def begin_window(self) -> None:
+        """Tell the other ranks that the next step is the window's first."""
+        self._broadcast(_WINDOW)
 
-    while link.together is not None and link.awaits("bye"):  # its partners' windows see it at work
-        train_step()
-    if settings.kernels.steps and ranks is None and link.together is None and link.labels_taken():
-        report_kernels(train_step, settings.kernels.steps, step_time_ms, meter.device.type, link)
+    def end(self) -> None:
+        """Tell the other ranks that there are no more steps."""
+        self._broadcast(_END)
 
+    def followed(self, run_step: RunStep, window_begins: Callable[[], object]) -> Iterator[tuple[int, float]]:
+        """Run the steps that the first rank says; yield those of the window."""
+        in_window = False
+        while (word := self._broadcast(_END)) != _END:
+            if word == _WINDOW:
+                in_window = True
+                window_begins()
+                continue
+            step = run_step()
+            if in_window:
+                yield step
 
-def _decided_window(
-    run_step: RunStep,
-    begin_window: Callable[[], int],
-    memory: MemoryWatch,
-    rules: WindowSettings,
-    link: Link,
-    optimizer_ready: Callable[[], bool],
-    ranks: Lockstep | None,
-) -> MeasuredWindow:
-    """Warm up and measure, deciding when either ends; tell it to the other `ranks`, if there are some."""
-    run = run_step if ranks is None else ranks.leading(run_step)
-    warm_up(run, memory, rules, optimizer_ready)
-    if link.together is not None:  # windows open when all are warm
-        link.report("warm", t_ns=time.monotonic_ns())
-        while link.awaits("open"):
-            run()
-    if ranks is not None:
-        ranks.begin_window()
-    start_ns = begin_window()
-    window = measure_window(run, memory, lambda: link.received("steady"), rules, start_ns)
-    if ranks is not None:
-        ranks.end()
-    return window
+    def _broadcast(self, word: int) -> int:
+        """Return the word of the first rank, which says this one; the others' own does not matter."""
+        import torch
+        import torch.distributed as dist
 
-
-def _joined(place: Place, device: torch.device) -> Lockstep:
-
-    return Lockstep(place, device)
-
-
-def _wrapper(config: TrialConfig) -> Callable[[nn.Module], nn.Module] | None:
-    """Return what puts a rank's model into its wrapper; None: the trial runs alone."""
-    layout = config.layout
-    if layout is None:
-        return None
-    from featurize.training.sharding import wrapped
-
-    return lambda model: wrapped(model, layout)
-
-
-class _StepReporter:
-    """Reports steps at most every 100 ms: a tiny model takes thousands a second, and the worker shares the cores."""
-
-    def __init__(self, memory: MemoryWatch, link: Link):
-        self._memory = memory
-        self._link = link
-        self._last_ns = 0
-        self._unsent: tuple[int, float] | None = None
-
-    def step(self, t_ns: int, step_ms: float) -> None:
-        self._unsent = (t_ns, step_ms)
-        if t_ns - self._last_ns >= _REPORT_PERIOD_NS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._unsent is None:
-            return
-        t_ns, step_ms = self._unsent
-        self._last_ns, self._unsent = t_ns, None
-        memory = self._memory.values
-        values = {name: memory[name] for name in ("allocated_mib", "reserved_mib") if name in memory}
-        self._link.report("step", t_ns=t_ns, values={"step_time_ms": step_ms, **values})
+        said_by_first = torch.tensor(word)
+        dist.broadcast(said_by_first, 0, group=self._group)
+        return int(said_by_first)

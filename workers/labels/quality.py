@@ -1,6 +1,7 @@
-"""Judges a run's samples: which readings are in doubt, why, and which metrics they spoil.
+"""Judges a run's samples and its labels: which readings are in doubt, why, and which labels that spoils.
 
-Start reading at `REASONS`; `judge` judges samples, `workers.labels.quality` their run. No sample is deleted.
+Start reading at `REASONS`, which has the reasons and their limits; `judge` judges samples, and `judge_run` their run,
+by other processes on the GPU and by a second source too. No sample is deleted.
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ PROFILING = (
 
 BUSY = 0.9  # gpu_util from which on a GPU that shows no activity, or another clock, is odd
 CLOCK_JUMP = 0.10  # of the window's median SM clock
+CONTEXT_MIB = 1024.0  # what a CUDA context and its libraries take at most
+CONTEXT_LEAST_MIB = 64.0  # ... and at least: a process with less cannot compute (an X server on every GPU of a machine)
+HOST_CLOCK_S = 1.0  # by which the wall clock and the monotonic one may differ over a run
+_MIN_PERIODS = 3  # of a source: a shorter window need not hold a reading
+_MIN_READINGS = 5  # of each of two sources before their means are compared
+_ENERGY_TOLERANCE = 0.10
+_POWER_CHECK_S = (
+    5.0  # the power sensor averages up to a second, so that in a short window it still shows the time before
+)
+_MEMORY_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,11 +252,6 @@ def _marked(sample: Sample, reasons: list[str] | None) -> Sample:
 
 # Memory in use before the trial: NVML counts what the driver reserves for itself, some 0.5 GiB and more on large cards.
 FOREIGN_MIB, FOREIGN_SHARE = 1024.0, 0.025
-CONTEXT_MIB = 1024.0  # what a CUDA context and its libraries take at most
-CONTEXT_LEAST_MIB = 64.0  # ... and at least: a process with less cannot compute (an X server on every GPU of a machine)
-HOST_CLOCK_S = 1.0  # by which the wall clock and the monotonic one may differ over a run
-_MIN_PERIODS = 3  # of a source: a shorter window need not hold a reading
-_MIN_READINGS = 5  # of each of two sources before their means are compared
 
 # metric -> (two sensors, absolute and relative tolerance): the larger of the two counts.
 # DCGM's memory leaves out what the driver reserves, NVML's does not.
@@ -255,11 +261,6 @@ CROSS_CHECKS: dict[str, tuple[tuple[str, str], float, float]] = {
     "power_w": (("nvml", "dcgm"), 0.0, 0.10),
     "memory_used_mib": (("nvml", "dcgm"), FOREIGN_MIB, 0.02),
 }
-_ENERGY_TOLERANCE = 0.10
-_POWER_CHECK_S = (
-    5.0  # the power sensor averages up to a second, so that in a short window it still shows the time before
-)
-_MEMORY_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Labels of a run: means over its window, peaks, energy, and their quality.
+"""Labels of a run: means over its window, peaks, energy, and their quality; also of ranks and of groups.
 
-Start reading at `label_run`.
+Start reading at `label_run`; `label_ranks` labels each rank of a run and gives the run the labels of the worst one.
+`labelled_group` is for trials that ran together: what is each one's own, and the rows of `collocations`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _ENERGY_SENSORS = ("nvml", "dcgm")
 _GROWTH = "growth of the device's memory in use, as NVML charges none to the trial"
 _SHOWN = 0.98  # of what the allocator holds that such growth must show, or it is not the trial's
 _COUNTER_STEPS = 8  # of the energy counter that a window must hold for its mean power to be taken from there
+_STOPPED = "stopped"
+_PARTNER_ENDED = "partner_ended"
+_OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # the writer's to give
 
 
 def label_run(observed: Observed) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
@@ -187,20 +191,10 @@ def _peak(samples: Samples, metric: str) -> float | None:
     return max((sample.values[metric] for _, sample in samples if metric in sample.values), default=None)
 
 
-_STOPPED = "stopped"
-
-
-@dataclass(frozen=True)
-class RankedLabels:
-    """Columns of the run, its judged samples, and its rows of `ranks`."""
-
-    columns: dict[str, Any]
-    samples: list[tuple[str, Sample]]
-    rows: list[dict[str, Any]]
-
-
-def label_ranks(observed: Observed, slots: Sequence[Slot], ranks: int) -> RankedLabels:
-    """Label each rank by its own samples and reports.
+def label_ranks(
+    observed: Observed, slots: Sequence[Slot], ranks: int
+) -> tuple[dict[str, Any], list[tuple[str, Sample]], pa.Table]:
+    """Label each rank by its own samples and reports; return the run's columns, judged samples and rows of `ranks`.
 
     The run gets the labels of the worst rank: the one that failed, else the one with most memory. Its host memory is
     that of all its processes, and it is trusted as far as its least trusted rank.
@@ -209,12 +203,12 @@ def label_ranks(observed: Observed, slots: Sequence[Slot], ranks: int) -> Ranked
     if observed.backend == "simulated":  # not all were traced: the others do as the traced one before them
         traced = {0, *(pair[1].rank for pair in observed.samples if pair[1].rank is not None)}
         for rank in range(ranks):
-            by_rank[rank] = _labelled(observed, rank) if rank in traced else (by_rank[rank - 1][0], [])
+            by_rank[rank] = _label_rank(observed, rank) if rank in traced else (by_rank[rank - 1][0], [])
     else:
-        by_rank = {rank: _labelled(observed, rank) for rank in range(ranks)}
+        by_rank = {rank: _label_rank(observed, rank) for rank in range(ranks)}
     whole, samples = label_run(replace(observed, samples=[pair for pair in observed.samples if pair[1].rank is None]))
     failed = failed_rank(observed)
-    worst = failed if failed is not None else max(by_rank, key=lambda rank: _memory_mib(by_rank[rank][0]))
+    worst = failed if failed is not None else max(by_rank, key=lambda rank: _rank_memory_mib(by_rank[rank][0]))
     columns = {**by_rank[worst][0], "ranks": ranks, "worst_rank": worst}
     if whole.get("peak_rss_mib") is not None:
         columns["peak_rss_mib"] = whole["peak_rss_mib"]
@@ -225,10 +219,11 @@ def label_ranks(observed: Observed, slots: Sequence[Slot], ranks: int) -> Ranked
         status = observed.status if failed in (None, rank) else _STOPPED
         own = {"rank": rank, "status": status, "device_uuid": slot.device_uuid if slot else None}
         rows.append({**observed.rank_values.get(rank, {}), **labels, **own})
-    return RankedLabels({**columns, **_together([labels for labels, _ in by_rank.values()])}, samples, rows)
+    columns |= _common_quality([labels for labels, _ in by_rank.values()])
+    return columns, samples, _rank_table(rows)
 
 
-def rank_rows(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+def _rank_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return rows of `ranks` as a table of the columns that are not their run's."""
     import pyarrow as pa
 
@@ -236,18 +231,18 @@ def rank_rows(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     return pa.table({field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in own})
 
 
-def _labelled(observed: Observed, rank: int) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
+def _label_rank(observed: Observed, rank: int) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
     samples = [pair for pair in observed.samples if pair[1].rank == rank]
     reported = observed.rank_values.get(rank, {})
     own = {name: value for name, value in reported.items() if name in RUN_SCHEMA.names}
     return label_run(replace(observed, samples=samples, values={**observed.values, **own}))
 
 
-def _memory_mib(labels: Mapping[str, Any]) -> float:
+def _rank_memory_mib(labels: Mapping[str, Any]) -> float:
     return labels.get("peak_memory_mib") or labels.get("peak_reserved_mib") or 0.0
 
 
-def _together(labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _common_quality(labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the ranks' common quality: the lowest, with the reasons of all."""
     quality = max((one["quality"] for one in labels), key=QUALITIES.index)
     reasons: dict[str, str] = {}
@@ -255,10 +250,6 @@ def _together(labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, words in (one["quality_reasons"] or {}).items():
             reasons[name] = f"{reasons[name]}; rank {rank}: {words}" if name in reasons else f"rank {rank}: {words}"
     return {"quality": quality, "quality_reasons": reasons or None}
-
-
-_PARTNER_ENDED = "partner_ended"
-_OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # the writer's to give
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +303,7 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
         result = dataclasses.replace(
             member.result,
             run=dataclasses.replace(run, quality=quality, quality_reasons=reasons or None),
-            collocations=_table(row),
+            collocations=_collocation_table(row),
         )
         results.append(result)
     return results
@@ -370,10 +361,10 @@ def _died_of(members: Sequence[EndedMember], place: int) -> int:
         return place
     others = [other for other in range(len(members)) if other != place]
     holding = [other for other in others if members[other].result.run.status != "oom"]
-    return max(holding or others, key=lambda other: _memory(members[other]))
+    return max(holding or others, key=lambda other: _member_memory_mib(members[other]))
 
 
-def _memory(member: EndedMember) -> float:
+def _member_memory_mib(member: EndedMember) -> float:
     run = member.result.run
     known = run.peak_memory_mib or run.peak_reserved_mib or (member.alone and member.alone.memory_mib)
     return known or 0.0
@@ -442,7 +433,7 @@ def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, e
     return peak
 
 
-def _table(row: Mapping[str, Any]) -> pa.Table:
+def _collocation_table(row: Mapping[str, Any]) -> pa.Table:
     import pyarrow as pa
 
     own = [column for column in COLLOCATION_SCHEMA if column.name not in _OF_RUN]

@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from conf.files.outputs import write_file
-from workers.probes.recording import label_requests, recorded_entries, recorded_history, start_recording
 from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
-from workers.probes.gpu import first_gpu, trial_step
+from workers.probes.gpu import (
+    first_gpu,
+    label_requests,
+    recorded_entries,
+    recorded_history,
+    start_recording,
+    trial_step,
+)
 
 STEPS = 3
 _MOST_BYTES = 2**20  # of a history, packed; beyond it the job is recorded again with fewer steps

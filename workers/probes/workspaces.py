@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.plain_text import first_line
-from workers.probes.recording import recorded_entries, start_recording
 from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all
-from workers.probes.gpu import first_gpu
+from workers.probes.gpu import first_gpu, recorded_entries, start_recording
 
 if TYPE_CHECKING:
     import torch

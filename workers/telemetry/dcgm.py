@@ -1,6 +1,7 @@
 """The `dcgm` sensor: SM activity and other profiling figures of one GPU, scraped from NVIDIA's dcgm-exporter.
 
-Start reading at `DcgmSensor`; `dcgm_page` reads a page of the exporter. infra/dcgm-exporter/ says how to start one.
+Start reading at `DcgmSensor`; `PageReader` finds one GPU's lines on a page of the exporter, among all of a node, and
+`FIELDS` maps its fields to columns of `telemetry`. infra/dcgm-exporter/ says how to start one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,18 @@ from workers.telemetry.nvml import Nvml, as_text, find_gpu, initialise, open_nvm
 _INT32_BLANK = 0x7FFFFFF0
 _FLOAT_BLANK = 140737488355328.0
 _KNOWN_LINES = 4096  # names of pods and jobs come and go in the labels
+_UUID_LABELS = ("uuid", "gpu_uuid")  # in small letters: versions differ
+_INSTANCE_LABEL = "gpu_i_id"
+_LABEL = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
+DEFAULT_URL = "http://localhost:9400/metrics"
+EXPORTER_INTERVAL_S = 30.0  # dcgm-exporter's default (-c 30000)
+LAG_S = 0.3  # how old DCGM's figures are when they are served, as NVIDIA's issue tracker and users measured it
+_TIMEOUT_S = 0.5  # without a byte
+_PAGE_TIMEOUT_S = 1.0  # for a whole page, however its bytes come
+_PAGE_LIMIT_BYTES = 16 * 1024**2
+_BUSY = 0.9
+# How drivers before R470 name a slice: its GPU, GPU instance and compute instance.
+_OLD_SLICE = re.compile(r"MIG-(GPU-[0-9A-Fa-f-]+)/(\d+)/\d+")
 
 
 def _share(value: float) -> float | None:
@@ -101,9 +114,6 @@ _OLD_NAMES = {
     "DCGM_GPU_TEMP": "DCGM_FI_DEV_GPU_TEMP",
     "DCGM_ECC_DBE_VOLATILE_TOTAL": "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
 }
-_UUID_LABELS = ("uuid", "gpu_uuid")  # in small letters: versions differ
-_INSTANCE_LABEL = "gpu_i_id"
-_LABEL = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
 
 _STRANGER, _OF_A_SLICE, _UNREAD = object(), object(), object()
 
@@ -191,16 +201,7 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-DEFAULT_URL = "http://localhost:9400/metrics"
-EXPORTER_INTERVAL_S = 30.0  # dcgm-exporter's default (-c 30000)
-LAG_S = 0.3  # how old DCGM's figures are when they are served, as NVIDIA's issue tracker and users measured it
-_TIMEOUT_S = 0.5  # without a byte
-_PAGE_TIMEOUT_S = 1.0  # for a whole page, however its bytes come
-_PAGE_LIMIT_BYTES = 16 * 1024**2
 _FAILURES_ALLOWED, _GONE_AFTER_S = 3, 3.0  # in a row, and for how long: then the exporter counts as gone
-_BUSY = 0.9
-# How drivers before R470 name a slice: its GPU, GPU instance and compute instance.
-_OLD_SLICE = re.compile(r"MIG-(GPU-[0-9A-Fa-f-]+)/(\d+)/\d+")
 
 
 class ScrapeFailed(SensorUnavailable):

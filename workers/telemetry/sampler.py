@@ -1,6 +1,7 @@
 """Samples a trial's sensors while it runs, and turns the readings into rows of `telemetry`.
 
-Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that a machine has.
+Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that a machine has. `call_within` calls drivers
+and networks with a timeout, since such calls may never return.
 """
 
 from __future__ import annotations
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _hanging: dict[str, _Call] = {}  # name -> the call that has not come back
+_log = logging.getLogger(__name__)
+# source -> its sensor. A class offers `create(settings, device_uuid)`.
+SENSORS = {
+    "nvml": "workers.telemetry.nvml:NvmlSensor",
+    "gpm": "workers.telemetry.gpm:GpmSensor",
+    "dcgm": "workers.telemetry.dcgm:DcgmSensor",
+    "process": "workers.telemetry.process:ProcessSensor",
+}
+SOURCES = (*SENSORS, "torch")  # torch: reported by the trial itself, so there is no sensor to make
+_JOIN_S = 2.0
+_START_S = 5.0  # for a driver or an exporter to be opened, or to be pointed at a trial
+_READ_ON_S = 1.0  # at most, for a source that lags
 
 
 class _Call(threading.Thread):
@@ -74,21 +87,6 @@ def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *a
         raise call.error
     answer: Answer = call.answer
     return answer
-
-
-_log = logging.getLogger(__name__)
-
-# source -> its sensor. A class offers `create(settings, device_uuid)`.
-SENSORS = {
-    "nvml": "workers.telemetry.nvml:NvmlSensor",
-    "gpm": "workers.telemetry.gpm:GpmSensor",
-    "dcgm": "workers.telemetry.dcgm:DcgmSensor",
-    "process": "workers.telemetry.process:ProcessSensor",
-}
-SOURCES = (*SENSORS, "torch")  # torch: reported by the trial itself, so there is no sensor to make
-_JOIN_S = 2.0
-_START_S = 5.0  # for a driver or an exporter to be opened, or to be pointed at a trial
-_READ_ON_S = 1.0  # at most, for a source that lags
 
 
 @dataclass(frozen=True, kw_only=True)

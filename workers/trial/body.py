@@ -1,13 +1,22 @@
 """The body of a trial: runs in the forked child, reports over its socket in JSON lines, one event a line.
 
-Start reading at `run_trial`. Events: `built` (parameters), `warmup`, `window` (their monotonic times), `result`
-(labels, step times, telemetry), or `failed` (status, kind of memory, traceback); after `result` and `bye`, where they
-are asked for, `kernels` (rows of that table) and `profiled` (why there are none). A trial of several ranks also sends
-`ranks` (their processes), `rank` (one's labels) and `rank_ended`; its `step` and `failed` name their rank.
-A trial that runs beside others says `warm`, trains on until the worker says `open`, and after its `result` until `bye`.
-`workers.trial.reports` reads them, and holds the trial to their order and types. The worker answers in words, one a
-line: `go` (to a trial that was made ready while another ran), `steady` (every sampled figure is, so the window may
-end), `bye`. After `result` or `failed` the child holds its memory until `bye`, so that a last sample sees it.
+Start reading at `run_trial`; `TrialLink` is the trial's side of the socket. Events: `built` (parameters), `warmup`,
+`window` (their monotonic times), `result` (labels, step times, telemetry), or `failed` (status, kind of memory,
+traceback); after `result` and `bye`, where they are asked for, `kernels` (rows of that table) and `profiled` (why there
+are none). A trial of several ranks also sends `ranks` (their processes), `rank` (one's labels) and `rank_ended`; its
+`step` and `failed` name their rank. A trial that runs beside others says `warm`, trains on until the worker says
+`open`, and after its `result` until `bye`. `workers.trial.reports` reads them, and holds the trial to their order and
+types. The worker answers in words, one a line: `go` (to a trial that was made ready while another ran), `steady` (every
+sampled figure is, so the window may end), `bye`. After `result` or `failed` the child holds its memory until `bye`, so
+that a last sample sees it.
+
+A trial of several ranks (`run_ranks`) starts one child for each and makes one trial's reports of theirs. The ranks are
+this process's own children, in its process group and its control group, and die with it; each talks to it as a trial
+talks to its worker, over a socket of its own. This process runs no operator. Where a rank fails or ends, the whole
+trial does: the report names the rank, and the others are killed.
+
+`classify` tells from a trial's exception which memory ran out; the worker checks with `is_device_fault` what the trial
+reports of its device. Torch is imported on use.
 """
 
 from __future__ import annotations
@@ -22,20 +31,36 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.children.containment import die_with_parent, kill, run_as_child
 from conf.errors import CommandError
 from conf.plain_text import shortened
 from workers.devices.base import MemberAlone, Place, Together
 
-if TYPE_CHECKING:
-    from workers.devices.base import Place
-
-
 LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
 _WORD_BYTES = 256
+_SETTLE_S = 1.0  # for the other ranks to say why, where one says that it lost them
+_GOODBYE_S = 5.0
+_PAUSE_S = 0.005
+_RECEIVE_BYTES = 1 << 16
+_OF_FIRST = ("built", "environment", "window")  # events in which all ranks say the same
+# What a rank says that only lost another one.
+_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset", "distbackenderror", "distnetworkerror")
+RunRank = Callable[[Place, socket.socket], None]
+# Messages that mean "no memory" where the exception's type does not say so.
+_DEVICE_OOM_MARKS = (
+    "out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+)
+# What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
+_FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
+_FULL_CARD_FREE_MIB = 512.0
+_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # in which torch raises them
+_HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
 class TrialLink:
@@ -112,14 +137,11 @@ class TrialLink:
         self._words |= {word.decode() for word in words}
 
 
-__all__ = ["TrialLink", "classify", "run_trial"]
-
-
 def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None = None) -> None:
     """Run one trial, or the rank of one at `place`, and report.
 
     `trial`: config, code_marks, settings, device, slots, seed and `ahead`. A trial of several ranks starts their
-    processes (`workers.trial.body`), each of which comes back here.
+    processes (`run_ranks`), each of which comes back here.
     """
     link = TrialLink(
         channel, ahead=place is None and trial.get("ahead", False), together=together_of(trial.get("together"))
@@ -215,17 +237,6 @@ def _free_device_mib(trial: dict[str, Any], place: Place | None) -> float | None
         return free / 2**20
     except RuntimeError:  # the context is broken, as the failure itself shows
         return None
-
-
-_SETTLE_S = 1.0  # for the other ranks to say why, where one says that it lost them
-_GOODBYE_S = 5.0
-_PAUSE_S = 0.005
-_RECEIVE_BYTES = 1 << 16
-_OF_FIRST = ("built", "environment", "window")  # events in which all ranks say the same
-# What a rank says that only lost another one.
-_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset", "distbackenderror", "distnetworkerror")
-
-RunRank = Callable[[Place, socket.socket], None]
 
 
 @dataclass
@@ -463,16 +474,6 @@ def _until(within_s: float) -> Iterator[None]:
         yield
 
 
-# Messages that mean "no memory" where the exception's type does not say so.
-_DEVICE_OOM_MARKS = (
-    "out of memory",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDA_ERROR_OUT_OF_MEMORY",
-)
-# What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
-_FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
-_FULL_CARD_FREE_MIB = 512.0
 # The device's fault and not the trial's: another attempt, perhaps on another device, may succeed.
 _DEVICE_FAULT_MARKS = (
     "No CUDA GPUs are available",
@@ -483,8 +484,6 @@ _DEVICE_FAULT_MARKS = (
     "GPU is lost",
     "system not yet initialized",
 )
-_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # in which torch raises them
-_HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
 def classify(

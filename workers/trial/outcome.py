@@ -1,6 +1,7 @@
-"""Collects a trial's reports and samples while it runs, and derives its status from how it ended.
+"""A trial under way and how it ended: its reports, the sensors on its process and on each of its ranks, its status.
 
-Start reading at `outcome_of`.
+Start reading at `TrialRun`, which listens to one trial; `TrialWatch` has the sensors, `Observed` is the record of both,
+and `outcome_of` derives the status.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from workers.trial.reports import (
     WindowBegun,
 )
 from workers.trial.server_client import RunningTrial, TrialExit, TrialServer
+
+_OF_TREE = "process"  # the source that reads a trial of several ranks as a whole
 
 
 @dataclass
@@ -224,9 +227,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"SIG{number}"
-
-
-_OF_TREE = "process"  # the source that reads a trial of several ranks as a whole
 
 
 class TrialRun:

@@ -2,6 +2,10 @@
 
 Start reading at `TrialServer.start_trial`. A server that dies or stops answering raises `ServerLost`; the caller starts
 another.
+
+`MpsDaemon` is CUDA's multi-process service (MPS), started for one worker's GPU and ended with its trial server. Under
+MPS kernels of several processes run side by side; without it they take turns. The service comes with the driver:
+NVIDIA's program `nvidia-cuda-mps-control`.
 """
 
 from __future__ import annotations
@@ -34,6 +38,10 @@ _ANSWER_TIMEOUT_S = 30.0  # for a killed trial to end
 _GOODBYE_S = 30.0  # for a trial to end after its last report: giving back its memory may take long
 _RECEIVE_BYTES = 1 << 18
 _READS_AFTER_EXIT = 64  # more than a socket holds: beyond it, a process that could not be killed is still writing
+_PROGRAM = "nvidia-cuda-mps-control"
+_PATIENCE_S = 20.0
+# Of the temporary folder, which `farm.queue.leftovers` deletes where its process is dead. Short: it holds sockets.
+FOLDER_PREFIX = "gpufarm-trial-mps-"
 
 
 @dataclass
@@ -195,12 +203,6 @@ def _read_reports(trial: RunningTrial) -> tuple[list[Report], bool]:
     except ConnectionResetError:
         data = b""
     return trial.reader.feed(data), bool(data)
-
-
-_PROGRAM = "nvidia-cuda-mps-control"
-_PATIENCE_S = 20.0
-# Of the temporary folder, which `farm.queue.leftovers` deletes where its process is dead. Short: it holds sockets.
-FOLDER_PREFIX = "gpufarm-trial-mps-"
 
 
 class MpsUnavailable(RuntimeError):
