@@ -21,7 +21,7 @@ ALLOWED = {
 }
 TORCH_FREE = ("farm", "warehouse", "conf")
 # room -> its folders and the modules that they import, each of which imports only those before it
-LAYERS = {
+"workers": ("telemetry" = {
     "conf": ("plain_text", "units", "errors", "device_names", "files", "children", "cli", "reports"),
     "warehouse": ("tables", "files", "reading", "exchange", "query", "explorer"),
     "featurize": (
@@ -38,7 +38,7 @@ LAYERS = {
         "configs",
         "trace",
     ),
-    "workers": ("alone", "telemetry", "settings", "devices", "task", "trial", "labels", "probes"),
+    "workers": ("telemetry", "settings", "devices", "task", "trial", "labels", "probes"),
     "learn": (
         "job",
         "rows",

@@ -1,6 +1,7 @@
 """`make offline-page RESULTS=DIR`: what a lent machine measured as one page, what to refit, and rows for the data set.
 
-Start reading at `make_page`; `run_sections`, `experiment_sections` and `probe_sections` make its sections.
+Start reading at `make_page`; `run_sections` and `probe_sections` make its sections. `refits` names the fits to repeat
+once a GPU has measured: rules on the figures, each with its command.
 """
 
 from __future__ import annotations
@@ -51,10 +52,9 @@ from infra.offline.estimated_runs import (
     operator_times,
     spread_of,
 )
-from infra.offline.experiment_sections import operator_ratio, pair_errors
 from infra.offline.probe_sections import NUMBERS, Absent, fitted_machine, measured_workspaces
 from infra.offline.results import Series, newest, unpack
-from infra.offline.run_sections import OF_TARGET, bias_text, is_corrected, spread_text
+from infra.offline.run_sections import OF_TARGET, bias_text, is_corrected, operator_ratio, pair_errors, spread_text
 from learn.estimation.platforms import machine_for
 from learn.rows.data import MIN_ROWS
 from warehouse.export import SOURCES, ExportSettings, export
@@ -93,6 +93,15 @@ RULES = (
     "trace's. Recorded jobs are listed by their verdict."
 )
 Found = Iterator[tuple[str, str]]  # (command, finding)
+PAGE = "page.html"
+_WORK_MARKS = ("data", "probes", "calls.jsonl")  # any of them makes a folder a work folder
+_OF_KIND = {
+    "measured": "",
+    "cpu": "Measured on a CPU, as a rehearsal: no figure here is of a GPU, and estimates are for another device.",
+    "simulated": "Simulated: runs and estimates come from the same model, so their agreement shows nothing.",
+    "none": "The results hold no runs, and nothing in them names a device.",
+}
+_REHEARSALS = ("cpu", "simulated")
 
 
 def refits(
@@ -222,17 +231,6 @@ def _pairs(data_folder: Path, data: str) -> Found:
                 f"python -m learn.fit target=slowdown {data}",
                 f"speed beside others, {sharing}: {median:.2f} ({count_of(len(members), 'member')})",
             )
-
-
-PAGE = "page.html"
-_WORK_MARKS = ("data", "probes", "calls.jsonl")  # any of them makes a folder a work folder
-_OF_KIND = {
-    "measured": "",
-    "cpu": "Measured on a CPU, as a rehearsal: no figure here is of a GPU, and estimates are for another device.",
-    "simulated": "Simulated: runs and estimates come from the same model, so their agreement shows nothing.",
-    "none": "The results hold no runs, and nothing in them names a device.",
-}
-_REHEARSALS = ("cpu", "simulated")
 
 
 @dataclass(frozen=True, kw_only=True)

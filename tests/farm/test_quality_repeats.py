@@ -13,7 +13,7 @@ from farm.dispatch.dispatcher import Dispatcher, reconcile
 from farm.dispatch.executors import Completion
 from farm.queue.jobs import Queue
 from warehouse import connect
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.writer import RunWriter
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult

@@ -15,8 +15,7 @@ from farm import doctor
 from farm.queue.lock import DispatcherBusy, DispatcherLock
 from farm.queue.repair import repair
 from warehouse import connect
-from warehouse.compact import CompactionSettings, compact
-from warehouse.files.compaction import compaction_lock
+from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.integrity import examine
 from warehouse.files.layout import write_sealed

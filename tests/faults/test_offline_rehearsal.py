@@ -22,7 +22,7 @@ import warehouse
 from conf.errors import EnvironmentProblem
 from infra.offline import bundle as bundles
 from infra.offline import results
-from infra.offline.wheels import brought_by_torch
+from infra.offline.bundle import brought_by_torch
 
 pytestmark = pytest.mark.slow
 # A namespace whose one interface is the loopback, which is down in a new one: runs of several ranks talk through it.

@@ -21,8 +21,7 @@ from packaging.requirements import Requirement
 from conf.errors import EnvironmentProblem, UsageError
 from infra.offline import bundle as bundles
 from infra.offline import launch, plan
-
-from infra.offline.wheels import Target, needed_wheels
+from infra.offline.bundle import Target, needed_wheels
 
 PYTHON = "{}.{}".format(*sys.version_info)
 TAG = f"cp{PYTHON.replace('.', '')}"

@@ -16,10 +16,9 @@ from farm.work import work as run_tasks
 from featurize.families import cnn, mlp
 from infra.offline import page
 from infra.offline.estimated_runs import SHIPPED, EstimatedRuns, estimated_runs, spread_of
-from infra.offline.experiment_sections import pair_blocks, protocol_blocks
 from infra.offline.page import make_page, read_results, refits
 from infra.offline.results import Series, pack
-from infra.offline.run_sections import is_corrected, memory_blocks
+from infra.offline.run_sections import is_corrected, memory_blocks, pair_blocks, protocol_blocks
 from learn.estimation.loops import PIPELINE
 from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
 from tests.parsed_page import ParsedPage

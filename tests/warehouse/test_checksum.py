@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.layout import (
     CHECKSUM_KEY,
     COMPRESSION,

@@ -10,9 +10,9 @@ from warehouse_rows import collocations, run_row, samples
 
 import warehouse
 from conf.errors import UsageError
-from warehouse.compact import CompactionSettings, compact
 from warehouse.exchange.published_groups import NOT_TOGETHER
 from warehouse.export import ExportSettings, export
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter

@@ -18,7 +18,8 @@ from warehouse_rows import collocations, kernels, ranks, run_row, samples
 import warehouse
 from conf.cli.command_line import run
 from conf.errors import UsageError
-from warehouse.compact import CompactionSettings, compact, entry, is_open_somewhere
+from warehouse.compact import entry
+from warehouse.files.compaction import CompactionSettings, compact, is_open_somewhere
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import KINDS, OF_RUNS
 from warehouse.files.writer import RunWriter

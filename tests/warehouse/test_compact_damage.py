@@ -11,7 +11,7 @@ import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.counting import counting_files, lost_merged_files
 from warehouse.files.layout import COMPRESSION, KINDS, write_sealed
 from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings

@@ -12,7 +12,7 @@ import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.layout import KINDS
 from warehouse.files.writer import RunWriter
 from warehouse.tables import schema

@@ -9,8 +9,8 @@ import pytest
 from warehouse_rows import ranks, run_row, samples
 
 import warehouse
-from warehouse.compact import CompactionSettings, compact
 from warehouse.export import ExportSettings, export
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter

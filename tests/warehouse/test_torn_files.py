@@ -14,7 +14,7 @@ from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from conf.errors import EnvironmentProblem
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder_files import FolderFiles, files_of
 from warehouse.files.layout import COMPRESSION, KINDS
 from warehouse.files.merged import Listing, listing_file, new_merged_name

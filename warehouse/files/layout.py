@@ -33,7 +33,7 @@ COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
 # Of at most one row: larger with compression or dictionaries, and three times as long to write.
 _PLAIN: dict[str, Any] = {"compression": "none", "use_dictionary": False}
 
-# One small file per merged file, see `warehouse.compact`: the merged file (hidden=false) and what it replaces.
+# One small file per merged file, see `warehouse.files.compaction`: the merged file (hidden=false) and what it replaces.
 LISTING_SCHEMA = pa.schema([("path", pa.string()), ("hidden", pa.bool_())])
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")

@@ -1,6 +1,6 @@
 """Reads many small Parquet files at once, through DuckDB, which takes a fraction of pyarrow's time.
 
-Start reading at `read_files`; `warehouse.compact` merges what is read here.
+Start reading at `read_files`; `warehouse.files.compaction` merges what is read here.
 """
 
 from __future__ import annotations
