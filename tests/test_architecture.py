@@ -21,7 +21,7 @@ ALLOWED = {
 }
 TORCH_FREE = ("farm", "warehouse", "conf")
 # room -> its folders and the modules that they import, each of which imports only those before it
-"workers": ("telemetry" = {
+LAYERS = {
     "conf": ("plain_text", "units", "errors", "device_names", "files", "children", "cli", "reports"),
     "warehouse": ("tables", "files", "reading", "exchange", "query", "explorer"),
     "featurize": (
