@@ -15,7 +15,7 @@ import warehouse
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from warehouse.diff import entry as diff_entry
-from warehouse.exchange.published_kernels import COLUMNS
+from warehouse.exchange.published_kernels import NEUSIGHT_COLUMNS as COLUMNS
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
