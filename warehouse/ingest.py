@@ -44,9 +44,8 @@ from warehouse.exchange.imported_rows import (
     run_ids,
 )
 from warehouse.exchange.published import read_published_runs
-from warehouse.exchange.published_groups import group_members
 from warehouse.exchange.published_kernels import KERNEL_TABLES, NEUSIGHT, read_kernel_table, read_kernel_times
-from warehouse.exchange.published_tables import TABLES
+from warehouse.exchange.published_tables import TABLES, group_members
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import land_batch
 from warehouse.files.plain_file import open_lock

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.sharing.profile import JobProfile
-from warehouse.exchange.published_groups import NOT_TOGETHER
+from warehouse.exchange.published_tables import NOT_TOGETHER
 
 if TYPE_CHECKING:
     import os

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from conf.errors import EnvironmentProblem, UsageError
 from infra.offline import bundle as bundles
-from infra.offline import launch, plan
+from infra.offline import launch, steps
 from infra.offline.bundle import Target, needed_wheels
 
 PYTHON = "{}.{}".format(*sys.version_info)
@@ -341,7 +341,7 @@ def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monk
 
 
 def test_the_script_knows_the_steps_of_the_plan():
-    assert tuple(plan.STEPS) == launch.STEPS
+    assert tuple(steps.STEPS) == launch.STEPS
 
 
 def test_without_an_index_it_says_so_at_once(index, tmp_path, monkeypatch):

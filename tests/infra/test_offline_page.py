@@ -22,7 +22,7 @@ from infra.offline.run_sections import is_corrected, memory_blocks, pair_blocks,
 from learn.estimation.loops import PIPELINE
 from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
 from tests.parsed_page import ParsedPage
-from warehouse.exchange.published_groups import NOT_TOGETHER
+from warehouse.exchange.published_tables import NOT_TOGETHER
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 

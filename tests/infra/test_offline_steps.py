@@ -17,9 +17,9 @@ import pytest
 import warehouse
 from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Job, Queue
-from infra.offline import plan, results, steps
-from infra.offline.plan import STEPS
+from infra.offline import results, steps
 from infra.offline.results import Series
+from infra.offline.steps import STEPS
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -304,7 +304,7 @@ def test_what_is_full_ends_runs_and_no_probe(tmp_path, monkeypatch):
 
 
 def test_a_failed_packing_ends_nothing_and_a_second_one_does(work, packed, monkeypatch):
-    place = plan.Place(work=work, device="simulated", gpus=1)
+    place = steps.Place(work=work, device="simulated", gpus=1)
     at_work = steps.Call(place=place, results=packed, rows=[])
     (work / "noise").write_bytes(os.urandom(100_000))
     monkeypatch.setattr(results, "SLICE_BYTES", 2**10)
@@ -331,7 +331,7 @@ def test_runs_that_cannot_be_counted_are_packed(work, packed, monkeypatch):
     def damaged(folder):
         raise duckdb.IOException("No magic bytes found")
 
-    at_work = steps.Call(place=plan.Place(work=work, device="simulated", gpus=1), results=packed, rows=[])
+    at_work = steps.Call(place=steps.Place(work=work, device="simulated", gpus=1), results=packed, rows=[])
     at_work.pack()
     counted = at_work.counts
     monkeypatch.setattr(steps, "run_counts", damaged)
@@ -403,7 +403,7 @@ def test_the_report_of_a_killed_call_is_not_taken_for_this_one_s_and_pytest_has_
 
 def test_a_torn_file_of_the_benchmark_means_that_some_is_left(tmp_path):
     (tmp_path / "bench.json").write_text('{"plan": {"comp')
-    assert STEPS["bench"].is_left(plan.Place(work=tmp_path, device="cuda", gpus=1))
+    assert STEPS["bench"].is_left(steps.Place(work=tmp_path, device="cuda", gpus=1))
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_a_program_that_keeps_its_own_time_is_interrupted_only_at_the_end(step, 
 
 def test_a_long_summary_keeps_its_last_lines(work, packed):
     at_work = steps.Call(
-        place=plan.Place(work=work, device="cuda", gpus=1), results=packed, rows=[], problem="not packed: disk"
+        place=steps.Place(work=work, device="cuda", gpus=1), results=packed, rows=[], problem="not packed: disk"
     )
     at_work.counts = [
         {"family": f"f{number}", "status": "ok", "quality": "trusted", "runs": 2, "longest_s": 1.0}

@@ -10,7 +10,7 @@ from warehouse_rows import collocations, run_row, samples
 
 import warehouse
 from conf.errors import UsageError
-from warehouse.exchange.published_groups import NOT_TOGETHER
+from warehouse.exchange.published_tables import NOT_TOGETHER
 from warehouse.export import ExportSettings, export
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder

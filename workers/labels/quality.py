@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from warehouse.tables.schema import SAMPLE_QUALITIES
-from workers.telemetry.base import Sample
-from workers.telemetry.means import REACH, WindowMean, share, usual_interval_ns
+from workers.telemetry.base import REACH, Sample, WindowMean, share, usual_interval_ns
 from workers.trial.outcome import Observed
 
 Samples = Sequence[tuple[str, Sample]]  # (sensor, sample)

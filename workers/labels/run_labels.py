@@ -18,8 +18,7 @@ from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, 
 from workers.devices.base import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
 from workers.task import AloneRun, RunResult, Task
-from workers.telemetry.base import Sample
-from workers.telemetry.means import WindowMean, spoken_from_ns, usual_interval_ns, window_mean
+from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean
 from workers.trial.outcome import Observed, failed_rank
 
 if TYPE_CHECKING:
