@@ -17,9 +17,8 @@ from conf.plain_text import safe_text
 from featurize.configs.own_code import code_marks
 from featurize.configs.trial import config_hash
 from warehouse.tables.run import Run
-from warehouse.tables.schema import SCHEMA_VERSION
-from workers.devices import DeviceChoice, Slot, make_device
-from workers.devices.base import MemberAlone, Together, core_count, host_memory_share_mib
+from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION
+from workers.devices import DeviceChoice, MemberAlone, Slot, Together, core_count, host_memory_share_mib, make_device
 from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group
 from workers.settings import TrialSettings
 from workers.task import AloneRun, RunClock, RunResult, Task
@@ -365,8 +364,6 @@ class Worker:
 def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
     """Return checked rows of `kernels` as a table of the columns that a trial gives itself."""
     import pyarrow as pa
-
-    from warehouse.tables.schema import KERNEL_SCHEMA
 
     return pa.table(
         {name: pa.array([row.get(name) for row in rows], KERNEL_SCHEMA.field(name).type) for name in KERNEL_COLUMNS}

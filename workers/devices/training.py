@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from workers.devices.base import Link, Place
+from workers.devices import Link, Place
 from workers.devices.profiling import report_kernels
 from workers.devices.steadiness import mean_half_width, parts
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from featurize.configs.trial import TrialConfig, config_hash
 from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA
-from workers.devices.base import Slot
+from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
 from workers.task import AloneRun, RunResult, Task
 from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean

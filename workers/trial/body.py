@@ -36,7 +36,7 @@ from typing import Any
 from conf.children.containment import die_with_parent, kill, run_as_child
 from conf.errors import CommandError
 from conf.plain_text import shortened
-from workers.devices.base import MemberAlone, Place, Together
+from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
 
 LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
@@ -169,7 +169,6 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
 
 def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> None:
     from featurize.configs.own_code import config_with_marks
-    from workers.devices import DeviceChoice, Slot, make_device
     from workers.settings import TrialSettings
 
     # The queue is data of a folder; which of its names of code may run is the dispatcher's to say.

@@ -15,7 +15,7 @@ from typing import Any
 
 from conf.children.containment import descendants_of
 from conf.plain_text import OUTPUT_STARTS, safe_text
-from workers.devices.base import Slot
+from workers.devices import Slot
 from workers.devices.steadiness import TargetFollower
 from workers.settings import TrialSettings
 from workers.telemetry.base import Sample, Sensor, WatchTarget
