@@ -15,7 +15,7 @@ from featurize.device.device_spec import load_device
 from featurize.families import cnn, layers_of, mlp, timm, transformer
 from featurize.job.layers import totals
 from learn import estimate, estimate_many
-from learn.estimation.config_models import sampled_configs
+from learn.estimation.fast_estimates import sampled_configs
 
 A100 = load_device("A100-SXM4-40GB")
 STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights
