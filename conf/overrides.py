@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from conf.commands import settings_class
-from conf.device_names import is_device_file, read_device_file, resolve_device
+from conf.device_names import is_device_file, read_device_file, resolve_device, slice_values, split_slice
 from conf.errors import UsageError, shown, unknown_name
 from conf.keys import choice_values, command_options, flat, group_options
-from conf.mig_slices import slice_values, split_slice
 from conf.plain_text import first_line
 from conf.settings import ConfigGroup, Settings, built, defaults_of, groups_of, keys_of, kinds_of
 from conf.values import Kind, problems_of

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from conf.mig_slices import profiles_of
+from conf.device_names import profiles_of
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, device_from_mapping, known_device, load_device
 from workers.devices import DeviceChoice, Slot, make_device
 

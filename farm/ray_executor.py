@@ -21,12 +21,12 @@ import psutil
 
 from conf.errors import EnvironmentProblem
 from conf.own_packages import SAFE_PATH
-from conf.ray_session import own_session_environment
 from farm.cluster_settings import ClusterSettings, plain_error
 from farm.executors import Completion
 from farm.leftovers import delete_folder, make_ray_folder, record_processes
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
 from farm.ray_nodes import NodeWatch, RayNode
+from farm.ray_session import own_session_environment
 from farm.ray_worker import actor_class
 from farm.sweep import descendants, end_processes
 from workers.devices import DeviceChoice, make_device

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from conf.own_files import open_own_file, open_own_folder
 from conf.plain_text import one_line
-from featurize.own_code import CodeName, TrustedName, code_entries, code_fields, refusal, trusting
+from featurize.code_names import CodeName, TrustedName
+from featurize.own_code import code_entries, code_fields, refusal, trusting
 from featurize.trial import TrialConfig
 
 _FILE = "submitted_code"  # one JSON string a line
@@ -23,7 +24,7 @@ _of_this_process: set[str] = set()  # what this process queued itself, also wher
 
 
 class SubmittedCode:
-    """Code that the dispatcher's user has submitted or trusts. `trust`: modules, as `featurize.own_code.parse_trust`
+    """Code that the dispatcher's user has submitted or trusts. `trust`: modules, as `featurize.code_names.parse_trust`
     returns them."""
 
     def __init__(self, trust: Sequence[str] = ()):

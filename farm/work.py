@@ -26,7 +26,7 @@ from farm.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
 from farm.progress import Progress
 from farm.queue_values import device_from_key, settings_of_text
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
-from featurize.own_code import parse_trust
+from featurize.code_names import parse_trust
 from warehouse.folder import DataFolder
 
 _LOOK_AGAIN_S = 2.0

@@ -22,10 +22,11 @@ from torch import Tensor
 from conf.errors import UsageError
 from featurize.architecture import AttentionKernels
 from featurize.autocast import Autocast
-from featurize.optimizers import is_shared
 from featurize.replacing import replaced, replaced_if_imported
+from featurize.tensor_parts import is_shared
 
 _IMPLEMENTATION = "flash_attention_2"
+_ROWS = 32  # of which memory-efficient attention keeps row sums (aten/src/ATen/native/transformers: kAlignLSE)
 _HALF = (torch.float16, torch.bfloat16)
 _XFORMERS_RUN = "_memory_efficient_attention"  # which each of xFormers' public functions calls
 _LIBRARY, _MODELS = "transformers.modeling_flash_attention_utils", "transformers.modeling_utils"
@@ -245,9 +246,7 @@ def _scaled_dot_product(
             batch, heads, length = query.shape[:3]
             attn_mask = attn_mask.expand(batch, heads, length, key.shape[-2])
         if is_shared(query):
-            from featurize.parallel.ring_attention import require_whole_rows  # its imports are heavy
-
-            require_whole_rows(query)
+            _require_whole_rows(query)
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         keep = query.requires_grad or key.requires_grad or value.requires_grad
         return kernel(query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale)[0]
@@ -259,6 +258,27 @@ def _scaled_dot_product(
         )
     more = {"enable_gqa": True} if enable_gqa else {}
     return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+
+
+def _require_whole_rows(query: Tensor) -> None:
+    """Raise `UsageError` where memory-efficient attention over several ranks has more row sums than queries, which the
+    ring does not merge.
+
+    Args:
+        query: [N, heads, L, E], spread over ranks, within `featurize.parallel.ring_attention`.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    assert isinstance(query, DTensor)
+    parts = 2 if ring._cp_options.enable_load_balance else 1
+    if (rows := query.to_local().shape[2] // parts) % _ROWS:
+        whole = _ROWS * parts * query.device_mesh.size()
+        raise UsageError(
+            f"parallel: cp: memory-efficient attention keeps row sums of {_ROWS} queries or a multiple, and a part of "
+            f"the sequence has {rows}; give a sequence of a multiple of {whole} tokens, or bf16 on a GPU with flash "
+            "attention"
+        )
 
 
 def _aligned(mask: Tensor) -> Tensor:

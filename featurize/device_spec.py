@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from conf.device_names import is_device_file, read_device_file, resolve_device
+from conf.device_names import is_device_file, profiles_of, read_device_file, resolve_device, slice_values, split_slice
 from conf.device_names import plain_device as plain_device
 from conf.errors import UsageError
-from conf.mig_slices import profiles_of, slice_values, split_slice
 from featurize.architecture import LLVM_TARGETS, Architecture, architecture_of
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
@@ -173,8 +172,8 @@ def device_names() -> tuple[str, ...]:
 def load_device(name: str) -> DeviceSpec:
     """The description of one GPU model, by a name as `conf.device_names.resolve_device` takes it.
 
-    A MIG slice is named by its GPU and profile, as `conf.mig_slices` says. An unknown name raises `UsageError` listing
-    the known ones, an ambiguous beginning its candidates.
+    A MIG slice is named by its GPU and profile, as `conf.device_names` says. An unknown name raises `UsageError`
+    listing the known ones, an ambiguous beginning its candidates.
     """
     return _load_device(name) if isinstance(name, str) else _load_device.__wrapped__(name)
 

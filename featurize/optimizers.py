@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from conf.errors import EnvironmentProblem, unknown_name
 from featurize.autocast import replaced
+from featurize.tensor_parts import mesh_of
 from featurize.trial_config import OPTIMIZERS
 from featurize.vision import import_library
 
@@ -278,11 +279,6 @@ def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
     return ctypes.c_float.from_address(value.data_ptr()).value if counts else read(value)
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Return whether a tensor is spread over ranks (a DTensor)."""
-    return _mesh_of(tensor) is not None
-
-
 def state_tensors(optimizer: HasState) -> Iterator[Tensor]:
     """Every tensor of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
@@ -311,7 +307,7 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
     # Those of one mesh are reduced together.
     totals = [
         torch.linalg.vector_norm(torch.stack([norm.float() for norm in of_mesh]))
-        for of_mesh in _grouped(norms, _mesh_of)
+        for of_mesh in _grouped(norms, mesh_of)
     ]
     total = totals[0]
     if len(totals) > 1:
@@ -342,18 +338,14 @@ def _grouped(items: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]
 
 
 def _kind_of(tensor: Tensor) -> object:
-    return tensor.dtype, _mesh_of(tensor)
+    return tensor.dtype, mesh_of(tensor)
 
 
 def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
     """Return parameters as an optimizer takes them: in a group for each mesh of ranks, which for-each kernels cannot
     mix."""
-    groups = _grouped(parameters, _mesh_of)
+    groups = _grouped(parameters, mesh_of)
     return [{"params": group} for group in groups] if len(groups) > 1 else [one for group in groups for one in group]
-
-
-def _mesh_of(tensor: Tensor) -> object:
-    return getattr(tensor, "device_mesh", None)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -1,72 +1,20 @@
-"""Which names of code may be imported: those that the user gave, and models of known libraries made of plain data.
+"""The names of code in a trial config: whose they are, and whether they may be imported.
 
-Start reading at `CodeName` and `TrustedName`, then `require_model`. A config that was read from a row or a file names
-no code, unless the user trusts its module; so a path that forgets to ask is refused. Torch-free.
+A config that was read from a row or a file names no code, unless the user trusts its module; so a path that forgets to
+ask is refused. Start reading at `config_of_user` and `trusting`. Torch-free.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from conf.errors import UsageError
-from conf.plain_text import shown
+from featurize.code_names import LIBRARY_MODULES, CodeName, TrustedName, granted_model
 from featurize.families import family_names, get_family
 from featurize.trial import TrialConfig, config_from_mapping
-
-# Modules of libraries whose models data may name. A factory is one name in them: nothing is looked up through it.
-_MODULES = {
-    "torchvision": re.compile(r"torchvision\.models(\.\w+){0,2}"),
-    "timm": re.compile(r"timm(\.models(\.\w+)?)?"),
-    "transformers": re.compile(r"transformers(\.models\.\w+(\.modeling_\w+)?)?"),
-}
-_TIMM_INSIDE = ("transformers.models.timm_wrapper", "transformers.models.timm_backbone")  # they take any timm model
-_WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "use_pretrained_backbone")
-_LONGEST_KEY = 200  # characters; beyond, the search would take long
-# Keys whose values libraries look up in tables of their own: activations, norms, kinds of pooling and of tasks.
-_WORD_KEY = re.compile(r"act|\w*_act|\w*(act_|activation|norm|pool|_type)\w*|model_name|dtype|attn_implementation")
-_NO_WORD = re.compile(r"path|file|dir(_|$)|url|repo|checkpoint|cfg|config|class|module|kernel|experts")
-_FETCHING = re.compile(r"pretrain|remote|trust|(^|_)hub(_|$)")
-_WORD = re.compile(r"[A-Za-z]\w{0,63}")
-_WORDS = {
-    "dtype": re.compile(r"float32|float16|bfloat16|float64"),
-    "attn_implementation": re.compile(r"eager|sdpa"),  # others fetch kernels
-    "model_name": re.compile(r"[A-Za-z]\w{0,99}(\.\w{1,99})?"),  # timm's, looked up in its registry
-}
-# Mappings that configurations of transformers hold: parts of a model with configurations of their own.
-_NESTED = re.compile(r"(text|vision|audio|encoder|decoder)_config")
-_REPEATED = re.compile(r"layer|depth|block|stage|repeat|level")  # how often something is built
-MOST_REPEATS = 1000
-MOST_CHARACTERS = 20_000
-_MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-
-
-class NotTrusted(UsageError):
-    """A config that data brought names code, and nobody allowed it to run."""
-
-
-class CodeName(str):
-    """`MODULE:FACTORY` that the user of this process gave: it may be imported and called, whatever it names.
-
-    The type is the permission. It survives copies, `dataclasses.replace` and pickling between processes of one command;
-    JSON and Parquet hold plain text, so what is read from a file has lost it.
-    """
-
-    __slots__ = ()
-
-
-class TrustedName(str):
-    """`MODULE:FACTORY` that data brought, of a module that the user trusts. The module is imported; of what it holds,
-    only classes of `nn.Module` and functions that the module itself defines are called."""
-
-    __slots__ = ()
-
 
 _MARKS = {"typed": CodeName, "trusted": TrustedName}
 
@@ -105,27 +53,6 @@ def config_with_marks(mapping: Mapping[str, Any], marks: Mapping[str, str]) -> T
     return config_from_mapping({**mapping, **{name: _MARKS[mark](mapping[name]) for name, mark in marks.items()}})
 
 
-def parse_trust(value: object) -> tuple[str, ...]:
-    """The modules of a `trust=` option: a name, or several. `UsageError` for what is no name of a module."""
-    given = () if value is None else (value,) if isinstance(value, str) else value
-    names = tuple(given) if isinstance(given, Sequence) else (given,)
-    wrong = [one for one in names if not isinstance(one, str) or not _MODULE_NAME.fullmatch(one)]
-    if wrong:
-        raise UsageError(f"trust must name modules, as in trust=[mypackage.nets], got {shown(wrong[0])}")
-    return names
-
-
-def granted_model(model: str, trust: Sequence[str]) -> str:
-    """Return a model's name that data brought, marked as trusted where it lies in one of the modules `trust`, and as
-    the user's where `trust` holds it as `MODULE:FACTORY`."""
-    module, colon, _ = model.partition(":")
-    if isinstance(model, CodeName):
-        return model
-    if colon and model in trust:
-        return CodeName(model)
-    return TrustedName(model) if any(module == one or module.startswith(f"{one}.") for one in trust) else model
-
-
 def data_refusal(config: TrialConfig) -> str | None:
     """`refusal` of the config as data would bring it, whoever named its code."""
     plain: dict[str, Any] = {name: str(getattr(config, name)) for name in code_fields(config.family)}
@@ -137,7 +64,7 @@ def code_entries(config: TrialConfig) -> dict[str, str]:
     with its arguments where these are more than plain data."""
     entries = {}
     for name in (getattr(config, field) for field in code_fields(config.family)):
-        library = name.partition(":")[0].partition(".")[0] in _MODULES
+        library = name.partition(":")[0].partition(".")[0] in LIBRARY_MODULES
         arguments = getattr(config, "arguments", "{}")
         entries[name] = f"{name} {arguments}" if library and data_refusal(config) else str(name)
     return entries
@@ -149,79 +76,6 @@ def refusal(config: TrialConfig) -> str | None:
     return None if family is None else family.refusal(config)
 
 
-def library_problem(model: str, arguments: str, *, advice: str | None = None) -> str | None:
-    """Return why data may not name this model with these arguments (a JSON object), as far as texts tell, or None.
-
-    `advice`: what the reader can do where the module is nobody's; default: what helps at a command line.
-    """
-    if isinstance(model, CodeName):
-        return None
-    module, _, factory = model.partition(":")
-    package = module.partition(".")[0]
-    if isinstance(model, TrustedName):
-        if "." in factory:
-            return f"{model} leads out of the trusted {module}: name what the module itself defines, as in {module}:Net"
-        return None
-    if package not in _MODULES:
-        advice = advice or f"pass trust=[{module}] to allow it, or type the config on the command line"
-        return f"{model} comes from stored data, so it is not imported; {advice}"
-    if not _MODULES[package].fullmatch(module) or "." in factory or factory.startswith("_"):
-        written = f"; write {package}.models:{factory}" if package == module == "torchvision" else ""
-        return f"{model} is not one of {package}'s models, and data may name no other code{written}"
-    return arguments_problem(model, arguments)
-
-
-def arguments_problem(model: str, arguments: str) -> str | None:
-    """Why these arguments are more than plain data: numbers, words of a few known keys, and lists of them."""
-    if len(arguments) > MOST_CHARACTERS:
-        return f"{model}: arguments of {len(arguments):,} characters are too long for data"
-    given = json.loads(arguments)
-    for name, value in given.items():
-        problem = _value_problem(name, value, 0)
-        if problem is not None:
-            return f"{model}: data may not give the argument {shown(name)}: {problem}"
-    return None
-
-
-def require_model(model: str, factory: Any, arguments: str) -> None:
-    """`NotTrusted` unless the user named the model, a module that the user trusts defines the imported `factory`, or it
-    is a library's model of plain data. Whoever imports what a config names asks this before the first call."""
-    if isinstance(model, CodeName):
-        return
-    problem = library_problem(model, arguments)
-    if problem is None and isinstance(model, TrustedName):
-        problem = _foreign_problem(model, factory)
-        if problem is None:
-            return
-        if model.partition(":")[0].partition(".")[0] in _MODULES:
-            problem = library_problem(str(model), arguments)
-    if problem is None and not _is_a_model(model, factory):
-        problem = f"{model} is not one of the library's models, and data may name no other code"
-    if problem is None:
-        problem = _download(model, factory, json.loads(arguments))
-    if problem is not None:
-        raise NotTrusted(f"zoo: {problem}")
-
-
-def require_settings(model: str, settings: Any) -> None:
-    """`NotTrusted` where a transformers model's configuration would fetch weights of its own accord."""
-    if not isinstance(model, CodeName | TrustedName) and _fetches(settings, 0):
-        raise NotTrusted(f"zoo: {model} would fetch pretrained weights, which data may not ask for")
-
-
-def _foreign_problem(model: str, factory: Any) -> str | None:
-    """Why `factory`, which the trusted module holds, is not called; None: the module itself defines it."""
-    from torch import nn
-
-    module = model.partition(":")[0]
-    if not isinstance(factory, FunctionType) and not (isinstance(factory, type) and issubclass(factory, nn.Module)):
-        return f"{model} is {type(factory).__name__}, neither a class of nn.Module nor a function that {module} defines"
-    home = factory.__module__
-    if home != module:
-        return f"{model} is defined in {home}; name it as {home}:{factory.__name__}, and trust that module"
-    return None
-
-
 def code_fields(family: str) -> tuple[str, ...]:
     """The fields of a family's config that name code; none of a family that is not known."""
     return getattr(_family_of_code(family), "CODE_FIELDS", ())
@@ -231,85 +85,3 @@ def code_fields(family: str) -> tuple[str, ...]:
 def _family_of_code(family: str) -> ModuleType | None:
     """The family's module, remembered: every row asks for it."""
     return get_family(family) if family in family_names() else None
-
-
-def _value_problem(name: str, value: Any, depth: int) -> str | None:
-    if value is None or value is False:
-        return None
-    if name.startswith("_"):
-        return "it is the library's own"
-    if name in _WEIGHTS or _FETCHING.search(name):
-        return "it fetches weights"
-    if value is True:
-        return None
-    if isinstance(value, int | float):
-        if not abs(value) < 2**31:
-            return "a number beyond 2**31"
-        if _REPEATED.search(name) and value > MOST_REPEATS and isinstance(value, int) and "size" not in name:
-            return f"more than {MOST_REPEATS} of them"
-        return None
-    if isinstance(value, list) and depth < 3:
-        return next((problem for one in value if (problem := _value_problem(name, one, depth + 1))), None)
-    if isinstance(value, str):
-        if (
-            len(name) <= _LONGEST_KEY
-            and _WORD_KEY.fullmatch(name)
-            and not _NO_WORD.search(name)
-            and _WORDS.get(name, _WORD).fullmatch(value)
-        ):
-            return None
-        return f"a text ({shown(value)})"
-    if isinstance(value, dict) and depth < 3 and _NESTED.fullmatch(name):
-        parts = (_value_problem(inner, one, depth + 1) for inner, one in value.items())
-        return next((problem for problem in parts if problem), None)
-    return "a mapping"
-
-
-def _is_a_model(model: str, factory: Any) -> bool:
-    """Return whether the library itself calls it a model: by its registry, or as a class of its models' files."""
-    from torch import nn
-
-    module, _, name = model.partition(":")
-    package = module.partition(".")[0]
-    home = f"{package}.models."
-    own_class = isinstance(factory, type) and issubclass(factory, nn.Module) and factory.__module__.startswith(home)
-    if package == "timm":
-        import timm
-
-        if factory is timm.create_model:
-            return True
-        return own_class or (timm.is_model(name) and timm.models.model_entrypoint(name) is factory)
-    if package == "torchvision":
-        from torchvision.models import list_models
-        from torchvision.models._api import BUILTIN_MODELS
-
-        return own_class or (name in list_models() and factory in BUILTIN_MODELS.values())
-    settings = getattr(factory, "config_class", None)
-    return own_class and isinstance(settings, type) and not factory.__module__.startswith(_TIMM_INSIDE)
-
-
-def _download(model: str, factory: Any, given: Mapping[str, Any]) -> str | None:
-    """Why the call would fetch weights by a default of the library's, or name none of timm's models."""
-    import importlib
-
-    if "model_name" in given:
-        timm = importlib.import_module("timm")
-        if factory is timm.create_model and not timm.is_model(given["model_name"].partition(".")[0]):
-            return f"{model}: timm has no model {shown(given['model_name'])}"
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return f"{model} does not say which arguments it takes"
-    for name in _WEIGHTS:
-        default = parameters[name].default if name in parameters else None
-        if name not in given and default not in (None, False, inspect.Parameter.empty):
-            return f"{model} fetches weights unless its arguments say {{{name}: null}}"
-    return None
-
-
-def _fetches(settings: Any, depth: int) -> bool:
-    own = vars(settings) if hasattr(settings, "__dict__") else {}
-    if own.get("use_pretrained_backbone"):
-        return True
-    nested = (value for value in own.values() if hasattr(value, "model_type"))
-    return depth < 3 and any(_fetches(value, depth + 1) for value in nested)

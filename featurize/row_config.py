@@ -14,8 +14,9 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.plain_text import one_line
+from featurize.code_names import CodeName
 from featurize.families import get_family, layers_of
-from featurize.own_code import CodeName, code_fields, refusal, trusting
+from featurize.own_code import code_fields, refusal, trusting
 from featurize.trial import TrialConfig, config_from_mapping
 
 MOST_CHARACTERS = 200_000

@@ -28,6 +28,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return plain_parts(tensor)[0]
 
 
+def mesh_of(tensor: Tensor) -> object:
+    """Return the mesh of ranks that a tensor is spread over (a DTensor's); None for any other one."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether a tensor is spread over ranks (a DTensor)."""
+    return mesh_of(tensor) is not None
+
+
 def wrap_others(types: Sequence[type]) -> bool:
     """Return whether some of these types of tensors wrap others."""
     return bool(types) and any(map(_is_wrapper, types))

@@ -27,12 +27,12 @@ from featurize.optimizers import (
     by_kind,
     clip_norm,
     clip_value,
-    is_shared,
     make_optimizer,
     run_step,
     state_tensors,
 )
 from featurize.quantized import quantize
+from featurize.tensor_parts import is_shared
 from featurize.tf32 import allow_tf32
 from featurize.training_settings import Training as Training
 from featurize.training_settings import TrainingSettings as TrainingSettings

@@ -17,7 +17,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from conf.settings import Checked, data_key, key
-from featurize.own_code import parse_trust
+from featurize.code_names import parse_trust
 from learn.estimators import ESTIMATORS
 from learn.targets import BIN_WIDTHS_GB, SLOWDOWN, TARGETS, Bins, get_target
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from conf.errors import CommandError
 from conf.plain_text import exception_line
+from featurize.code_names import NotTrusted
 from featurize.disk_cache import libraries
-from featurize.own_code import NotTrusted
 from featurize.version import FEATURES_VERSION
 from learn.cases import Case
 

@@ -38,11 +38,11 @@ LOADERS = {
     ("workers/telemetry/sampler.py", "make_sensors"): "names of the table SENSORS",
     ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
     ("featurize/families/__init__.py", "get_family"): "names of files of our own folder; others raise first",
-    ("featurize/families/zoo.py", "_load"): "behind `own_code.library_problem`: the user's names, libraries' models",
+    ("featurize/families/zoo.py", "_load"): "behind `code_names.library_problem`: the user's names, libraries' models",
     ("featurize/float8.py", "_torchao"): "a literal: torchao.float8",
-    ("featurize/own_code.py", "_download"): "a literal: timm",
+    ("featurize/code_names.py", "_download"): "a literal: timm",
     ("featurize/training.py", "preload"): "literals: what the first step imports",
-    ("featurize/vision.py", "import_library"): "the three libraries' models, behind `own_code.library_problem`",
+    ("featurize/vision.py", "import_library"): "the three libraries' models, behind `code_names.library_problem`",
     ("featurize/vision.py", "mend_torchvision"): "a literal: torchvision",
 }
 SHELLS = {"farm/growth/notify.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
@@ -161,6 +161,7 @@ def test_configs_become_code_names_only_where_the_user_speaks():
             if isinstance(node, ast.Call) and name_of(node.func) in granting:
                 callers.add(str(path.relative_to(ROOT)))
     assert callers == {
+        "featurize/code_names.py",
         "featurize/own_code.py",
         "farm/model_check.py",
         "farm/sampling.py",

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from conf.plain_text import first_line
 from warehouse.connection import connect
 from warehouse.counting import counting_files
-from warehouse.dataset import JOB_PREFIX
 from warehouse.details import DETAILS, Detail
 from warehouse.folder import DataFolder
 from warehouse.layout import KINDS, OF_RUNS
@@ -24,6 +23,7 @@ from warehouse.plain_file import plain
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import (
     COLLOCATION_RATIOS,
+    DATASET_JOB_PREFIX,
     LABELS,
     OOM_KINDS,
     QUALITIES,
@@ -409,7 +409,7 @@ _GROUPED = (
         "error",
         "a task has more than one run that counts",
         f"""SELECT job_id || ' task ' || task_index || ': ' || count(*) || ' runs' FROM runs
-        WHERE source <> 'imported' AND task_index IS NOT NULL AND NOT starts_with(job_id, '{JOB_PREFIX}')
+        WHERE source <> 'imported' AND task_index IS NOT NULL AND NOT starts_with(job_id, '{DATASET_JOB_PREFIX}')
         GROUP BY job_id, task_index HAVING count(*) > 1""",
     ),
     (

@@ -71,7 +71,7 @@ def connect(
 
     folder = DataFolder.resolve(data).open()
     if snapshot is not None:
-        from warehouse.snapshot import checked_snapshot
+        from warehouse.snapshots import checked_snapshot
 
         folder = checked_snapshot(folder, snapshot).folder
     with contextlib.suppress(OSError):  # of a folder that may only be read: the file is for other DuckDB clients

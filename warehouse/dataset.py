@@ -23,12 +23,11 @@ from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.json_file import parse_json
 from conf.plain_text import first_line
 from warehouse.details import DETAILS
-from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.schema import DATASET_JOB_PREFIX, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 from warehouse.writer import detail_table, run_problems
 
 FORMAT = "gpufarm-dataset"
 CARD = "README.md"
-JOB_PREFIX = "dataset-"  # of the job_id of rows that were loaded: they are no runs of this folder's own jobs
 KINDS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, **{kind: one.schema for kind, one in DETAILS.items()}}
 ALWAYS_THERE = ("runs", "telemetry")  # of these every part has a file
 
@@ -115,7 +114,7 @@ def public_id(run_id: str, device_uuid: str | None, finished_at: datetime.dateti
 
 def is_loaded(job_id: str | None) -> bool:
     """Return whether rows of this job came from a data set, and so have their public id already."""
-    return job_id is not None and job_id.startswith(JOB_PREFIX)
+    return job_id is not None and job_id.startswith(DATASET_JOB_PREFIX)
 
 
 def to_bytes(part: DatasetPart, kind: str, table: pa.Table) -> bytes:

@@ -27,7 +27,7 @@ from warehouse.folder import DataFolder
 from warehouse.pairing import Shift, paired, shift_text, summed_up
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import ENVIRONMENT, LABELS, RUN_SCHEMA, TABLES
-from warehouse.snapshot import NOW, find_snapshot
+from warehouse.snapshots import NOW, find_snapshot
 from warehouse.views import VIEWS
 
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")

@@ -28,7 +28,6 @@ from warehouse import neusight
 from warehouse.connection import connect
 from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
-    JOB_PREFIX,
     DatasetPart,
     checked_details,
     checked_rows,
@@ -50,6 +49,7 @@ from warehouse.published import read_published_runs
 from warehouse.published_groups import group_members
 from warehouse.published_kernels import KERNEL_TABLES, read_kernel_table
 from warehouse.published_tables import TABLES
+from warehouse.schema import DATASET_JOB_PREFIX
 from warehouse.writer import RunWriter, detail_table
 
 DATASET, CSV = "dataset", "csv"
@@ -341,7 +341,7 @@ def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, samples: M
         if rows.num_rows:
             land_batch(folder, kind, part.family, rows)
     at = runs.schema.get_field_index("job_id")
-    jobs = pc.binary_join_element_wise(JOB_PREFIX, runs.column("job_id"), "")
+    jobs = pc.binary_join_element_wise(DATASET_JOB_PREFIX, runs.column("job_id"), "")
     land_batch(folder, "runs", part.family, runs.set_column(at, "job_id", jobs))
     return int(runs.num_rows)
 

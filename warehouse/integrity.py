@@ -28,7 +28,7 @@ from warehouse.listings import read_listings
 from warehouse.merged import Listing
 from warehouse.presence import Presence, compare, queue_problem
 from warehouse.settle import unlisted_problem
-from warehouse.snapshot import MANIFEST, read_manifest
+from warehouse.snapshots import MANIFEST, read_manifest
 
 Progress = Callable[[int, int], None]  # (files verified, files in all)
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from warehouse.dataset import JOB_PREFIX, is_loaded, public_id
+from warehouse.dataset import is_loaded, public_id
 from warehouse.details import DETAILS
 from warehouse.reader import WarehouseConnection
-from warehouse.schema import METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import DATASET_JOB_PREFIX, METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
 
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
 _ERROR_CHARACTERS = 2000  # of an error's end, where its message is
@@ -47,7 +47,7 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
         row["error"] = row["error"][-_ERROR_CHARACTERS:]
     row["node"] = row["worker"] = None
     if is_loaded(run["job_id"]):
-        row["job_id"] = run["job_id"].removeprefix(JOB_PREFIX)
+        row["job_id"] = run["job_id"].removeprefix(DATASET_JOB_PREFIX)
         return row
     row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
     if run.get("group_id") is not None:

@@ -43,7 +43,7 @@ from warehouse.folder import DataFolder
 from warehouse.public_rows import naive, public_row, public_tables, scrubbed
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES
-from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
+from warehouse.snapshots import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.sql_text import sql_text
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"

@@ -13,6 +13,7 @@ SCHEMA_VERSION = 6
 
 STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
+DATASET_JOB_PREFIX = "dataset-"  # of the job_id of rows that were loaded: they are not of this folder's own jobs
 OOM_KINDS = ("device", "host")  # which memory ran out; only `device` bounds the GPU-memory label from below
 # Whether a run's labels can be relied on. `suspect`: something was odd, and the labels that it touches say so;
 # `untrusted`: they must not be learned from. NULL: not judged (imported rows, older files).

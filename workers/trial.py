@@ -25,7 +25,7 @@ from workers.trial_link import TrialLink
 if TYPE_CHECKING:
     from workers.devices.base import Place
 
-__all__ = ["TrialLink", "classify", "run_trial", "thread_budget"]
+__all__ = ["TrialLink", "classify", "run_trial"]
 
 
 def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None = None) -> None:
@@ -130,10 +130,3 @@ def _free_device_mib(trial: dict[str, Any], place: Place | None) -> float | None
         return free / 2**20
     except RuntimeError:  # the context is broken, as the failure itself shows
         return None
-
-
-def thread_budget(workers: int) -> int:
-    """Return the CPU threads for one of `workers` parallel trials."""
-    from workers.environment import core_count
-
-    return max(1, core_count() // max(1, workers))

@@ -93,7 +93,7 @@ def side_of(key: str, text: str, code: Path) -> Side:
     data, at, snapshot = text.rpartition("@")
     folder = Path(os.path.abspath(os.path.expanduser(data)))
     if at and snapshot and (folder / "format.json").is_file():
-        from warehouse.snapshot import find_snapshot
+        from warehouse.snapshots import find_snapshot
 
         find_snapshot(DataFolder(folder).open(), snapshot)
         return Recorded(text=text, folder=DataFolder(folder), snapshot=snapshot)

@@ -22,7 +22,7 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
     from warehouse.checks import check
     from warehouse.compact import compact
     from warehouse.connection import connect
-    from warehouse.snapshot import snapshots, take_snapshot
+    from warehouse.snapshots import snapshots, take_snapshot
 
     tell("merging small files")
     compacted = compact(folder)
@@ -49,7 +49,7 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
 
 def snapshot_taken(folder: DataFolder, name: str) -> bool:
     """Return whether a snapshot of that name exists, so that the cycle needs another name."""
-    from warehouse.snapshot import find_snapshot
+    from warehouse.snapshots import find_snapshot
 
     try:
         find_snapshot(folder, name)

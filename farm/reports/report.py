@@ -24,7 +24,7 @@ from farm.reports.rows import ReportRows, read_rows
 from farm.reports.verdict import Said, only_simulated, say
 from warehouse.diff import Difference, diff
 from warehouse.folder import DataFolder
-from warehouse.snapshot import NOW
+from warehouse.snapshots import NOW
 
 LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhead
 

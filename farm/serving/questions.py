@@ -142,7 +142,7 @@ def _of_config(request: JobFields, policy: Policy, parallel: str | None) -> tupl
 
 
 def _of_model(request: JobFields, policy: Policy) -> dict[str, Any]:
-    from featurize.own_code import granted_model, library_problem
+    from featurize.code_names import granted_model, library_problem
 
     arguments = request.arguments or {}
     assert request.model is not None

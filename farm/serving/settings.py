@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.settings import Checked, data_key, key, section
-from featurize.own_code import parse_trust
+from featurize.code_names import parse_trust
 
 LOOPBACK_NAME = "localhost"
 

@@ -140,9 +140,9 @@ def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:
         from featurize.row_config import config_of_row
 
         return config_of_row(json.dumps(question["config"]), limits.trust)
+    from featurize.code_names import granted_model
     from featurize.families import zoo
     from featurize.hf_config import with_lora
-    from featurize.own_code import granted_model
 
     model, arguments = granted_model(question["model"], limits.trust), json.dumps(question["arguments"])
 

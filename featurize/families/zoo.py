@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
+from featurize.code_names import NotTrusted, library_problem, require_model, require_settings
 from featurize.families._zoo_texts import (
     Tensors,
     canonical_arguments,
@@ -30,7 +31,6 @@ from featurize.families._zoo_texts import (
 )
 from featurize.layers import Layer
 from featurize.near_names import library_names, near_names
-from featurize.own_code import NotTrusted, library_problem, require_model, require_settings
 from featurize.trial_config import TrialConfig
 
 if TYPE_CHECKING:

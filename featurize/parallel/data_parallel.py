@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from conf.errors import UsageError
 from conf.units import MIB
-from featurize.optimizers import is_shared
 from featurize.parallel.collectives import ALL_REDUCE, BROADCAST
 from featurize.parallel.layout import Parallel
 from featurize.recorder import Recorder
 from featurize.step_trace import BUCKET, Collective
-from featurize.tensor_parts import local_tensor
+from featurize.tensor_parts import is_shared, local_tensor
 
 ONE_BUCKET = (float("inf"),)
 BROADCAST_LIMITS = (250.0 * MIB,)  # broadcast_bucket_size of torch/nn/parallel/distributed.py

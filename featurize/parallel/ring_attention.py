@@ -25,7 +25,6 @@ _LENGTH = 1  # the dimension of inputs and targets that holds the sequence
 _HEADS_FIRST = 2  # that of queries, keys and values [N, heads, L, E]
 _TOKENS = "input_ids"
 _ATTENTION = "scaled_dot_product_attention"
-_ROWS = 32  # of which memory-efficient attention keeps row sums (aten/src/ATen/native/transformers: kAlignLSE)
 
 
 def sequence_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
@@ -126,26 +125,6 @@ def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, pa
         return torch.cat([chunks[at] for at in chosen], dim=_LENGTH).requires_grad_(tensor.requires_grad)
 
     return mapped(inputs, part), None if target is None else part(target)
-
-
-def require_whole_rows(query: Tensor) -> None:
-    """Raise `UsageError` where memory-efficient attention over several ranks has more row sums than queries, which the
-    ring does not merge.
-
-    Args:
-        query: What ranks share, within `ring_attention`.
-    """
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    assert isinstance(query, DTensor)
-    parts = 2 if ring._cp_options.enable_load_balance else 1
-    if (rows := query.to_local().shape[_HEADS_FIRST] // parts) % _ROWS:
-        whole = _ROWS * parts * query.device_mesh.size()
-        raise UsageError(
-            f"parallel: cp: memory-efficient attention keeps row sums of {_ROWS} queries or a multiple, and a part of "
-            f"the sequence has {rows}; give a sequence of a multiple of {whole} tokens, or bf16 on a GPU with flash "
-            "attention"
-        )
 
 
 def _is_balanced(parallel: Parallel) -> bool:

@@ -19,7 +19,6 @@ from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
 from featurize.batches import Inputs
 from featurize.module_stack import origin
-from featurize.optimizers import is_shared
 from featurize.parallel.experts import expert_mesh
 from featurize.parallel.layout import Parallel
 from featurize.parallel.rank import ReplicatedRank
@@ -31,6 +30,7 @@ from featurize.parallel.streams import Streams
 from featurize.parallel.world import axes_of_groups, pretended_mesh
 from featurize.recorder import Recorder
 from featurize.step_trace import Collective
+from featurize.tensor_parts import is_shared
 from featurize.training import TrainingStep
 
 _lock = threading.RLock()  # groups and replacements are the process's: one trace at a time

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from conf.errors import CommandError, UsageError
 from conf.reports.page_text import MISSING
 from conf.settings import Checked, data_key, format_key, group, key
+from featurize.code_names import parse_trust
 from featurize.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
-from featurize.own_code import config_of_user, parse_trust
+from featurize.own_code import config_of_user
 from featurize.parallel.layout import Parallel, names_network_only, parse_parallel
 from featurize.training_settings import (
     COMPILE_MODES,

@@ -68,8 +68,8 @@ def _attribute(owner: object, name: str) -> Any:
 
 def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
     """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for arguments that are none."""
+    from featurize.code_names import CodeName
     from featurize.families import zoo
-    from featurize.own_code import CodeName
 
     as_text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments or {}))
     config = zoo.Config(model=CodeName(text), inputs="float32[1]", arguments=as_text, batch_size=1)

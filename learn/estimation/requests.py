@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from conf.errors import UsageError, kept_from_exit, unknown_name
-from featurize.own_code import parse_trust, trusting
+from featurize.code_names import parse_trust
+from featurize.own_code import trusting
 from featurize.parallel.deepspeed_config import hidden_size_of
 from featurize.parallel.layout import parse_parallel
 from featurize.training_settings import Training, TrainingKeywords, training_of

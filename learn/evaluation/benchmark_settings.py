@@ -11,7 +11,7 @@ from functools import partial
 
 from conf.errors import UsageError, unknown_name
 from conf.settings import Checked, key
-from featurize.own_code import parse_trust
+from featurize.code_names import parse_trust
 from learn.evaluation.splits import GROUPINGS, SPLITS
 from learn.targets import SLOWDOWN, TARGETS
 

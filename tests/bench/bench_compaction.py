@@ -23,7 +23,7 @@ from warehouse.checks import check
 from warehouse.folder import DataFolder
 from warehouse.layout import COMPRESSION
 from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 
 FAMILIES = ("mlp", "cnn", "transformer")
 NIGHT_RUNS = 500

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from conf.device_names import PROFILES
 from conf.errors import UsageError
-from conf.mig_slices import PROFILES
 from conf.overrides import load_config
 from featurize.device_spec import device_names, load_device, plain_device
 from learn import estimate

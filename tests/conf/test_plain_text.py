@@ -58,7 +58,7 @@ def test_of_a_group_of_exceptions_it_is_the_last():
 
 
 def test_hostile_text_is_read_in_linear_time():
-    from conf.mig_slices import split_slice
+    from conf.device_names import split_slice
     from featurize.allocator_settings import AllocatorSettings
     from warehouse.public_rows import scrubbed
 

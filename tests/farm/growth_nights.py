@@ -15,7 +15,7 @@ from farm.journal import Journal
 from warehouse.checks import check
 from warehouse.connection import connect
 from warehouse.folder import DataFolder
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter
 
 DEVICE, CARD_MIB = "NVIDIA A100-SXM4-40GB", 40_960.0

@@ -17,9 +17,9 @@ from farm.growth.watch import watch
 from farm.journal import Journal, plain
 from farm.sampling import Limits, sample
 from farm.space import default_space, parse_space
+from featurize.code_names import CodeName
 from featurize.device_spec import load_device
 from featurize.families import family_names, get_family, layers_of
-from featurize.own_code import CodeName
 from featurize.trial import config_hash
 from workers.devices import DeviceChoice
 

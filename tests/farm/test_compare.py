@@ -22,7 +22,7 @@ from farm.comparison.view import percent
 from featurize.device_spec import load_device
 from featurize.trial import config_from_mapping, config_hash
 from warehouse.folder import DataFolder
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter
 
 DEVICE = "A100-SXM4-40GB"

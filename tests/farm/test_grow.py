@@ -26,7 +26,7 @@ from farm.growth.stop import NightStop
 from farm.jobs import Queue
 from farm.journal import STEPS, Journal
 from warehouse.folder import DataFolder
-from warehouse.snapshot import snapshot_names
+from warehouse.snapshots import snapshot_names
 from warehouse.writer import RunWriter
 
 SMALL = (

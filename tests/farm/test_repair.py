@@ -24,7 +24,7 @@ from warehouse.integrity import examine
 from warehouse.merged import Listing, listing_file
 from warehouse.presence import compare, landed_tasks
 from warehouse.schema import RUN_SCHEMA
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0

@@ -12,8 +12,8 @@ from farm.growth.plan import code_names, read_plan
 from farm.jobs import Queue
 from farm.sampling import sample
 from farm.space import parse_space
+from featurize.code_names import CodeName
 from featurize.families import mlp, zoo
-from featurize.own_code import CodeName
 from featurize.row_config import code_problem, config_of_row
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter

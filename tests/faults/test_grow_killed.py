@@ -13,7 +13,7 @@ from farm.journal import STEPS, Journal
 from featurize.trial import config_hash
 from learn.artifacts import versions
 from warehouse.folder import DataFolder
-from warehouse.snapshot import find_snapshot, snapshot_names
+from warehouse.snapshots import find_snapshot, snapshot_names
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from tests.golden.record import steady
 from tests.warehouse.test_publish import fill
 from tests.warehouse.warehouse_rows import run_row, samples
 from warehouse.folder import DataFolder
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter
 
 NIGHT = (

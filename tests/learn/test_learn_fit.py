@@ -20,7 +20,7 @@ from learn.estimators import default_estimator
 from learn.evaluation.evaluate import classes_of, hold_out, split
 from learn.targets import TARGETS, make_bins
 from warehouse.folder import DataFolder
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 
 N = 120
 

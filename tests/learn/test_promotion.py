@@ -187,7 +187,7 @@ def test_a_model_of_other_features_is_replaced_as_it_cannot_answer(fitted):
 
 def test_rows_of_a_snapshot_are_fitted_on_whatever_came_later(fitted):
     from warehouse.folder import DataFolder
-    from warehouse.snapshot import take_snapshot
+    from warehouse.snapshots import take_snapshot
 
     data, old = fitted
     take_snapshot(DataFolder.resolve(data), "2026-11-21")

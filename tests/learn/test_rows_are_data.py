@@ -17,16 +17,9 @@ from omegaconf import OmegaConf
 
 from conf import cli
 from conf.errors import UsageError
+from featurize.code_names import CodeName, NotTrusted, TrustedName, library_problem
 from featurize.families import zoo
-from featurize.own_code import (
-    CodeName,
-    NotTrusted,
-    TrustedName,
-    config_of_user,
-    library_problem,
-    named_by_user,
-    trusting,
-)
+from featurize.own_code import config_of_user, named_by_user, trusting
 from featurize.row_config import UnreadableConfig, config_of_row
 from learn import estimate
 from learn.cases import Case

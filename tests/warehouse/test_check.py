@@ -14,7 +14,7 @@ from conf.cli import run
 from warehouse.check import entry
 from warehouse.compact import CompactionSettings, compact
 from warehouse.integrity import examine
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter, run_table
 
 NOW_S = 4_000_000_000.0

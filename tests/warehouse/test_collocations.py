@@ -17,7 +17,7 @@ from warehouse.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest, print_report
 from warehouse.publish import PublishSettings, publish
 from warehouse.published_groups import NOT_TOGETHER
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0

@@ -21,7 +21,7 @@ from warehouse.diff import entry as diff_entry
 from warehouse.ingest import IngestSettings, ingest, print_report
 from warehouse.neusight import COLUMNS
 from warehouse.publish import PublishSettings, publish
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0

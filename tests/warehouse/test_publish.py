@@ -23,7 +23,7 @@ from warehouse.folder import DataFolder
 from warehouse.publish import PublishSettings, entry, publish
 from warehouse.schema import STATUSES
 from warehouse.schema import TABLES as SCHEMAS
-from warehouse.snapshot import sha256_of, snapshot_names, take_snapshot
+from warehouse.snapshots import sha256_of, snapshot_names, take_snapshot
 from warehouse.writer import RunWriter
 
 DAY = datetime.datetime(2026, 3, 4, 5, 6, 7, tzinfo=datetime.UTC)

@@ -14,7 +14,7 @@ from warehouse_rows import run_row, samples
 
 from conf.cli import run
 from warehouse.query import QuerySettings, entry, run_query
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter
 
 

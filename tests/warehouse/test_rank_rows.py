@@ -15,7 +15,7 @@ from warehouse.export import ExportSettings, export
 from warehouse.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest
 from warehouse.publish import PublishSettings, publish
-from warehouse.snapshot import take_snapshot
+from warehouse.snapshots import take_snapshot
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0

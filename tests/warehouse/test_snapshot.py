@@ -22,7 +22,8 @@ from warehouse.compact import CompactionSettings, compact, compaction_lock
 from warehouse.diff import diff, named_arguments
 from warehouse.diff import entry as diff_entry
 from warehouse.schema import TELEMETRY_SCHEMA
-from warehouse.snapshot import MANIFEST, entry, find_snapshot, snapshot_names, take_snapshot
+from warehouse.snapshot import entry
+from warehouse.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0
@@ -395,7 +396,7 @@ def test_a_manifest_that_names_what_is_no_file_of_the_snapshot_is_told_and_nothi
     manifest["files"].append({"path": path, "bytes": 6, "rows": 1, "sha256": "0" * 64, "modified_ns": 0})
     (root / MANIFEST).write_text(json.dumps(manifest))
     read = []
-    monkeypatch.setattr("warehouse.snapshot.sha256_of", lambda file: read.append(file) or "0" * 64)
+    monkeypatch.setattr("warehouse.snapshots.sha256_of", lambda file: read.append(file) or "0" * 64)
     (problem,) = [line for line in find_snapshot(folder, "s").problems() if path in line and "SHA" not in line]
     assert "is no plain file of the snapshot" in problem
     assert not [file for file in read if "secret" in str(file) or "passwd" in str(file) or "pipe" in str(file)]

@@ -10,7 +10,8 @@ from conf.cli import run
 from conf.errors import EnvironmentProblem
 from warehouse.compact import CompactionSettings, compact
 from warehouse.merged import Listing, listing_file
-from warehouse.snapshot import entry, find_snapshot, take_snapshot
+from warehouse.snapshot import entry
+from warehouse.snapshots import find_snapshot, take_snapshot
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0

@@ -15,7 +15,7 @@ import warehouse
 from warehouse.diff import diff
 from warehouse.folder import DataFolder
 from warehouse.schema import ENVIRONMENT
-from warehouse.snapshot import find_snapshot, take_snapshot
+from warehouse.snapshots import find_snapshot, take_snapshot
 from warehouse.stale import Mark, stale_now, write_marks
 from warehouse.writer import RunWriter
 

@@ -50,10 +50,10 @@ class CpuDevice:
         import torch
 
         from workers.devices.training import measure_training
-        from workers.trial import thread_budget
+        from workers.environment import core_count
 
         ranks = 1 if place is None else place.ranks  # which share the worker's part of cores and memory
-        torch.set_num_threads(thread_budget(self.count * ranks))
+        torch.set_num_threads(max(1, core_count() // (self.count * ranks)))
         # Trials of a group compete for the cores, as they do for a GPU; of the memory each has an even part.
         sharers = ranks if link.together is None else link.together.size
         limit_memory(None if slot.device_memory_mib is None else slot.device_memory_mib / sharers)
