@@ -1,4 +1,4 @@
-"""Command lines: settings classes (`conf.settings`), and Hydra's files (`pkg://conf`), one folder per config group.
+"""Command lines: settings classes (`conf.cli.settings`), and Hydra's files (`pkg://conf`), one folder per config group.
 
-Start reading at `conf.commands`; `conf.cli` turns a settings class into a command line.
+Start reading at `conf.cli.commands`; `conf.cli.command_line` turns a settings class into a command line.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from conf.cli import command
-from conf.settings import Checked, data_key, key
-from farm.jobs import Queue
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, key
+from farm.queue.jobs import Queue
 from farm.status import existing_queue
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 
 @dataclass(frozen=True, kw_only=True)

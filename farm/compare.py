@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from conf.bars import StepBar
-from conf.cli import EXIT_INTERRUPTED, command
-from conf.outputs import checked_report
+from conf.cli.bars import StepBar
+from conf.cli.command_line import EXIT_INTERRUPTED, command
+from conf.files.outputs import checked_report
 from farm.comparison.page import write_comparison
 from farm.comparison.run import CompareSettings, Interrupted, run_comparison
 from farm.comparison.view import as_json, lines
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 
 def entry(settings: CompareSettings) -> int:

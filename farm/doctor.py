@@ -17,12 +17,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, format_key, group, key, section
 from conf.errors import CommandError, EnvironmentProblem
-from conf.settings import Checked, data_key, format_key, group, key, section
-from farm.described_device import described_device, device_rows
-from farm.settings import DeviceKeys, device_choice
-from warehouse.folder import DataFolder
+from farm.submission.described_device import described_device, device_rows
+from farm.submission.settings import DeviceKeys, device_choice
+from warehouse.files.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
 from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
 from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
@@ -81,7 +81,7 @@ def entry(settings: DoctorSettings) -> int:
 
 
 def _repair(data: str | None, output_format: str) -> int:
-    from farm.repair import repair
+    from farm.queue.repair import repair
 
     folder = DataFolder.resolve(data)
     report = repair(folder)
@@ -264,7 +264,7 @@ def _cgroup_limit_mib(total: int) -> int | None:
 
 def data_state(data: str | None) -> dict[str, Any]:
     """Return the data folder's path, whether it exists and is writable, its schema version and its contents."""
-    from warehouse.presence import compare
+    from warehouse.files.presence import compare
 
     folder = DataFolder.resolve(data)
     state: dict[str, Any] = {
@@ -301,7 +301,7 @@ def _writable(path: Path) -> bool:
 
 def _queue_counts(path: Path) -> tuple[int, dict[str, int]]:
     """Return the number of jobs, and of tasks by state. Never creates a queue."""
-    from farm.jobs import Queue
+    from farm.queue.jobs import Queue
 
     if not path.exists():
         return 0, {}
@@ -315,7 +315,7 @@ def _run_counts(folder) -> dict[str, int]:
     """Return the number of runs by status, each run counted once."""
     import duckdb
 
-    from warehouse.connection import connect
+    from warehouse.reading.connection import connect
 
     try:
         with connect(folder) as connection:

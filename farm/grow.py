@@ -10,24 +10,24 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from conf.cli import EXIT_INTERRUPTED, command
+from conf.cli.command_line import EXIT_INTERRUPTED, command
+from conf.cli.settings import built
 from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
-from conf.settings import built
-from farm.growth.cycle import Left, NightWork, message_of
-from farm.growth.machine import environment_now, machine_of
-from farm.growth.notify import notify
-from farm.growth.plan import make_plan
-from farm.growth.settings import GrowSettings
-from farm.jobs import Queue
-from farm.journal import STEPS, Cycle, Journal
-from farm.journal_payloads import CanariesPayload, LandPayload, LearnPayload, RunPayload
-from farm.model_check import require_models
 from farm.monitoring.service import Service
-from farm.outcomes import EXIT_ALL_FAILED
-from farm.queue_copy import queue_to_read
-from warehouse.folder import DataFolder
-from warehouse.lock_file import open_lock
+from farm.nights.cycle import Left, NightWork, message_of
+from farm.nights.journal import STEPS, Cycle, Journal
+from farm.nights.journal_payloads import CanariesPayload, LandPayload, LearnPayload, RunPayload
+from farm.nights.machine import environment_now, machine_of
+from farm.nights.notify import notify
+from farm.nights.plan import make_plan
+from farm.nights.settings import GrowSettings
+from farm.queue.jobs import Queue
+from farm.queue.outcomes import EXIT_ALL_FAILED
+from farm.queue.queue_copy import queue_to_read
+from farm.submission.model_check import require_models
+from warehouse.files.folder import DataFolder
+from warehouse.files.lock_file import open_lock
 from workers.devices import DeviceChoice
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> Grow
 
 
 def _dry_run(settings: GrowSettings) -> int:
-    from farm.growth.watch import stale_first
+    from farm.nights.watch import stale_first
 
     require_models(settings.spaces)
     machine, device_line = machine_of(settings.device, settings.cluster)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.extras import naming_the_extra
+from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
-from conf.extras import naming_the_extra
 from conf.plain_text import one_line
-from conf.settings import Checked, key
-from farm.scheduling import figures_of, keep_asking
 from farm.serving.kubernetes import JOB, device_of, value_at
+from farm.serving.scheduling import figures_of, keep_asking
 
 if TYPE_CHECKING:
     from learn.client import Client

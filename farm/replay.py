@@ -6,15 +6,15 @@ import json
 import sys
 from pathlib import Path
 
-from conf.bars import StepBar
-from conf.cli import command
-from conf.outputs import checked_report
+from conf.cli.bars import StepBar
+from conf.cli.command_line import command
+from conf.files.outputs import checked_report
 from conf.reports.render import write_page
 from farm.replaying.crossing import run_crossing
 from farm.replaying.page import keep_in, replay_page
 from farm.replaying.settings import ReplaySettings
 from farm.replaying.view import as_mapping, lines
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 
 def entry(settings: ReplaySettings) -> int:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, key
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
-from conf.settings import Checked, key
-from farm.scheduling import figures_of
+from farm.serving.scheduling import figures_of
 from farm.slurm import devices_key
 
 if TYPE_CHECKING:

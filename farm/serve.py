@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from conf.cli import command
-from conf.extras import naming_the_extra
+from conf.cli.command_line import command
+from conf.cli.extras import naming_the_extra
 from farm.serving.settings import ServeSettings
 
 

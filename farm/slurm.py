@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, key
 from conf.device_names import resolve_device
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import one_line
-from conf.settings import Checked, key
-from farm.scheduling import figures_of, keep_asking
-from warehouse.layout import write_bytes
+from farm.serving.scheduling import figures_of, keep_asking
+from warehouse.files.layout import write_bytes
 
 if TYPE_CHECKING:
     from learn.client import Client
@@ -38,7 +38,7 @@ _CODING = {"encoding": "utf-8", "errors": "surrogateescape"}  # any bytes of a s
 
 def features_by_device(devices: Mapping[str, Any]) -> dict[str, str]:
     """Return Slurm's feature of each GPU model, by its full name. Raises `UsageError` that names what is wrong."""
-    from featurize.device_spec import device_names
+    from featurize.device.device_spec import device_names
 
     problems = [] if devices else ["devices must name the cluster's GPU models, as in '{L4: l4}'"]
     features: dict[str, str] = {}
@@ -188,7 +188,7 @@ def _job_of(directive: str) -> dict[str, Any]:
 
 
 def _gpus_of(parallel: object) -> int:
-    from featurize.parallel.layout import parse_parallel
+    from featurize.job.layout import parse_parallel
 
     layout = parse_parallel(parallel)
     return 1 if layout is None else min(layout.ranks, layout.gpus_per_node)

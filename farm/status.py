@@ -24,17 +24,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, format_key, key
 from conf.errors import UsageError
 from conf.plain_text import error_line, one_line, printable
-from conf.settings import Checked, data_key, format_key, key
-from farm.jobs import JobProgress
-from farm.lock import dispatcher_of
-from farm.queue_copy import queue_to_read
-from warehouse.folder import DataFolder
+from farm.queue.jobs import JobProgress
+from farm.queue.lock import dispatcher_of
+from farm.queue.queue_copy import queue_to_read
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
-    from warehouse.presence import Presence
+    from warehouse.files.presence import Presence
 
 _MAIN_REASONS = 2  # of doubts, in the table
 _PLAIN_WIDTH = 200  # without a terminal nothing is cut off
@@ -109,7 +109,7 @@ def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence 
 
 def presence_of(folder: DataFolder) -> Presence:
     """Compare the queue with the warehouse; empty if the queue cannot be read, which is reported elsewhere."""
-    from warehouse.presence import Presence, compare  # Arrow's kernels and DuckDB: not for `--help`
+    from warehouse.files.presence import Presence, compare  # Arrow's kernels and DuckDB: not for `--help`
 
     if not folder.runs.is_dir():
         return Presence()

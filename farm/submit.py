@@ -11,24 +11,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from conf.bars import StepBar
-from conf.cli import command
-from farm.collocating import SIZES, Groups, pool_of
-from farm.described_device import spec_of
-from farm.jobs import MIXED_FAMILY, Job, Queue, job_id_for
-from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
-from farm.layouts import require_gpus, require_optimizers
-from farm.model_check import require_models
+from conf.cli.bars import StepBar
+from conf.cli.command_line import command
+from farm.dispatch.layouts import require_gpus, require_optimizers
+from farm.dispatch.submitted_code import record_code, record_submitted
 from farm.monitoring.service import Service
-from farm.queue_copy import queue_to_read
-from farm.queue_values import device_key, text_of_config, text_of_group, text_of_settings
-from farm.sampling import sample_range
-from farm.settings import SubmitSettings
-from farm.submitted_code import record_code, record_submitted
+from farm.queue.jobs import MIXED_FAMILY, Job, Queue, job_id_for
+from farm.queue.queue_copy import queue_to_read
+from farm.queue.queue_values import device_key, text_of_config, text_of_group, text_of_settings
+from farm.sampling.collocating import SIZES, Groups, pool_of
+from farm.sampling.draws import sample_range
+from farm.submission.described_device import spec_of
+from farm.submission.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
+from farm.submission.model_check import require_models
+from farm.submission.settings import SubmitSettings
 from farm.work import follow_hint, work
-from featurize.trial import canonical_json
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from featurize.configs.trial import canonical_json
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 from workers.devices import choose_device
 
 _RULES_SHOWN = 3

@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from conf.cli import EXIT_INTERRUPTED, command
+from conf.cli.command_line import EXIT_INTERRUPTED, command
+from conf.cli.settings import Checked, data_key, group, key, section
 from conf.errors import UsageError
-from conf.settings import Checked, data_key, group, key, section
-from farm.cluster_settings import ClusterSettings
-from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
-from farm.jobs import Job, Queue
-from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.dispatcher import Dispatcher, StopRequest, make_executor, reconcile
+from farm.dispatch.progress import Progress
+from farm.dispatch.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
 from farm.monitoring.events import LogSettings
 from farm.monitoring.health import PATIENCE_S
 from farm.monitoring.metrics import MetricsSettings
 from farm.monitoring.service import Service
-from farm.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
-from farm.progress import Progress
-from farm.queue_values import device_from_key, settings_of_text
-from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
-from featurize.code_names import parse_trust
-from warehouse.folder import DataFolder
+from farm.queue.jobs import Job, Queue
+from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
+from farm.queue.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
+from farm.queue.queue_values import device_from_key, settings_of_text
+from featurize.job.code_names import parse_trust
+from warehouse.files.folder import DataFolder
 
 _LOOK_AGAIN_S = 2.0
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.errors import CommandError
 from farm.replaying.catalogue import JOBS_FILE, PUBLISHED_FILE
-from featurize.vision import import_library
+from featurize.nets.vision import import_library
 from learn import Estimate, estimate
 
 DEVICE = "A100-SXM4-40GB"

@@ -18,23 +18,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.arguments import exit_code
-from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE
+from conf.cli.arguments import exit_code
+from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_USAGE
+from conf.cli.overrides import load_settings
+from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
-from conf.overrides import load_settings
 from conf.reports.page_text import count_of
-from conf.settings import Checked, key
-from farm.jobs import Queue
-from farm.layouts import require_gpus
-from farm.settings import SubmitSettings
-from farm.space import Choice, Range, Space, default_space, own_space
+from farm.dispatch.layouts import require_gpus
+from farm.queue.jobs import Queue
+from farm.sampling.space import Choice, Range, Space, default_space, own_space
+from farm.submission.settings import SubmitSettings
 from farm.submit import submit
 from farm.work import work
+from featurize.configs.trial import OPTIMIZERS, PRECISIONS
 from featurize.families import family_names
-from featurize.trial import OPTIMIZERS, PRECISIONS
-from featurize.trial_config import Optimizer
+from featurize.job.trial_config import Optimizer
 from warehouse.export import ExportSettings, export
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 from workers.devices import DeviceUnavailable, choose_device
 
 # Sampled where a family's space leaves them constant.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.identity import aside_folder
+from conf.files.identity import aside_folder
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 _READY_S = 60.0
 _ATTEMPTS = 5
@@ -120,7 +120,7 @@ def _wrong(questions: Sequence[dict], answers: dict[int, bytes]) -> int:
 
 def questions_of(n: int, seed: int) -> list[dict]:
     """Return questions, half of them asked before, of three families on two GPU models."""
-    from learn.config_models import sampled_configs
+    from learn.estimation.config_models import sampled_configs
 
     draw = random.Random(seed)
     new = [

@@ -12,29 +12,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
-    runpy.run_path(str(Path(__file__).parents[1] / "conf" / "own_packages.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[1] / "conf" / "cli" / "own_packages.py"), run_name="__main__")
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec
-from featurize.parallel.layout import Parallel
-from featurize.trial import TrialConfig
+from featurize.configs.trial import TrialConfig
+from featurize.device.device_spec import DeviceSpec
+from featurize.job.layout import Parallel
+from featurize.memory.allocator_settings import AllocatorSettings
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
-from learn.fitting import Fit, FitSettings, fit
+from learn.fitting.fit_call import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
-    from learn.admission.admitting import Admission, admit
-    from learn.admission.gpu_state import GpuState
-    from learn.collocation.answers import slowdowns
-    from learn.collocation.command import FittedSlowdowns, fit_slowdowns
-    from learn.collocation.profile import GroupMemory, JobProfile, group_memory
-    from learn.collocation.slowdown import Slowdown
     from learn.estimation.fits import DeviceFit, LargestBatch, devices_that_fit, largest_batch
     from learn.planning.plans import plan
     from learn.planning.rows import LayoutPlan, PlanRow
     from learn.script.estimating import estimate_script
+    from learn.sharing.admitting import Admission, admit
+    from learn.sharing.answers import slowdowns
+    from learn.sharing.command import FittedSlowdowns, fit_slowdowns
+    from learn.sharing.gpu_state import GpuState
+    from learn.sharing.profile import GroupMemory, JobProfile, group_memory
+    from learn.sharing.slowdown import Slowdown
 
 __all__ = [
     "Admission",
@@ -71,16 +71,16 @@ __all__ = [
     "slowdowns",
 ]
 _LATER = {  # what a plain estimate does not need -> the module that has it
-    "Admission": "admission.admitting",
-    "admit": "admission.admitting",
-    "GpuState": "admission.gpu_state",
-    "FittedSlowdowns": "collocation.command",
-    "fit_slowdowns": "collocation.command",
-    "GroupMemory": "collocation.profile",
-    "group_memory": "collocation.profile",
-    "JobProfile": "collocation.profile",
-    "Slowdown": "collocation.slowdown",
-    "slowdowns": "collocation.answers",
+    "Admission": "sharing.admitting",
+    "admit": "sharing.admitting",
+    "GpuState": "sharing.gpu_state",
+    "FittedSlowdowns": "sharing.command",
+    "fit_slowdowns": "sharing.command",
+    "GroupMemory": "sharing.profile",
+    "group_memory": "sharing.profile",
+    "JobProfile": "sharing.profile",
+    "Slowdown": "sharing.slowdown",
+    "slowdowns": "sharing.answers",
     "DeviceFit": "estimation.fits",
     "LargestBatch": "estimation.fits",
     "devices_that_fit": "estimation.fits",

@@ -8,8 +8,8 @@ from __future__ import annotations
 if __name__ == "learn.admit":  # an imported module of this name would take the function's place in `learn`
     raise ImportError("learn.admit is a function, and as a module a command only: from learn import admit")
 
-from conf.cli import command
-from featurize.light_imports import without_compiler
+from conf.cli.command_line import command
+from featurize.trace.light_imports import without_compiler
 from learn.commands.admit import entry
 
 if __name__ == "__main__":

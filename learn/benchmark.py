@@ -1,6 +1,6 @@
 """`python -m learn.benchmark`: every estimator on the same rows, of the warehouse or of published files, in one table.
 
-Start reading at `benchmark`. In `learn.evaluation`, `benchmark_rows` chooses the rows, `splits` who is fitted on what,
+Start reading at `benchmark`. In `learn.judging`, `benchmark_rows` chooses the rows, `splits` who is fitted on what,
 `benchmark_answers` asks, `benchmark_figures` counts, `benchmark_view` prints. `benchmark_steps` is for measured steps.
 """
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.cli import command
+from conf.cli.command_line import command
 from conf.errors import UsageError
-from learn.evaluation.benchmark_figures import (
+from learn.commands.benchmark_settings import STEP_FORMULAS, BenchmarkSettings
+from learn.judging.benchmark_figures import (
     TRUSTED_ALONE,
     Asked,
     Benchmark,
@@ -26,14 +27,13 @@ from learn.evaluation.benchmark_figures import (
     described,
     judged,
 )
-from learn.evaluation.benchmark_settings import STEP_FORMULAS, BenchmarkSettings
-from learn.step_store import StepStore
-from learn.targets import SLOWDOWN, get_target
+from learn.rows.step_store import StepStore
+from learn.rows.targets import SLOWDOWN, get_target
 
 if TYPE_CHECKING:
-    from learn.evaluation.benchmark_rows import RowSelection
-    from learn.evaluation.splits import Part
-    from warehouse.folder import DataFolder
+    from learn.commands.benchmark_rows import RowSelection
+    from learn.judging.splits import Part
+    from warehouse.files.folder import DataFolder
 
 
 def benchmark(
@@ -51,10 +51,10 @@ def benchmark(
     estimator's figures, one for each file, when it has answered; the slowest ones come last. `widths_gb` are widths of
     further memory classes.
     """
-    from learn.evaluation.benchmark_steps import benchmark_steps, is_of_measured_steps
+    from learn.commands.benchmark_steps import benchmark_steps, is_of_measured_steps
 
     if settings.target == SLOWDOWN:
-        raise UsageError("target=slowdown: call learn.collocation.command.benchmark_slowdowns")
+        raise UsageError("target=slowdown: call learn.sharing.command.benchmark_slowdowns")
     if is_of_measured_steps(settings):
         return benchmark_steps(settings, progress)
     if formulas := [name for name in settings.estimators or () if name in STEP_FORMULAS]:
@@ -62,10 +62,10 @@ def benchmark(
             f"estimators={', '.join(formulas)}: for measured or imported steps only; pass source=measured or "
             "source=imported"
         )
-    from learn.estimators import TRAINING_FREE, get_estimator
-    from learn.evaluation.benchmark_answers import Tally, ask_free, ask_learned
-    from learn.evaluation.benchmark_rows import of_published, of_runs
-    from learn.evaluation.published_figures import published_figures
+    from learn.commands.benchmark_answers import Tally, ask_free, ask_learned
+    from learn.commands.benchmark_rows import of_published, of_runs
+    from learn.estimators.protocol import TRAINING_FREE, get_estimator
+    from learn.judging.published_figures import published_figures
 
     names = settings.names
     free = [name for name in names if name in TRAINING_FREE]
@@ -124,9 +124,9 @@ def benchmark(
 
 
 def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping) -> tuple[Part, ...]:
-    from learn.evaluation.evaluate import classes_of
-    from learn.evaluation.splits import parts_of
-    from learn.targets import make_bins
+    from learn.judging.evaluate import classes_of
+    from learn.judging.splits import parts_of
+    from learn.rows.targets import make_bins
 
     rows = selection.rows
     if settings.split == "holdout":  # the very rows that learn.fit holds out
@@ -153,8 +153,8 @@ def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping) 
 def cache_folder(settings: BenchmarkSettings) -> DataFolder:
     """Return where features are kept: the data folder. For published files one is made only if it is named; without
     one, `gpufarm` in the user's cache folder serves."""
-    from featurize.disk_cache import user_folder
-    from warehouse.folder import DataFolder
+    from conf.files.disk_cache import user_folder
+    from warehouse.files.folder import DataFolder
 
     folder = DataFolder.resolve(settings.data)
     if settings.data is not None and settings.published is not None:
@@ -166,7 +166,7 @@ def cache_folder(settings: BenchmarkSettings) -> DataFolder:
 
 def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, Asked]:
     """Return other people's estimates of these very rows, where a file holds them."""
-    from learn.evaluation.benchmark_view import OTHERS
+    from learn.judging.benchmark_view import OTHERS
 
     estimates: dict[str, Asked] = {}
     for name in sorted({name for i in index for name in selection.estimates[i]}):
@@ -181,8 +181,8 @@ def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str
 
 
 def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSelection, list[str]]:
-    """Return the selection with the doubts of `learn.suspect_rows`, and a note of how many there are."""
-    from learn.suspect_rows import with_suspects
+    """Return the selection with the doubts of `learn.rows.suspect_rows`, and a note of how many there are."""
+    from learn.rows.suspect_rows import with_suspects
 
     rows = with_suspects(selection.rows, steps)
     counts = Counter(selection.file[rows.doubt != selection.rows.doubt].tolist())
@@ -224,7 +224,7 @@ def _sets(
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """Return title -> row -> what `Scored` says of it: each file, and where some of its rows are in doubt also the
     others alone."""
-    from learn.evaluation.splits import keys_of
+    from learn.judging.splits import keys_of
 
     rows = selection.rows
     groups = keys_of(rows, settings.by or "module")
@@ -247,18 +247,18 @@ def _sets(
 def entry(settings: BenchmarkSettings) -> int:
     """The command: settings in, tables out, and the files that are asked for."""
     if settings.target == SLOWDOWN:
-        from learn.collocation.command import benchmark_entry
+        from learn.sharing.command import benchmark_entry
 
         return benchmark_entry(settings)
     from conf.reports.render import write_page
-    from learn.evaluation.benchmark_view import BenchmarkProgress, benchmark_page, print_benchmark, write_json
+    from learn.judging.benchmark_view import BenchmarkProgress, benchmark_page, print_benchmark, write_json
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
         with BenchmarkProgress(settings.target) as progress:
             return benchmark(settings, progress=progress.update, finished=progress.show, widths_gb=widths_gb)
 
     if settings.paper:
-        from learn.evaluation.paper import paper_entry
+        from learn.commands.paper import paper_entry
 
         return paper_entry(settings, ask)
     done = ask(settings)

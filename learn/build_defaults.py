@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.settings import Checked, key
 
 TARGETS = ("memory", "smact", "smocc")  # of those that an estimate gives, what the files have
 LIMIT_MIB = 10.0
@@ -40,7 +40,7 @@ Estimators of one training job's peak GPU memory, SM activity (`smact`) and SM o
 `learn.estimate` where you have fitted none of your own. Written by
 `python -m learn.build_defaults`, which makes them anew.
 
-- **Estimator**: `{estimator}` (`learn/learned/hybrid.py`), seed {seed}.
+- **Estimator**: `{estimator}` (`learn/estimators/hybrid.py`), seed {seed}.
 - **Made with**: {environment}.
 - **Features**: version `{feature_version}`.
 - **Trained on**: published measurements of one A100-SXM4-40GB of a DGX Station A100, PyTorch 2.4.1,
@@ -118,7 +118,7 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
 
 
 def _ingest(path: str, data: str) -> None:
-    from warehouse.dataset import find_parts, repository_folder
+    from warehouse.exchange.dataset import find_parts, repository_folder
     from warehouse.ingest import IngestSettings, ingest
 
     try:
@@ -134,8 +134,8 @@ def _ingest(path: str, data: str) -> None:
 
 
 def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> None:
-    from learn.artifact_files import stamped
-    from learn.fitting import FitSettings, fit
+    from learn.fitting.artifact_files import stamped
+    from learn.fitting.fit_call import FitSettings, fit
 
     metas = {}
     for target in TARGETS:
@@ -194,7 +194,7 @@ def _cell(name: str, meta: Mapping) -> str:
 
 def entry(settings: BuildSettings) -> None:
     """Fit the models, and print the folder's path."""
-    from conf.bars import StepBar
+    from conf.cli.bars import StepBar
 
     with StepBar("default models") as bar:
         build(settings, bar.update)

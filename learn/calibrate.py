@@ -1,6 +1,6 @@
 """`python -m learn.calibrate measured=FILE.csv`: a machine's memory outside PyTorch's allocator, from a few numbers.
 
-Start reading at `calibrate` and `entry`; `featurize.machine` says what a profile holds.
+Start reading at `calibrate` and `entry`; `featurize.device.machine` says what a profile holds.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
-from conf.settings import Checked, data_key, format_key, group, key
 from conf.units import MIB
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device, plain_device
-from featurize.machine import CURRENT, PARTS, MachineProfile, machine
-from featurize.row_config import config_of_one_gpu
-from featurize.trial import config_from_mapping
+from featurize.configs.row_config import config_of_one_gpu
+from featurize.configs.trial import config_from_mapping
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device, plain_device
+from featurize.device.machine import CURRENT, PARTS, MachineProfile, machine
 from learn.commands.estimate import described_device
 from learn.estimation.platforms import profile_path
-from learn.job import TrainingJob, of_config
-from warehouse.folder import DataFolder
-from warehouse.layout import write_bytes
+from learn.job.training_job import TrainingJob, of_config
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import write_bytes
 
 KINDS = {
     "idle": "the card before the process starts, in nvidia-smi",
@@ -188,8 +188,8 @@ def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> Measur
 
 
 def _traced(job: TrainingJob, device: DeviceSpec) -> tuple[float, bool]:
-    from featurize.replay import loads_cudnn
-    from learn.traced import step_of
+    from featurize.memory.replay import loads_cudnn
+    from learn.job.traced import step_of
 
     traced = step_of(job, device)
     return traced.memory.peak_reserved / MIB, loads_cudnn(traced.trace)

@@ -10,8 +10,8 @@ if __name__ == "learn.estimate":  # an imported module of this name would take t
 
 from collections.abc import Sequence
 
-from conf.cli import command
-from featurize.light_imports import without_compiler
+from conf.cli.command_line import command
+from featurize.trace.light_imports import without_compiler
 from learn.commands.estimate import entry, entry_of_script
 
 _SERVER = "--server"

@@ -8,7 +8,7 @@ from __future__ import annotations
 if __name__ == "learn.fit":  # an imported module of this name would take the function's place in `learn`
     raise ImportError("learn.fit is a function, and as a module a command only: from learn import fit")
 
-from conf.cli import command
+from conf.cli.command_line import command
 from learn.commands.fit import entry
 
 if __name__ == "__main__":

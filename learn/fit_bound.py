@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.outputs import file_problems
+from conf.files.outputs import file_problems
 from conf.reports.page_text import count_of
-from conf.settings import Checked, key
-from learn.bounds import BoundShares, bound_shares, group_score, held_of, packaged_path
 from learn.estimation.memory_causes import CONTEXT, COVERAGES, FRAGMENTATION, KERNELS, MEASURED, WORKSPACES
-from learn.estimators import LEVEL
+from learn.estimators.bounds import BoundShares, bound_shares, group_score, held_of, packaged_path
+from learn.estimators.protocol import LEVEL
 
 AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
 LEAST_ROWS = 30
@@ -206,7 +206,7 @@ def _scores(need: np.ndarray, names: np.ndarray) -> dict[float, float]:
 
 def entry(settings: FitBoundSettings) -> None:
     """Fit, write, and print what held on left-out rows."""
-    from warehouse.layout import write_bytes
+    from warehouse.files.layout import write_bytes
 
     answers = read_answers(Path(settings.rows))
     fitted = fit_bound(answers)

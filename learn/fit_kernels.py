@@ -1,6 +1,6 @@
 """`python -m learn.fit_kernels`: fit the time of kernels to measured steps and kernels, and judge it on held-out ones.
 
-Start reading at `fit_kernels`. It writes the file that `featurize.kernel_model.step_time` reads.
+Start reading at `fit_kernels`. It writes the file that `featurize.timing.step_time` reads.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.cli import command
-from conf.outputs import file_problems
-from conf.settings import Checked, data_key, key
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, key
+from conf.files.outputs import file_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from learn.evaluation.scores import RowScores
+    from learn.judging.scores import RowScores
 
 FOLDS = 5
 
@@ -46,9 +46,7 @@ class FitKernelsSettings(Checked):
     """
 
     data: str | None = data_key()
-    out: str | None = key(
-        None, "file to write; default featurize/kernel_model/parameters.json of this checkout", "new path"
-    )
+    out: str | None = key(None, "file to write; default featurize/timing/parameters.json of this checkout", "new path")
 
     steps: int | None = key(
         None, "steps that are learned from, of each imported file and each job; default all", "int >= 1 | null"
@@ -65,9 +63,9 @@ class FitKernelsSettings(Checked):
         """The file that is written."""
         if self.out is not None:
             return Path(self.out)
-        import featurize.kernel_model
+        import featurize.timing
 
-        return Path(next(iter(featurize.kernel_model.__path__))) / "parameters.json"
+        return Path(next(iter(featurize.timing.__path__))) / "parameters.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +89,17 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     Raises:
         UsageError: The folder holds too few measured steps.
     """
-    from featurize.kernel_model.host import packaged_hosts
-    from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
-    from featurize.training_settings import EAGER
-    from learn.kernels.activity_fit import ActivityFit, judged_activity
-    from learn.kernels.fitting import TimeFit
-    from learn.kernels.host_fit import fitted_hosts
-    from learn.kernels.judging import judged, learned_of
-    from learn.kernels.link_fit import fitted_links
-    from learn.kernels.power_fit import fitted_power, power_rows
-    from learn.kernels.rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
-    from warehouse.layout import write_bytes
+    from featurize.job.training_settings import EAGER
+    from featurize.timing.host import packaged_hosts
+    from featurize.timing.step_time import efficiencies_text, load_efficiencies
+    from learn.estimators.kernel_fitting import TimeFit
+    from learn.fitting.activity_fit import ActivityFit, judged_activity
+    from learn.fitting.host_fit import fitted_hosts
+    from learn.fitting.kernel_judging import judged, learned_of
+    from learn.fitting.kernel_rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
+    from learn.fitting.link_fit import fitted_links
+    from learn.fitting.power_fit import fitted_power, power_rows
+    from warehouse.files.layout import write_bytes
 
     rows, left_out = measured_rows(settings.data, progress, steps=settings.steps, kernels=settings.kernels)
     fit = TimeFit(rows, WEIGHTS)
@@ -127,8 +125,8 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
-    from conf.bars import StepBar
-    from learn.kernels.judging import score_text
+    from conf.cli.bars import StepBar
+    from learn.fitting.kernel_judging import score_text
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)

@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_answers_of_other_tests():
     """Forget traces and answers: tests replace parts of what makes them."""
-    for name in ("featurize.trace_cache", "learn.estimation.answers"):
+    for name in ("featurize.trace.trace_cache", "learn.estimation.answers"):
         if (module := sys.modules.get(name)) is not None:
             module.clear()
 
@@ -85,7 +85,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     modes of several GPUs that are refused under the installed one, `needs_mode("pp")`."""
     for mark in item.iter_markers("needs_torch"):
         from conf.errors import EnvironmentProblem
-        from featurize.releases import require_torch
+        from featurize.operators.torch_releases import require_torch
 
         oldest, reason = mark.args
         try:
@@ -93,7 +93,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         except EnvironmentProblem as error:
             pytest.skip(str(error))
     for mark in item.iter_markers("needs_mode"):
-        from featurize.parallel.releases import refused_modes
+        from featurize.training.releases import refused_modes
 
         if (why := refused_modes().get(mark.args[0])) is not None:
             pytest.skip(why)

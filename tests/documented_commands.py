@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.commands import COMMANDS, description
+from conf.cli.commands import COMMANDS, description
 
 ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = ("*.md", "docs/**/*.md", "learn/default_models/*.md", "conf/*/*.yaml")

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from featurize.allocator import CachingAllocator, PoolBlock, Segment
-from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import load_device
-from featurize.library_calls import CUBLAS, workspace_bytes
-from featurize.trace import trace_config
-from featurize.trial import config_from_mapping
+from featurize.configs.trial import config_from_mapping
+from featurize.device.device_spec import load_device
+from featurize.memory.allocator import CachingAllocator, PoolBlock, Segment
+from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.operators.library_calls import CUBLAS, workspace_bytes
+from featurize.trace.tracer import trace_config
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 SPEC = load_device("H100-SXM5-80GB")

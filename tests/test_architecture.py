@@ -15,11 +15,58 @@ ALLOWED = {
     "conf": set(),
     "warehouse": {"conf"},
     "featurize": {"conf"},
-    "workers": {"conf", "featurize", "warehouse.schema", "warehouse.run"},
+    "workers": {"conf", "featurize", "warehouse.tables.schema", "warehouse.tables.run"},
     "learn": {"conf", "featurize", "warehouse"},
     "farm": {"conf", "featurize", "warehouse", "workers", "learn"},
 }
 TORCH_FREE = ("farm", "warehouse", "conf")
+# room -> its folders and the modules that they import, each of which imports only those before it
+LAYERS = {
+    "conf": ("plain_text", "units", "errors", "device_names", "files", "children", "cli", "reports"),
+    "warehouse": ("tables", "files", "reading", "exchange", "query", "explorer"),
+    "featurize": (
+        "device",
+        "job",
+        "nets",
+        "cudnn",
+        "operators",
+        "recording",
+        "memory",
+        "timing",
+        "training",
+        "families",
+        "configs",
+        "trace",
+    ),
+    "workers": ("alone", "telemetry", "settings", "devices", "task", "trial", "labels", "probes"),
+    "learn": (
+        "job",
+        "rows",
+        "estimators",
+        "judging",
+        "peers",
+        "fitting",
+        "estimation",
+        "planning",
+        "script",
+        "sharing",
+        "client",
+        "commands",
+    ),
+    "farm": (
+        "replaying",
+        "sampling",
+        "queue",
+        "serving",
+        "monitoring",
+        "dispatch",
+        "submission",
+        "work",
+        "nights",
+        "submit",
+        "comparison",
+    ),
+}
 COMMANDS_ONLY = {
     "learn.admit",
     "learn.estimate",
@@ -79,6 +126,23 @@ def test_imports_point_in_one_direction(package):
             room = name.partition(".")[0]
             if room in ALLOWED and room != package and not {room, name} & ALLOWED[package]:
                 wrong.append(f"{module_name(path)} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_folders_of_a_room_import_only_those_below_them(package):
+    paths = {module_name(path): path for path in modules(package)}
+    layers = [f"{package}.{layer}" for layer in LAYERS[package]]
+    assert {name.rpartition(".")[0] for name in paths if name.count(".") > 1} <= set(layers), "a folder has no place"
+    wrong = []
+    for name, path in paths.items():
+        layer = ".".join(name.split(".")[:2])
+        if layer not in layers:  # a command, which nothing imports but commands
+            continue
+        for imported in imports_within(path, paths, without=is_for_types):
+            lower = ".".join(imported.split(".")[:2])
+            if lower not in (layer, package) and lower not in layers[: layers.index(layer)]:
+                wrong.append(f"{name} imports {imported}")
     assert not wrong
 
 

@@ -55,7 +55,7 @@ def run(project, commands, tmp_path):
 @pytest.mark.slow
 def test_the_sensor_of_the_page_keeps_the_contract_and_its_readings_land(project, tmp_path):
     (column, module, sensor, case), commands = section("Add a telemetry sensor")
-    add_row(project / "warehouse" / "schema.py", "METRICS", column)
+    add_row(project / "warehouse" / "tables" / "schema.py", "METRICS", column)
     (project / "workers" / "telemetry" / "load.py").write_text(module)
     add_row(project / "workers" / "telemetry" / "sampler.py", "SENSORS", sensor)
     suite = project / "tests" / "contracts" / "test_sensor_contract.py"
@@ -80,6 +80,6 @@ def test_the_gpu_model_of_the_page_is_taken_as_a_file_and_by_its_name(project, t
 @pytest.mark.slow
 def test_the_optimizer_of_the_page_trains_and_is_simulated(project, tmp_path):
     (known, made), commands = section("Add an optimizer")
-    add_row(project / "featurize" / "trial_config.py", "OPTIMIZERS", known)
-    add_row(project / "featurize" / "optimizers.py", "_MAKERS", made)
+    add_row(project / "featurize" / "job" / "trial_config.py", "OPTIMIZERS", known)
+    add_row(project / "featurize" / "training" / "optimizers.py", "_MAKERS", made)
     assert "ok 2" in run(project, commands, tmp_path)

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 
 import warehouse
-from conf.commands import COMMANDS
-from conf.keys import documented_keys
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from conf.cli.commands import COMMANDS
+from conf.cli.keys import documented_keys
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

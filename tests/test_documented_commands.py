@@ -12,7 +12,7 @@ import pytest
 
 from tests.documented_commands import JSON, ROOT, documented_commands
 from tests.learn.learn_rows import make_configs, write_batch
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 COMMANDS = documented_commands()
 SMALL = {  # settings that make a documented command small, and keep what it writes in the sandbox
@@ -113,13 +113,13 @@ def fill_place(place):
     (place / "timm_a100.csv").write_text("model,module,batch_size,max_gpu_memory_mib\nresnet18,resnet,8,1000\n")
     data = DataFolder.resolve(place / "data").create()
     write_batch(data, make_configs(120, seed=4), source="measured", job="measured")
-    from farm.jobs import Job, Queue
+    from farm.queue.jobs import Job, Queue
 
     with Queue.open(data.queue) as queue:
         about = {"space_json": "{}", "seed": 0, "policy": "uniform", "priority": 0, "device": "{}"}
         job = Job(job_id="cnn-3f2a9c1b", family="cnn", n=1, settings_json="{}", submitted_at=0.0, **about)
         queue.submit(job, [(0, JSON)], 0.0)
-    from warehouse.snapshots import take_snapshot
+    from warehouse.files.snapshots import take_snapshot
 
     for name in ("2026-11-19", "2026-11-20"):
         take_snapshot(data, name)

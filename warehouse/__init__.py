@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from warehouse.folder import DataFolder
-    from warehouse.reader import WarehouseConnection
+    from warehouse.files.folder import DataFolder
+    from warehouse.reading.reader import WarehouseConnection
 
 __all__ = ["connect"]
 
 if sys.argv[:1] == [
     "-m"
 ]:  # `python -m warehouse.query` puts the working folder first on the path: before any other import
-    runpy.run_path(str(Path(__file__).parents[1] / "conf" / "own_packages.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[1] / "conf" / "cli" / "own_packages.py"), run_name="__main__")
 
 
 def connect(
@@ -36,15 +36,15 @@ def connect(
         snapshot: Name of one of the folder's snapshots, whose rows never change.
 
     Returns:
-        A DuckDB connection that cannot write; `warehouse.connection.connect` says how that is ensured.
+        A DuckDB connection that cannot write; `warehouse.reading.connection.connect` says how that is ensured.
 
     Raises:
         UsageError: There is no such folder or snapshot, a file of the snapshot has changed, or a file that other files
             were merged into is missing.
     """
-    from conf.extras import naming_the_extra
+    from conf.cli.extras import naming_the_extra
 
     with naming_the_extra():
-        from warehouse.connection import connect as open_folder
+        from warehouse.reading.connection import connect as open_folder
 
     return open_folder(data, snapshot=snapshot)

@@ -1,6 +1,7 @@
 """`python -m warehouse.check`: verifies the checksum of every file of a data folder; names damaged and missing files.
 
-Start reading at `entry`; `warehouse.integrity` verifies. (`warehouse.checks` judges the rows, not the files.)
+Start reading at `entry`; `warehouse.files.integrity` verifies. (`warehouse.reading.checks` judges the rows, not the
+files.)
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from conf.bars import terminal_bar
-from conf.cli import command
-from conf.settings import Checked, data_key, format_key
-from warehouse.folder import DataFolder
-from warehouse.integrity import examine
+from conf.cli.bars import terminal_bar
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, format_key
+from warehouse.files.folder import DataFolder
+from warehouse.files.integrity import examine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,15 @@
 Start reading at `compact`. Why no reader sees a row twice or not at all, and no kill matters:
 
 - A merged file counts only from the moment its listing is there (one `os.replace`), and from that moment the files
-  it replaces do not. Readers expand the listings before the data files (`warehouse.views`), so a reader that finds
-  a listing also finds its merged file; a reader that does not find it still finds the replaced files.
+  it replaces do not. Readers expand the listings before the data files (`warehouse.files.views`), so a reader that
+  finds a listing also finds its merged file; a reader that does not find it still finds the replaced files.
 - Replaced files are deleted by a later compaction, when their listing is older than `grace_s` and nobody has the
   warehouse open, as a query that began earlier still opens (and then drops) them.
 - After a kill before the listing is written, the merged file does not count, and its sources are merged again. A later
   compaction deletes it once files that count hold all its runs. After a kill while deleting, the files stay hidden,
   and the next compaction continues.
 - A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted or hidden only if an intact
-  file that counts holds them (`warehouse.held_rows`), whatever a listing or a merged file claims.
+  file that counts holds them (`warehouse.files.held_rows`), whatever a listing or a merged file claims.
 
 No clocks are compared between processes, so stepped clocks and long transactions do no harm.
 """
@@ -30,27 +30,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from conf.cli import command
-from conf.outputs import TEMPORARY_SUFFIX, sync
+from conf.cli.command_line import command
+from conf.files.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
-from warehouse.compaction import (
+from warehouse.files.compaction import (
     Compaction,
     CompactionReport,
     CompactionSettings,
     compaction_lock,
     is_open_somewhere,
 )
-from warehouse.counting import counting_files
-from warehouse.folder import DataFolder
-from warehouse.held_rows import Unreadable, run_ids_of
-from warehouse.layout import KINDS, OF_RUNS
-from warehouse.listings import read_listings
-from warehouse.merged import is_merged_name, land_merged, listing_file, new_merged_name
-from warehouse.merged_index import MergedIndex
-from warehouse.plain_file import NoPlainFile
-from warehouse.schema import TABLES
-from warehouse.settle import settle_unlisted, settled_listings
-from warehouse.small_files import read_files
+from warehouse.files.counting import counting_files
+from warehouse.files.folder import DataFolder
+from warehouse.files.held_rows import Unreadable, run_ids_of
+from warehouse.files.layout import KINDS, OF_RUNS
+from warehouse.files.listings import read_listings
+from warehouse.files.merged import is_merged_name, land_merged, listing_file, new_merged_name
+from warehouse.files.merged_index import MergedIndex
+from warehouse.files.plain_file import NoPlainFile
+from warehouse.files.settle import settle_unlisted, settled_listings
+from warehouse.files.small_files import read_files
+from warehouse.tables.schema import TABLES
 
 SORT_KEYS = {
     "runs": ["run_id"],

@@ -17,18 +17,18 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, format_key, key
 from conf.errors import UsageError
 from conf.plain_text import table_lines
-from conf.settings import Checked, data_key, format_key, key
-from warehouse.connection import connect
-from warehouse.disk_errors import disk_errors_named
-from warehouse.folder import DataFolder
-from warehouse.pairing import Shift, paired, shift_text, summed_up
-from warehouse.reader import WarehouseConnection
-from warehouse.schema import ENVIRONMENT, LABELS, RUN_SCHEMA, TABLES
-from warehouse.snapshots import NOW, find_snapshot
-from warehouse.views import VIEWS
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import NOW, find_snapshot
+from warehouse.files.views import VIEWS
+from warehouse.reading.connection import connect
+from warehouse.reading.pairing import Shift, paired, shift_text, summed_up
+from warehouse.reading.reader import WarehouseConnection
+from warehouse.tables.disk_errors import disk_errors_named
+from warehouse.tables.schema import ENVIRONMENT, LABELS, RUN_SCHEMA, TABLES
 
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
 _BY = ("family", "device_name", "status")

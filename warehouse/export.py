@@ -1,7 +1,7 @@
 """`python -m warehouse.export out=datasets data=DIR`: measured runs as a data set that others can load.
 
-Start reading at `export`. `warehouse.dataset` has the files, `warehouse.dataset_card` the card, `warehouse.public_rows`
-what others may see of a row.
+Start reading at `export`. `warehouse.exchange.dataset` has the files, `warehouse.exchange.dataset_card` the card,
+`warehouse.exchange.public_rows` what others may see of a row.
 """
 
 from __future__ import annotations
@@ -18,20 +18,29 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
-from conf.outputs import folder_problems, sync
-from conf.settings import Checked, key
-from warehouse.connection import connect
-from warehouse.dataset import ALWAYS_THERE, CARD, KINDS, DatasetPart, find_parts, read_part, repository_folder, to_bytes
-from warehouse.dataset_card import card
-from warehouse.details import DETAILS
-from warehouse.disk_errors import disk_errors_named
-from warehouse.folder import DataFolder
-from warehouse.layout import write_bytes
-from warehouse.public_rows import naive, public_row, public_tables
-from warehouse.reader import WarehouseConnection
-from warehouse.schema import RUN_SCHEMA
+from conf.files.outputs import folder_problems, sync
+from warehouse.exchange.dataset import (
+    ALWAYS_THERE,
+    CARD,
+    KINDS,
+    DatasetPart,
+    find_parts,
+    read_part,
+    repository_folder,
+    to_bytes,
+)
+from warehouse.exchange.dataset_card import card
+from warehouse.exchange.public_rows import naive, public_row, public_tables
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import write_bytes
+from warehouse.reading.connection import connect
+from warehouse.reading.reader import WarehouseConnection
+from warehouse.tables.details import DETAILS
+from warehouse.tables.disk_errors import disk_errors_named
+from warehouse.tables.schema import RUN_SCHEMA
 
 # Runs that lost their worker know of no device, and belong to no data set of one.
 SOURCES = {

@@ -20,14 +20,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from conf.bars import terminal_bar
-from conf.cli import command
+from conf.cli.bars import terminal_bar
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, key
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from conf.settings import Checked, data_key, key
-from warehouse import neusight
-from warehouse.connection import connect
-from warehouse.csv_columns import CsvMapping, read_mapping
-from warehouse.dataset import (
+from warehouse.exchange import neusight
+from warehouse.exchange.csv_columns import CsvMapping, read_mapping
+from warehouse.exchange.dataset import (
     DatasetPart,
     checked_details,
     checked_rows,
@@ -38,19 +37,20 @@ from warehouse.dataset import (
     read_part,
     repository_folder,
 )
-from warehouse.details import DETAILS
-from warehouse.disk_errors import disk_errors_named
-from warehouse.folder import DataFolder
-from warehouse.imported_rows import UNKNOWN_FAMILY, ImportedFile, ImportedRow, run_ids
-from warehouse.imported_tables import read_table
-from warehouse.lock_file import open_lock
-from warehouse.merged import land_batch
-from warehouse.published import read_published_runs
-from warehouse.published_groups import group_members
-from warehouse.published_kernels import KERNEL_TABLES, read_kernel_table
-from warehouse.published_tables import TABLES
-from warehouse.schema import DATASET_JOB_PREFIX
-from warehouse.writer import RunWriter, detail_table
+from warehouse.exchange.imported_rows import UNKNOWN_FAMILY, ImportedFile, ImportedRow, run_ids
+from warehouse.exchange.imported_tables import read_table
+from warehouse.exchange.published import read_published_runs
+from warehouse.exchange.published_groups import group_members
+from warehouse.exchange.published_kernels import KERNEL_TABLES, read_kernel_table
+from warehouse.exchange.published_tables import TABLES
+from warehouse.files.folder import DataFolder
+from warehouse.files.lock_file import open_lock
+from warehouse.files.merged import land_batch
+from warehouse.files.writer import RunWriter, detail_table
+from warehouse.reading.connection import connect
+from warehouse.tables.details import DETAILS
+from warehouse.tables.disk_errors import disk_errors_named
+from warehouse.tables.schema import DATASET_JOB_PREFIX
 
 DATASET, CSV = "dataset", "csv"
 # Takes a file and the GPU model that was measured, in place of the file's own; returns the file's rows, or why it is

@@ -24,27 +24,27 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError
-from conf.identity import sha256_of
-from conf.outputs import TEMPORARY_SUFFIX, folder_problems, sync
-from conf.settings import Checked, data_key, key
-from warehouse import load_example
-from warehouse.checks import check
-from warehouse.columns import JOBS, TABLES, described
-from warehouse.connection import connect
-from warehouse.croissant import croissant
-from warehouse.dataset import KINDS, narrow, writing
-from warehouse.dataset_card import SECTION_COLUMNS, levels, markdown_table, plain_markdown, sections
-from warehouse.details import DETAILS
-from warehouse.disk_errors import disk_errors_named
+from conf.files.identity import sha256_of
+from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, sync
+from warehouse.exchange import load_example
+from warehouse.exchange.croissant import croissant
+from warehouse.exchange.dataset import KINDS, narrow, writing
+from warehouse.exchange.dataset_card import SECTION_COLUMNS, levels, markdown_table, plain_markdown, sections
+from warehouse.exchange.public_rows import naive, public_row, public_tables, scrubbed
 from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
-from warehouse.folder import DataFolder
-from warehouse.public_rows import naive, public_row, public_tables, scrubbed
-from warehouse.reader import WarehouseConnection
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES
-from warehouse.snapshots import Snapshot, find_snapshot, snapshots, take_snapshot
-from warehouse.sql_text import sql_text
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import Snapshot, find_snapshot, snapshots, take_snapshot
+from warehouse.reading.checks import check
+from warehouse.reading.connection import connect
+from warehouse.reading.reader import WarehouseConnection
+from warehouse.tables.columns import JOBS, TABLES, described
+from warehouse.tables.details import DETAILS
+from warehouse.tables.disk_errors import disk_errors_named
+from warehouse.tables.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES
+from warehouse.tables.sql_text import sql_text
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same

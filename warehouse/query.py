@@ -21,16 +21,16 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.cli import command
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError, unknown_name
-from conf.outputs import Output, checked_output, output_file
+from conf.files.outputs import Output, checked_output, output_file
 from conf.plain_text import printable
-from conf.settings import Checked, data_key, key
-from warehouse.connection import check_readable, connect
-from warehouse.folder import DataFolder
-from warehouse.layout import COMPRESSION
-from warehouse.reader import WarehouseConnection, WarehouseRelation, is_of_the_statement
-from warehouse.views import VIEWS
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import COMPRESSION
+from warehouse.files.views import VIEWS
+from warehouse.reading.connection import check_readable, connect
+from warehouse.reading.reader import WarehouseConnection, WarehouseRelation, is_of_the_statement
 
 if TYPE_CHECKING:
     from rich.console import Console

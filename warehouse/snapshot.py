@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from conf.cli import command
-from conf.settings import Checked, data_key, key
-from warehouse.folder import DataFolder
-from warehouse.snapshots import ALL, find_snapshot, snapshots, take_snapshot
+from conf.cli.command_line import command
+from conf.cli.settings import Checked, data_key, key
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import ALL, find_snapshot, snapshots, take_snapshot
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warehouse.run import Run
+from warehouse.tables.run import Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

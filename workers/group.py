@@ -12,15 +12,15 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from featurize.trial import config_hash
+from featurize.configs.trial import config_hash
 from workers.alone import AloneRun
 from workers.devices.base import MemberAlone, Together
-from workers.group_labels import EndedMember, labelled_group
-from workers.outcome import Observed
-from workers.reports import Failure
-from workers.server_client import RunningTrial, ServerLost
+from workers.labels.group_labels import EndedMember, labelled_group
 from workers.task import RunClock, RunResult, Task
-from workers.watching import TrialRun
+from workers.trial.outcome import Observed
+from workers.trial.reports import Failure
+from workers.trial.server_client import RunningTrial, ServerLost
+from workers.trial.watching import TrialRun
 
 if TYPE_CHECKING:
     from workers.worker import Worker

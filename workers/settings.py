@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from conf.cli.settings import Checked, key, section
 from conf.errors import UsageError
-from conf.settings import Checked, key, section
 from workers.telemetry.sampler import TelemetrySettings
 
 PREPARE_AHEAD = ("auto", "always", "never")

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from featurize.trial import TrialConfig
-from warehouse.run import Run
+from featurize.configs.trial import TrialConfig
+from warehouse.tables.run import Run
 from workers.alone import AloneRun
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
@@ -35,7 +35,8 @@ class Lease:
 class Task(Lease):
     """A leased task, parsed.
 
-    The config's names of code are data until `farm.submitted_code` has said which may run; then their types say so.
+    The config's names of code are data until `farm.dispatch.submitted_code` has said which may run; then their types
+    say so.
     """
 
     config: TrialConfig

@@ -13,27 +13,27 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from featurize.own_code import code_marks
-from featurize.trial import config_hash
-from warehouse.run import Run
-from warehouse.schema import SCHEMA_VERSION
+from featurize.configs.own_code import code_marks
+from featurize.configs.trial import config_hash
+from warehouse.tables.run import Run
+from warehouse.tables.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, Slot, make_device
-from workers.environment import core_count, host_memory_share_mib
+from workers.devices.environment import core_count, host_memory_share_mib
 from workers.group import run_group
-from workers.labels import label_run
-from workers.mps import MpsDaemon, MpsUnavailable
-from workers.outcome import Observed, kernel_oom_kills, kernels_missing, outcome_of, startup_s
-from workers.rank_labels import label_ranks, rank_rows
-from workers.reports import KERNEL_COLUMNS, Failure, RankEnded, ReportReader, TrialResult, WindowBegun
-from workers.safe_text import safe_text
-from workers.server_client import RunningTrial, ServerLost, TrialServer
+from workers.labels.rank_labels import label_ranks, rank_rows
+from workers.labels.run_labels import label_run
 from workers.settings import TrialSettings
 from workers.task import RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.patience import call_within
 from workers.telemetry.sampler import to_table
-from workers.watching import TrialRun, TrialWatch
+from workers.trial.mps import MpsDaemon, MpsUnavailable
+from workers.trial.outcome import Observed, kernel_oom_kills, kernels_missing, outcome_of, startup_s
+from workers.trial.reports import KERNEL_COLUMNS, Failure, RankEnded, ReportReader, TrialResult, WindowBegun
+from workers.trial.safe_text import safe_text
+from workers.trial.server_client import RunningTrial, ServerLost, TrialServer
+from workers.trial.watching import TrialRun, TrialWatch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -363,7 +363,7 @@ def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
     """Return checked rows of `kernels` as a table of the columns that a trial gives itself."""
     import pyarrow as pa
 
-    from warehouse.schema import KERNEL_SCHEMA
+    from warehouse.tables.schema import KERNEL_SCHEMA
 
     return pa.table(
         {name: pa.array([row.get(name) for row in rows], KERNEL_SCHEMA.field(name).type) for name in KERNEL_COLUMNS}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from conf.identity import alive
+from conf.files.identity import alive
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GROUP_PREFIX = "gpufarm-"
@@ -149,7 +149,7 @@ class ControlGroup:
     def of_owner(cls, owner: str) -> ControlGroup | None:
         """Create the group of one keeper's child, and end groups whose owner is dead.
 
-        `owner` is a process's `conf.identity.identity`. Returns None if we may not write to any control group.
+        `owner` is a process's `conf.files.identity.identity`. Returns None if we may not write to any control group.
         """
         own = _own_group()
         if own is None or not os.access(own, os.W_OK):

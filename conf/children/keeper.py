@@ -30,7 +30,7 @@ from conf.children.containment import (
 from conf.children.forked import run_as_child
 from conf.children.memory import TreeMemory
 from conf.children.output import ChildOutput
-from conf.identity import OWNER_FILE, identity
+from conf.files.identity import OWNER_FILE, identity
 
 FOLDER_PREFIX = "gpufarm-child-"
 TIME, MEMORY = "time", "memory"

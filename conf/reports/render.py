@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import EnvironmentProblem
-from conf.outputs import write_file, write_output
+from conf.files.outputs import write_file, write_output
 from conf.plain_text import counted, one_line
 from conf.reports.blocks import Block, Page
 from conf.reports.page_text import Markup, cell_text, clean_text, numeric_places, shown, wrapped

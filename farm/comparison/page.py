@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from conf.outputs import write_output
+from conf.files.outputs import write_output
 from conf.reports.blocks import (
     Block,
     Callout,
@@ -44,9 +44,9 @@ from farm.comparison.view import (
     share,
     shift_row,
 )
-from warehouse.folder import DataFolder
-from warehouse.pairing import Pair
-from warehouse.schema import ENVIRONMENT
+from warehouse.files.folder import DataFolder
+from warehouse.reading.pairing import Pair
+from warehouse.tables.schema import ENVIRONMENT
 
 _SHOWN = 20  # of a table; the rest is in the JSON beside the page
 _COLUMNS = {"calls": "calls", "moved_mib": "MiB moved", "gflops": "GFLOP", "ms": "ms", "peak_mib": "MiB at the peak"}

@@ -16,11 +16,11 @@ import duckdb
 import warehouse
 from conf.errors import UsageError
 from conf.plain_text import error_line
-from farm.canaries.operators import operators_of
-from featurize.trial import config_from_mapping
-from warehouse.folder import DataFolder
-from warehouse.pairing import Pair, Shift, paired, summed_up
-from warehouse.schema import ENVIRONMENT
+from farm.nights.operator_families import operators_of
+from featurize.configs.trial import config_from_mapping
+from warehouse.files.folder import DataFolder
+from warehouse.reading.pairing import Pair, Shift, paired, summed_up
+from warehouse.tables.schema import ENVIRONMENT
 
 LABELS = {
     "peak_memory_mib": "MiB",

@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.cli.settings import format_key, key
 from conf.errors import CommandError, UsageError
-from conf.identity import mapping_hash
-from conf.settings import format_key, key
+from conf.files.identity import mapping_hash
 from farm.comparison.operators import Operators, compare_operators, traced
 from farm.comparison.pairs import Comparison, RunSet, compare_runs
 from farm.comparison.sides import Environment, Recorded, Side, code_folder, side_of, trial_environment
-from farm.jobs import Queue
-from farm.model_check import require_models_in_any
 from farm.monitoring.service import Service
-from farm.settings import SampledSettings, SubmitSettings
+from farm.queue.jobs import Queue
+from farm.submission.model_check import require_models_in_any
+from farm.submission.settings import SampledSettings, SubmitSettings
 from farm.submit import submit
 from farm.work import TimedStop, run_job
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
-from warehouse.folder import DataFolder
-from warehouse.layout import checked_name
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import checked_name
 from workers.devices import choose_device
 
 SIMULATED = (
@@ -234,7 +234,7 @@ def _operators(
 
 def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec:
     """Return the description that prices operators: the simulated device's, the real one's, else the default's."""
-    from featurize.device_spec import device_from_mapping
+    from featurize.device.device_spec import device_from_mapping
 
     if submission.device.backend == "simulated" and submission.device.spec is not None:
         return device_from_mapping(dict(submission.device.spec))

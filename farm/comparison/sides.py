@@ -16,21 +16,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from conf.cli.own_packages import PACKAGES
 from conf.errors import UsageError
-from conf.identity import canonical_json
-from conf.own_packages import PACKAGES
-from warehouse.folder import DataFolder
-from workers.server_client import PYTHON_VARIABLE
+from conf.files.identity import canonical_json
+from warehouse.files.folder import DataFolder
+from workers.trial.server_client import PYTHON_VARIABLE
 
 _PROBE_TIMEOUT_S = 180.0  # importing torch from a cold disk takes long
 # What a trial server imports, and what a comparison records of the environment. The newest file of torch tells a build
 # that was made again under the same version.
 _PROBE = """
 import importlib.metadata, json, os, sys
-from featurize.training import preload
+from featurize.training.training_step import preload
 preload()
-import torch, workers.trial, farm.comparison.traced_operators
-from workers.environment import software_environment
+import torch, workers.trial.body, farm.comparison.traced_operators
+from workers.devices.environment import software_environment
 newest, files = 0, 0
 for folder, _, names in os.walk(os.path.dirname(torch.__file__)):
     for name in names:
@@ -93,7 +93,7 @@ def side_of(key: str, text: str, code: Path) -> Side:
     data, at, snapshot = text.rpartition("@")
     folder = Path(os.path.abspath(os.path.expanduser(data)))
     if at and snapshot and (folder / "format.json").is_file():
-        from warehouse.snapshots import find_snapshot
+        from warehouse.files.snapshots import find_snapshot
 
         find_snapshot(DataFolder(folder).open(), snapshot)
         return Recorded(text=text, folder=DataFolder(folder), snapshot=snapshot)

@@ -12,11 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from conf.own_packages import search_working_folder
+from conf.cli.own_packages import search_working_folder
 from conf.units import MIB
 
 if TYPE_CHECKING:
-    from featurize.device_spec import DeviceSpec
+    from featurize.device.device_spec import DeviceSpec
 
 # Of an operator or of a module, in one training step. `peak_mib`: what it made and is alive when most memory is in use.
 FIGURES = ("calls", "launches", "moved_mib", "gflops", "ms", "peak_mib")
@@ -27,11 +27,11 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
 
     A step that cannot be traced gives `{"error": why}`.
     """
-    from featurize.kernel_model.costs import operator_costs
-    from featurize.operators import category
-    from featurize.replay import replay
-    from featurize.trace import TraceError, trace_config
-    from featurize.trial import config_from_mapping
+    from featurize.configs.trial import config_from_mapping
+    from featurize.memory.replay import replay
+    from featurize.operators.table import category
+    from featurize.timing.costs import operator_costs
+    from featurize.trace.tracer import TraceError, trace_config
 
     try:
         trial = config_from_mapping(config)
@@ -74,7 +74,7 @@ def main() -> None:
     """Read a device description and then configs, a JSON object a line; answer each config with a line."""
     import torch
 
-    from featurize.device_spec import device_from_mapping
+    from featurize.device.device_spec import device_from_mapping
 
     search_working_folder()
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from farm.comparison.operators import Change, Operators
 from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, error_of
 from farm.comparison.run import Result
 from farm.comparison.sides import Environment, Recorded, Side
-from warehouse.pairing import Pair, Shift
+from warehouse.reading.pairing import Pair, Shift
 
 _SHOWN = 5  # configurations, operators and modules of each table
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.outputs import checked_output, checked_report, folder_problems
-from conf.settings import Checked, key
+from conf.files.outputs import checked_output, checked_report, folder_problems
 from workers.task import Lease
 
 _KEY = "log.file"

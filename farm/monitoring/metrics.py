@@ -16,11 +16,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.settings import Checked, key
-from farm.jobs import Queue, QueueError
 from farm.monitoring.health import Pulse
-from warehouse.run import Run
+from farm.queue.jobs import Queue, QueueError
+from warehouse.tables.run import Run
 
 _RATE_WINDOW_S = 300.0
 _RATE_RUNS = 4096  # at most so many of the window's runs are remembered: memory stays bounded at any rate

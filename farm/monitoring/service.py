@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from conf.extras import naming_the_extra
+from conf.cli.extras import naming_the_extra
 from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.health import Pulse
 from farm.monitoring.metrics import FarmMetrics, MetricsSettings
-from warehouse.folder import DataFolder
-from warehouse.run import Run
+from warehouse.files.folder import DataFolder
+from warehouse.tables.run import Run
 
 
 @dataclass

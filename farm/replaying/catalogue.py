@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from learn.admission.memory_need import MemoryNeed
-from learn.collocation.profile import JobProfile
+from learn.sharing.memory_need import MemoryNeed
+from learn.sharing.profile import JobProfile
 
 PUBLISHED_FILE = Path(__file__).with_name("carma_published.csv")
 JOBS_FILE = Path(__file__).with_name("carma_jobs.csv")

@@ -1,6 +1,6 @@
 """How much jobs on one GPU really slow each other down in a replay: simulated, and seen by no policy.
 
-Start reading at `Contention.speeds`; the model is that of simulated devices, `featurize.shared_gpu`.
+Start reading at `Contention.speeds`; the model is that of simulated devices, `featurize.timing.shared_gpu`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 
 from farm.replaying.catalogue import JobType
-from featurize.shared_gpu import GpuLoad, shared_speeds, stalled_share
+from featurize.timing.shared_gpu import GpuLoad, shared_speeds, stalled_share
 
 _NOISE = 0.10  # standard deviation of what a group's slowdown has beyond the model, as a share. Chosen
 

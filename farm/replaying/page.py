@@ -7,14 +7,14 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from conf.identity import mapping_hash
+from conf.files.identity import mapping_hash
 from conf.reports.blocks import Block, Callout, Chart, Charts, Drawn, Lead, Legend, Page, Section, Tile, Tiles, table
 from conf.reports.render import keep_page
 from farm.replaying.chart import distribution_svg, makespan_svg
 from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, Standing
 from farm.replaying.simulator import ReplayResult
 from farm.replaying.view import FIGURES, HEADS, as_mapping, cells, leading, notes, title, verdict
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 _COLOURS = {"exclusive": "k0", "round_robin": "k7", "magm": "k5", "lug": "k4", "ours": "k1"}
 _PREFERRED = ("ours_bound", "ours", "oracle")

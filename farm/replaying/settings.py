@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from conf.settings import Checked, data_key, format_key, group, key
+from conf.cli.settings import Checked, data_key, format_key, group, key
 from farm.replaying.catalogue import ESTIMATORS
 from farm.replaying.generators import GENERATORS
 from farm.replaying.policies import LOOKAHEAD, POLICIES
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
-from featurize.shared_gpu import SHARING
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.timing.shared_gpu import SHARING
 from learn.commands.estimate import described_device
 
 _CARMA_GPUS, _OTHER_GPUS = 4, 64

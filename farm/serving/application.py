@@ -22,7 +22,7 @@ from farm.serving.gate import Gate, GateRules
 from farm.serving.problems import PROBLEM_TYPE, Problem
 from farm.serving.question_access import LocalQuestions
 from farm.serving.settings import ServeSettings
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _PROBLEM = {"model": answers.ProblemDocument, "content": {PROBLEM_TYPE: {}}}
@@ -140,7 +140,7 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.get("/v1/devices", responses=_REFUSALS, tags=["devices"])
     async def devices() -> answers.DevicesAnswer:
         """Return the GPU models that are described."""
-        from featurize.device_spec import describe_device, device_names
+        from featurize.device.device_spec import describe_device, device_names
 
         specs = sorted(map(describe_device, device_names()), key=lambda one: (one.memory_mib, one.name))
         fields = [

@@ -38,7 +38,7 @@ from farm.serving.settings import ServeSettings
 from farm.serving.shares import Places
 from farm.serving.trace_store import DONE, FAILED, QuestionLimits, Traced, TraceStore
 from learn.estimation.job_estimate import Estimate
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 _JSON = "application/json"
 _LOOK_EVERY_S, _LOOK_SELDOM_S = 0.05, 0.5
@@ -115,9 +115,9 @@ class EstimationService:
 
     async def admit(self, request: requests.AdmitRequest, caller: Caller) -> Response:
         """Return whether the job may join. Raises `Problem`, also for a job whose trace takes its time."""
-        from learn.admission.admitting import admit
-        from learn.admission.gpu_state import GpuState
-        from learn.collocation.profile import JobProfile
+        from learn.sharing.admitting import admit
+        from learn.sharing.gpu_state import GpuState
+        from learn.sharing.profile import JobProfile
 
         device = device_at(request.gpu.device, "/gpu/device")
         given = [request.job, *request.gpu.jobs]
@@ -203,8 +203,8 @@ class EstimationService:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _load(self) -> None:
-        from learn.admission import admitting  # noqa: F401
         from learn.estimation.estimating import estimate_many
+        from learn.sharing import admitting  # noqa: F401
 
         estimate_many([requests.MLP_EXAMPLE], method="fast", data=self.data)
 

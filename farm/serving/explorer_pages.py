@@ -23,7 +23,6 @@ from fastapi.responses import HTMLResponse
 from conf.errors import CommandError, UsageError
 from conf.reports.render import render_page
 from farm.serving.api_page import api_page
-from warehouse.connection import connect
 from warehouse.explorer.devices import BOUND, device_page, devices_page
 from warehouse.explorer.filters import Filters
 from warehouse.explorer.limited_query import CSV, PAGE, PARQUET, QueryLimits, run_limited
@@ -32,12 +31,13 @@ from warehouse.explorer.nights import night_report, nights_page
 from warehouse.explorer.pages import list_page, overview, require_run_id, run_page
 from warehouse.explorer.reading import ExplorerReader, QueryRows, TooLong
 from warehouse.explorer.render import POLICY, rendered
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
+from warehouse.reading.connection import connect
 
 if TYPE_CHECKING:
     from farm.serving.problems import Scrubber
     from farm.serving.settings import LimitSettings
-    from featurize.trial import TrialConfig
+    from featurize.configs.trial import TrialConfig
     from learn.estimation.job_estimate import Estimate
 
 READERS = 4  # pages at the same time, and as many queries of users, each in a process; others wait
@@ -184,8 +184,8 @@ class ExplorerPages:
 
     def _estimated(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
         """Return the estimates of one device's runs by `method=fast`, None where it has none."""
-        from featurize.device_spec import describe_device, known_device
-        from featurize.row_config import config_of_one_gpu
+        from featurize.configs.row_config import config_of_one_gpu
+        from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
         estimates: list[dict[str, float | None] | None] = [None] * len(runs)
@@ -221,8 +221,8 @@ class ExplorerPages:
 
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
         """Return what `method=fast` says beside what was measured, and notes: also why it says nothing."""
-        from featurize.device_spec import describe_device, known_device
-        from featurize.row_config import config_of_row
+        from featurize.configs.row_config import config_of_row
+        from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
         trace = f"`python -m learn.estimate run={run['run_id']}` traces it."
@@ -325,16 +325,16 @@ def _machine_of(run: Mapping[str, Any]) -> str | None:
 
     Simulated devices have what their description says, and descriptions follow the published measurements.
     """
-    from featurize.machine import DESCRIBED
+    from featurize.device.machine import DESCRIBED
 
     return None if run["source"] == "measured" else DESCRIBED
 
 
 def _other_loops(source: str) -> dict[str, str]:
     """Return the targets that `method=fast` estimates for another training loop than runs of the source had."""
-    from learn.config_models import FAST_LOOPS
+    from learn.estimation.config_models import FAST_LOOPS
     from learn.estimation.loops import LEGEND, loop_of_source
-    from learn.targets import get_target
+    from learn.rows.targets import get_target
 
     own = loop_of_source(source)
     text = f"Not the same loop. In these runs, {LEGEND[own]}; in the estimate, {{}}."
@@ -347,7 +347,7 @@ def _other_loops(source: str) -> dict[str, str]:
 
 def _facts(name: str) -> list[tuple[str, Any]]:
     """Return what is described of a device model; nothing of an unknown one."""
-    from featurize.device_spec import describe_device, known_device
+    from featurize.device.device_spec import describe_device, known_device
 
     described = known_device(name)
     if described is None:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from conf.errors import unknown_name
 from farm.serving.problems import Problem
 from farm.serving.requests import EstimateRequest
-from featurize.device_spec import DEFAULT_DEVICE, known_device
+from featurize.device.device_spec import DEFAULT_DEVICE, known_device
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate

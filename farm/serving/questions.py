@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError
 from farm.serving.problems import Problem, invalid
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
-from featurize.row_config import config_of_row
-from featurize.trial import TrialConfig
-from featurize.version import FEATURES_STAMP
-from warehouse.folder import DataFolder
+from featurize.configs.row_config import config_of_row
+from featurize.configs.trial import TrialConfig
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
+from featurize.job.version import FEATURES_STAMP
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from farm.serving.requests import EstimateRequest, FitRequest, HowFields, JobFields, PlanRequest
@@ -85,7 +85,7 @@ def fit_question(request: FitRequest, policy: Policy) -> ClientQuestion:
         raise invalid("find is of a job given by config, model or hf_config", "/script")
     values: dict[str, Any] = {**job, **_how(request), "find": request.find, "by": request.by}
     if request.find == "devices":
-        from featurize.device_spec import device_names
+        from featurize.device.device_spec import device_names
 
         names = device_names() if request.devices is None else request.devices
         devices = [device_at(name, f"/devices/{at}") for at, name in enumerate(names)]
@@ -130,7 +130,7 @@ def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], TrialConfi
 
 
 def _of_config(request: JobFields, policy: Policy, parallel: str | None) -> tuple[dict[str, Any], TrialConfig | None]:
-    from featurize.own_code import refusal
+    from featurize.configs.own_code import refusal
 
     assert request.config is not None
     config = config_at(request.config, "/config", policy.trust)
@@ -142,7 +142,7 @@ def _of_config(request: JobFields, policy: Policy, parallel: str | None) -> tupl
 
 
 def _of_model(request: JobFields, policy: Policy) -> dict[str, Any]:
-    from featurize.code_names import granted_model, library_problem
+    from featurize.job.code_names import granted_model, library_problem
 
     arguments = request.arguments or {}
     assert request.model is not None
@@ -154,7 +154,7 @@ def _of_model(request: JobFields, policy: Policy) -> dict[str, Any]:
 
 
 def _of_hf_config(request: JobFields) -> dict[str, Any]:
-    from featurize.hf_config import hf_inputs, hf_model, lora_of, quantization_of
+    from featurize.configs.hf_config import hf_inputs, hf_model, lora_of, quantization_of
 
     assert request.hf_config is not None
     with _as_problem("/hf_config"):
@@ -188,7 +188,7 @@ def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
 
 def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return what a job of a module has besides; `quantized` are training settings that its configuration means."""
-    from featurize.training_settings import Training
+    from featurize.job.training_settings import Training
     from learn.estimation.requests import training_settings
 
     with _as_problem("/training"):
@@ -206,7 +206,7 @@ def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingPro
 
 def _parallel(request: JobFields) -> str | None:
     """Return the layout as text. DeepSpeed's own files are the server's, and are not read."""
-    from featurize.parallel.layout import parse_parallel
+    from featurize.job.layout import parse_parallel
 
     if request.kind == "script" and request.parallel is not None:
         raise invalid("a script's launcher says how it is spread", "/parallel")
@@ -216,7 +216,7 @@ def _parallel(request: JobFields) -> str | None:
 
 
 def _how(request: HowFields) -> dict[str, Any]:
-    from featurize.allocator_settings import AllocatorSettings
+    from featurize.memory.allocator_settings import AllocatorSettings
 
     if request.allocator is not None:
         with _as_problem("/allocator"):

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from conf.cli.overrides import load_settings
 from conf.errors import UsageError
-from conf.overrides import load_settings
 from farm.serving.question_access import LocalQuestions, RemoteQuestions
 from farm.serving.request_log import RequestLog
 from farm.serving.server import only_service
@@ -25,7 +25,7 @@ from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TracePool
 from farm.serving.trace_store import TraceStore
 from farm.serving.tracing import TraceLimits
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 TRACES, ESTIMATIONS = "Traces", "Estimations"
 _OF_RAY = ("host", "port", "certificate", "private_key")  # Ray Serve's proxies listen

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from featurize.device_spec import DEFAULT_DEVICE
+from featurize.device.device_spec import DEFAULT_DEVICE
 
 Text = Annotated[str, StringConstraints(max_length=512)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]

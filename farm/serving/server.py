@@ -22,7 +22,7 @@ from typing import Any
 
 import uvicorn
 
-from conf.cli import EXIT_INTERRUPTED
+from conf.cli.command_line import EXIT_INTERRUPTED
 from conf.errors import EnvironmentProblem
 from farm.serving.connections import GuardedServer, listen
 from farm.serving.request_log import RequestLog
@@ -31,8 +31,8 @@ from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TracePool
 from farm.serving.trace_store import TraceStore
 from farm.serving.tracing import TraceLimits
-from warehouse.folder import DataFolder
-from warehouse.lock_file import open_lock
+from warehouse.files.folder import DataFolder
+from warehouse.files.lock_file import open_lock
 
 _STOP_S = 10  # for requests that are being answered
 _KEEP_ALIVE_S = 30

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.settings import Checked, data_key, key, section
-from featurize.code_names import parse_trust
+from conf.cli.settings import Checked, data_key, key, section
+from featurize.job.code_names import parse_trust
 
 LOOPBACK_NAME = "localhost"
 

@@ -18,9 +18,9 @@ from multiprocessing.connection import wait  # as `select.select`, for any numbe
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import Child, ChildServer, ServerLost, local_server
 from conf.errors import EnvironmentProblem
+from farm.queue.sweep import sweep_leftovers
 from farm.serving.trace_store import TraceStore
 from farm.serving.tracing import TraceLimits
-from farm.sweep import sweep_leftovers
 
 _LOOK_EVERY_S = 0.05
 _END_S = 15.0  # for a child to end its own children, which takes milliseconds

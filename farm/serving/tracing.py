@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError
-from conf.own_packages import search_working_folder
 from farm.serving.problems import Scrubber
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class TraceLimits:
 def prepare() -> None:
     """Import what traces need, in the process that they are forked from."""
     search_working_folder()
-    import learn.estimation.preloaded  # noqa: F401
+    import learn.planning.preloaded  # noqa: F401
 
 
 def answer_question(limits: dict[str, Any], channel: int) -> None:
@@ -137,12 +137,12 @@ def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, An
 def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:
     """Return the trial config, or a factory of the model; nothing is imported before it is called."""
     if "config" in question:
-        from featurize.row_config import config_of_row
+        from featurize.configs.row_config import config_of_row
 
         return config_of_row(json.dumps(question["config"]), limits.trust)
-    from featurize.code_names import granted_model
+    from featurize.configs.hf_config import with_lora
     from featurize.families import zoo
-    from featurize.hf_config import with_lora
+    from featurize.job.code_names import granted_model
 
     model, arguments = granted_model(question["model"], limits.trust), json.dumps(question["arguments"])
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conf.cli.extras import missing_from_extra
 from conf.errors import EnvironmentProblem, UsageError
-from conf.extras import missing_from_extra
+from conf.files.disk_cache import DiskCache, user_folder
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
-from featurize.device_spec import DeviceSpec
-from featurize.disk_cache import DiskCache, user_folder
+from featurize.device.device_spec import DeviceSpec
 
 START_S = 60.0  # for the process to load its libraries; an idle machine takes one second
 QUERY_S = 20.0  # for one query; an idle machine takes milliseconds

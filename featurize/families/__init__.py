@@ -2,13 +2,14 @@
 
 A family module is imported without torch and holds
 
-    Config                        frozen dataclass, subclass of `featurize.trial_config.TrialConfig`; `family`: the file
-    blocks(config)                -> list[featurize.layers.NetworkBlock]: the network in the order of the forward pass
-    block_layers(config, block)   -> list[featurize.layers.Layer]: a block's forward pass per sample; the numbers
+    Config                        frozen dataclass, subclass of `featurize.job.trial_config.TrialConfig`; `family`: the
+    file blocks(config)                -> list[featurize.job.layers.NetworkBlock]: the network in the order of the
+    forward pass block_layers(config, block)   -> list[featurize.job.layers.Layer]: a block's forward pass per sample;
+    the numbers
                                   of `config` and `block` may be arrays, for many configs at once
-    layers(config)                -> list[featurize.layers.Layer], in place of both, where the library's own code knows
-    build(config)                 -> torch.nn.Module (imports torch inside); parameters on the current default device
-    batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
+    layers(config)                -> list[featurize.job.layers.Layer], in place of both, where the library's own code
+    knows build(config)                 -> torch.nn.Module (imports torch inside); parameters on the current default
+    device batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
     repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
     identity(config)              -> str, optional: what tells its network from others, where it has `layers`
     kind(config)                  -> str, optional: what its networks are grouped by; else family and topology
@@ -31,8 +32,8 @@ from typing import TYPE_CHECKING
 from conf.errors import unknown_name
 
 if TYPE_CHECKING:
-    from featurize.layers import Layer
-    from featurize.trial_config import TrialConfig
+    from featurize.job.layers import Layer
+    from featurize.job.trial_config import TrialConfig
 
 
 @functools.cache  # asked for each config that is parsed
@@ -58,6 +59,6 @@ def layers_of(config: TrialConfig) -> list[Layer]:
 
 
 def loss_of(config: TrialConfig) -> Callable | None:
-    """The loss that the config's family trains with; None: cross entropy, as `featurize.training` takes it."""
+    """The loss that the config's family trains with; None: cross entropy, as `training_step` takes it."""
     loss = getattr(get_family(config.family), "loss", None)
     return None if loss is None else loss(config)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from featurize.layers import Layer
-from featurize.trial_config import TrialConfig
+from featurize.job.layers import Layer
+from featurize.job.trial_config import TrialConfig
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int =
 
 
 def activation(name: str, elements: int) -> Layer:
-    """Any of `featurize.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
+    """Any of `featurize.configs.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
     return Layer(name, elements, 1 * (name == "prelu"))
 
 

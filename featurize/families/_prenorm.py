@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer
+from featurize.job.layers import Layer
 
 SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # of the search spaces, consumed by `repair`
 HEAD_SIZES = range(32, 129, 8)  # of sampled heads

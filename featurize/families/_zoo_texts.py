@@ -9,7 +9,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from conf.identity import canonical_json
+from conf.files.identity import canonical_json
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer, NetworkBlock
-from featurize.trial_config import TrialConfig, at_least
+from featurize.job.layers import Layer, NetworkBlock
+from featurize.job.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -169,8 +169,7 @@ def build(config: Config) -> torch.nn.Module:
     """Noisy images [N, channels, image_size, image_size], timesteps [N] -> the noise, of the images' shape."""
     from torch import nn
 
-    from featurize import modules
-    from featurize.nets import encoder_decoder
+    from featurize.nets import encoder_decoder, modules
 
     def block(part: NetworkBlock) -> nn.Module:
         return encoder_decoder.DenoisingBlock(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer, NetworkBlock
-from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.layers import Layer, NetworkBlock
+from featurize.job.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.layers import Layer, NetworkBlock
-from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.layers import Layer, NetworkBlock
+from featurize.job.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def build(config: Config) -> torch.nn.Module:
     """[N, input_size] floats -> [N, classes]."""
     from torch import nn
 
-    from featurize import modules
+    from featurize.nets import modules
 
     def hidden(block: NetworkBlock) -> nn.Module:
         return nn.Sequential(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Layer, NetworkBlock
-from featurize.trial_config import TrialConfig, at_least, one_of
+from featurize.job.layers import Layer, NetworkBlock
+from featurize.job.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -127,8 +127,8 @@ def build(config: Config) -> torch.nn.Module:
     [N, classes] of an encoder, and the routers' auxiliary loss, a scalar."""
     from torch import nn
 
-    from featurize.modules import activation
     from featurize.nets import prenorm as modules
+    from featurize.nets.modules import activation
 
     width, inner, rate = config.embedding_size, config.feed_forward, config.dropout
     decoder = config.topology == "decoder"
@@ -174,7 +174,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 def loss(config: Config) -> Callable:
     """Cross entropy of the logits and a hundredth of the routers' auxiliary loss."""
-    from featurize.training import cross_entropy
+    from featurize.training.training_step import cross_entropy
 
     def of(output: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         logits, balance = output

@@ -1,7 +1,8 @@
 """Image models of the timm library, by name, with random weights.
 
-Start reading at `build`; `layers` reads the plan off one forward pass without memory (`featurize.plan_of_module`).
-timm and torch are imported when a model is built, and never to make or check a config.
+Start reading at `build`; `layers` reads the plan off one forward pass without memory
+(`featurize.recording.plan_of_module`). timm and torch are imported when a model is built, and never to make or check a
+config.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from conf.errors import UsageError
-from featurize.layers import Layer
-from featurize.trial_config import TrialConfig, at_least
+from featurize.job.layers import Layer
+from featurize.job.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ def kind(config: Config) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(architecture: str) -> str:
-    from featurize.vision import import_library
+    from featurize.nets.vision import import_library
 
     timm = import_library("timm")
     if not timm.is_model(architecture):
@@ -73,8 +74,8 @@ def layers(config: Config) -> list[Layer]:
 
 @lru_cache(maxsize=4096)
 def _layers(model: str, image_size: int | None) -> tuple[Layer, ...]:
-    from featurize.plan_of_module import plan_of_module
-    from featurize.skeleton import build_on_meta
+    from featurize.recording.plan_of_module import plan_of_module
+    from featurize.recording.skeleton import build_on_meta
 
     shape = _input_shape(model, image_size)
     try:
@@ -91,7 +92,7 @@ def build(config: Config) -> torch.nn.Module:
     """
     import torch
 
-    from featurize.skeleton import build_on_meta
+    from featurize.recording.skeleton import build_on_meta
 
     def make() -> torch.nn.Module:
         model = _create(config.model, config.image_size)
@@ -122,7 +123,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 @lru_cache(maxsize=4096)
 def defaults(name: str):
     """timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as `layers`."""
-    from featurize.vision import import_library
+    from featurize.nets.vision import import_library
 
     timm = import_library("timm")
     architecture = name.partition(".")[0]  # what follows names pretrained weights
@@ -138,7 +139,7 @@ def defaults(name: str):
 
 
 def _create(name: str, image_size: int | None) -> torch.nn.Module:
-    from featurize.vision import import_library
+    from featurize.nets.vision import import_library
 
     timm = import_library("timm")
     about = defaults(name)

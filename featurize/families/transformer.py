@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Layer, NetworkBlock
-from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.layers import Layer, NetworkBlock
+from featurize.job.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 def build(config: Config) -> torch.nn.Module:
     """[N, sequence_length] token indices -> [N, classes]."""
-    from featurize import modules
+    from featurize.nets import modules
 
     plain, crossed = stages(config)
     return modules.TransformerClassifier(

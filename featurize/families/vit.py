@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
-from featurize.layers import Layer, NetworkBlock
-from featurize.trial_config import TrialConfig, at_least
+from featurize.job.layers import Layer, NetworkBlock
+from featurize.job.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
-from featurize.code_names import NotTrusted, library_problem, require_model, require_settings
 from featurize.families._zoo_texts import (
     Tensors,
     canonical_arguments,
@@ -29,14 +28,15 @@ from featurize.families._zoo_texts import (
     parse_tensors,
     tensor_problems,
 )
-from featurize.layers import Layer
-from featurize.near_names import library_names, near_names
-from featurize.trial_config import TrialConfig
+from featurize.job.code_names import NotTrusted, library_problem, require_model, require_settings
+from featurize.job.layers import Layer
+from featurize.job.trial_config import TrialConfig
+from featurize.nets.near_names import library_names, near_names
 
 if TYPE_CHECKING:
     import torch
 
-CODE_FIELDS = ("model",)  # what of a config names code: see `featurize.own_code`
+CODE_FIELDS = ("model",)  # what of a config names code: see `featurize.configs.own_code`
 LIBRARIES = ("timm", "torchvision", "transformers")  # whose models `kind` groups; pip install "gpufarm[zoo]"
 _MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
 # What a factory says to arguments or a Python that do not suit it. Memory that runs out is none of these.
@@ -100,7 +100,7 @@ def identity(config: Config) -> str:
 
 
 def refusal(config: Config) -> str | None:
-    """Why nothing is imported for a config that data brought, or None; see `featurize.own_code`."""
+    """Why nothing is imported for a config that data brought, or None; see `featurize.configs.own_code`."""
     return library_problem(config.model, config.arguments)
 
 
@@ -151,7 +151,7 @@ def build(config: Config) -> torch.nn.Module:
     """
     import torch
 
-    from featurize.skeleton import build_on_meta
+    from featurize.recording.skeleton import build_on_meta
 
     def make() -> torch.nn.Module:
         model = _create(config.model, config.arguments)
@@ -200,7 +200,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 def _load(model: str, arguments: str) -> Callable:
     """Return what the name stands for. `UsageError` for no such module or attribute, with near names, and for no
     callable; `NotTrusted`, before anything is imported, for code that data names."""
-    from featurize.vision import import_library, mending
+    from featurize.nets.vision import import_library, mending
 
     if problem := library_problem(model, arguments):
         raise NotTrusted(f"zoo: {problem}")
@@ -242,7 +242,7 @@ def _is_module(value: object) -> bool:
 
 def _create(model: str, arguments: str) -> torch.nn.Module:
     """The model, on the current default device. `UsageError` as `layers` has it."""
-    from featurize.vision import mending
+    from featurize.nets.vision import mending
 
     factory, given = _load(model, arguments), json.loads(arguments)
     try:
@@ -334,10 +334,10 @@ def _reading(config: Config) -> _Reading:
 def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Reading:
     from torch import nn
 
-    from featurize.cuda_policy import fused_kernels
-    from featurize.plan_of_module import SAMPLES, plan_of_module
-    from featurize.recorder import Recorder
-    from featurize.skeleton import build_on_meta
+    from featurize.operators.cuda_policy import fused_kernels
+    from featurize.recording.plan_of_module import SAMPLES, plan_of_module
+    from featurize.recording.recorder import Recorder
+    from featurize.recording.skeleton import build_on_meta
 
     tensors = parse_tensors(inputs)
 
@@ -381,7 +381,7 @@ def _targets_of(output: Any) -> str:
     """One sample's targets of cross entropy: classes below their number, where the output has logits for them."""
     import torch
 
-    from featurize.training import targets_for
+    from featurize.training.training_step import targets_for
 
     targets = targets_for(output)
     if targets.is_floating_point():

@@ -1,1 +1,4 @@
-"""The torch modules of single families, imported inside their `build`; what all share is in `featurize.modules`."""
+"""The torch modules that families are built from, imported inside their `build`, and the libraries that bring more.
+
+Start reading at `modules`. Called by families and by expert parallelism; it calls no other folder.
+"""

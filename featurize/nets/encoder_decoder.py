@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featurize.modules import Stack, activation, dropout
+from featurize.nets.modules import Stack, activation, dropout
 
 GROUPS = 32  # of every group norm
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featurize.modules import Stack, activation, dropout
+from featurize.nets.modules import Stack, activation, dropout
 
 
 def with_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:

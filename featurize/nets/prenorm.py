@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from featurize.modules import Stack, activation
-from featurize.modules import dropout as dropouts
+from featurize.nets.modules import Stack, activation
+from featurize.nets.modules import dropout as dropouts
 
 
 class Conv1D(nn.Module):

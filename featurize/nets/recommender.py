@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from featurize.modules import Stack
+from featurize.nets.modules import Stack
 
 
 def hidden_layers(inputs: int, widths: Sequence[int], *, recompute: bool) -> Stack:

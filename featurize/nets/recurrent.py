@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from featurize.modules import Stack
-from featurize.modules import dropout as dropouts
+from featurize.nets.modules import Stack
+from featurize.nets.modules import dropout as dropouts
 
 _CELLS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
 

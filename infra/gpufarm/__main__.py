@@ -1,6 +1,6 @@
 """`gpufarm NAME ...`: each command of the project under one name, as `python -m PACKAGE.NAME ...` runs it.
 
-Start reading at `main`. Unlike `python -m`, it searches the working folder last (`conf.own_packages`).
+Start reading at `main`. Unlike `python -m`, it searches the working folder last (`conf.cli.own_packages`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own_packages = _own_packages()
     own_packages.put_working_folder_last()
     own_packages.require_own_packages()
-    from conf.commands import COMMANDS
-    from conf.extras import missing_from
+    from conf.cli.commands import COMMANDS
+    from conf.cli.extras import missing_from
 
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -50,9 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _own_packages() -> ModuleType:
-    """Return `conf.own_packages`, found by its path: until it has run, `conf` may be a file of the user's."""
+    """Return `conf.cli.own_packages`, found by its path: until it has run, `conf` may be a file of the user's."""
     here = Path(__file__).resolve()
-    paths = [here.parents[up] / "conf" / "own_packages.py" for up in (1, 2)]  # installed, and in a checkout's infra/
+    paths = [
+        here.parents[up] / "conf" / "cli" / "own_packages.py" for up in (1, 2)
+    ]  # installed, and in a checkout's infra/
     spec = importlib.util.spec_from_file_location("own_packages", next(path for path in paths if path.is_file()))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -61,7 +63,7 @@ def _own_packages() -> ModuleType:
 
 
 def _listing() -> str:
-    from conf.commands import COMMANDS, summary
+    from conf.cli.commands import COMMANDS, summary
 
     width = max(map(len, COMMANDS))
     return "\n".join(

@@ -1,7 +1,7 @@
 """A recorded allocator history beside our trace of the same job, block by block: which of the two is off, and why.
 
 Start reading at `compare_blocks`; `workers.probes.histories` records the histories on a GPU, `read_history` reads one,
-`featurize.allocator_history` replays one through the allocator simulator.
+`featurize.memory.allocator_history` replays one through the allocator simulator.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from conf.errors import UsageError, shown
 from conf.plain_text import counted
 from conf.units import MIB
-from featurize.allocator_history import replay_history
-from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec, known_device, load_device
-from featurize.library_calls import CUBLAS, workspace_bytes
-from featurize.replay import replay
-from featurize.step_trace import StepTrace
-from featurize.trial import config_from_mapping
+from featurize.configs.trial import config_from_mapping
+from featurize.device.device_spec import DeviceSpec, known_device, load_device
+from featurize.memory.allocator_history import replay_history
+from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.replay import replay
+from featurize.operators.library_calls import CUBLAS, workspace_bytes
+from featurize.recording.step_trace import StepTrace
 
 HISTORY_KEYS = (
     "name",
@@ -170,7 +170,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         UsageError: No device description matches the GPU, or the history is incomplete or inconsistent.
         TraceError: The config cannot be traced.
     """
-    from featurize.trace import trace_config
+    from featurize.trace.tracer import trace_config
 
     known = known_device(str(history["device_name"]))
     if known is None:

@@ -25,11 +25,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from conf.arguments import exit_code
+from conf.cli.arguments import exit_code
+from conf.cli.overrides import load_settings
+from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
-from conf.overrides import load_settings
 from conf.plain_text import bounded
-from conf.settings import Checked, key
 from infra.offline.launch import FORMAT, MANIFEST
 from infra.offline.wheels import GLIBC, MACHINE, Target, brought_by_torch, needed_wheels
 

@@ -21,8 +21,8 @@ from infra.collect import count_lines, run_counts
 from infra.offline import results
 from infra.offline.plan import STEPS, Place
 from infra.offline.results import FULL_BYTES, Archive
-from warehouse.folder import DataFolder
-from warehouse.layout import write_bytes
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import write_bytes
 
 ERRORS = (CommandError, OSError, sqlite3.Error, duckdb.Error)  # of a work folder: a row's reason, not the call's end
 _LEAST_PACK_S = 2.0

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError
 from conf.plain_text import first_line
-from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
+from featurize.memory.allocator_settings import AllocatorSettings
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE
 from learn.estimation.loops import RESIDENT
-from warehouse.pairing import Pair, Shift, summed_up
+from warehouse.reading.pairing import Pair, Shift, summed_up
 
 if TYPE_CHECKING:
-    from warehouse.reader import WarehouseConnection
+    from warehouse.reading.reader import WarehouseConnection
 
 TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the packaged models
 _COLUMNS = (
@@ -262,8 +262,8 @@ def _estimates(
     run: Mapping[str, Any], device: DeviceSpec, data: str | os.PathLike[str], *, is_profiled: bool
 ) -> tuple[dict[str, Estimate], dict[str, float]]:
     """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
-    from featurize.kernel_model.costs import operator_costs
-    from featurize.row_config import config_of_row
+    from featurize.configs.row_config import config_of_row
+    from featurize.timing.costs import operator_costs
     from learn.estimation.answers import answered
     from learn.estimation.requests import request_of
 

@@ -29,10 +29,10 @@ from infra.offline.estimated_runs import (
 )
 from infra.offline.probe_sections import Absent, records
 from infra.offline.run_sections import spread_text
-from learn.collocation.command import memory_errors
-from learn.collocation.learned import packaged_slowdowns
-from learn.collocation.rows import measured_groups
-from learn.collocation.slowdown import NoUtilization
+from learn.sharing.command import memory_errors
+from learn.sharing.learned import packaged_slowdowns
+from learn.sharing.rows import measured_groups
+from learn.sharing.slowdown import NoUtilization
 
 _MOST_OPERATORS = 24  # in the table
 
@@ -118,7 +118,7 @@ class PairErrors:
 
     Args:
         members: (measured, expected slowdown, job) of each member.
-        memory: `learn.collocation.command.memory_errors` of the groups.
+        memory: `learn.sharing.command.memory_errors` of the groups.
         left_out: Reason -> number of groups.
     """
 

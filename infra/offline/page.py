@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import warehouse
-from conf.arguments import exit_code
-from conf.bars import terminal_bar
+from conf.cli.arguments import exit_code
+from conf.cli.bars import terminal_bar
+from conf.cli.overrides import load_settings
+from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
-from conf.outputs import write_output
-from conf.overrides import load_settings
+from conf.files.outputs import write_output
 from conf.plain_text import counted, exception_line
 from conf.reports.blocks import (
     Block,
@@ -36,8 +37,7 @@ from conf.reports.blocks import (
 )
 from conf.reports.page_text import count_of
 from conf.reports.render import page_bytes
-from conf.settings import Checked, key
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from infra.offline import experiment_sections, probe_sections, run_sections
 from infra.offline.block_comparison import BlockComparison
 from infra.offline.estimated_runs import FIGURES, EstimatedRuns, by_family, estimated_runs, spread_of
@@ -46,7 +46,7 @@ from infra.offline.refits import RULES, refits
 from infra.offline.results import Series, newest, unpack
 from infra.offline.run_sections import spread_text
 from warehouse.export import SOURCES, ExportSettings, export
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 PAGE = "page.html"
 _WORK_MARKS = ("data", "probes", "calls.jsonl")  # any of them makes a folder a work folder

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import CommandError, UsageError
-from conf.json_file import read_json
+from conf.files.json_file import read_json
 from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import (
     Block,
@@ -39,8 +39,8 @@ from conf.reports.charts import Axis, Margins, Plot, against
 from conf.reports.page_text import MISSING, count_of, duration
 from conf.reports.svg import Svg
 from conf.units import MIB
-from featurize.device_spec import DeviceSpec
-from featurize.machine import CURRENT, EAGER, PARTS, MachineProfile
+from featurize.device.device_spec import DeviceSpec
+from featurize.device.machine import CURRENT, EAGER, PARTS, MachineProfile
 from infra.offline.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
 from learn.calibrate import Calibration, calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.arguments import exit_code
-from conf.overrides import load_settings
+from conf.cli.arguments import exit_code
+from conf.cli.overrides import load_settings
+from conf.cli.settings import Checked, key
 from conf.plain_text import counted
-from conf.settings import Checked, key
 from workers.probes.children import DEVICES
 
 PROBES = ("contexts", "workspaces", "questions", "histories")

@@ -15,14 +15,14 @@ from pathlib import Path
 from conf.plain_text import exception_line
 from conf.reports.page_text import count_of
 from conf.units import MIB
-from featurize.device_spec import DeviceSpec
+from featurize.device.device_spec import DeviceSpec
 from infra.offline.block_comparison import ALLOCATOR, ORDER, REQUESTS, WORKSPACES, BlockComparison
 from infra.offline.estimated_runs import FIGURES, SHIPPED, EstimatedRuns, by_family, operator_times, spread_of
 from infra.offline.experiment_sections import operator_ratio, pair_errors
 from infra.offline.probe_sections import NUMBERS, Absent, fitted_machine, measured_workspaces
 from infra.offline.run_sections import OF_TARGET, bias_text, is_corrected, spread_text
-from learn.data import MIN_ROWS
 from learn.estimation.platforms import machine_for
+from learn.rows.data import MIN_ROWS
 
 _LEAST = 5  # runs of a family, or members of groups
 _OFF = {

@@ -21,11 +21,11 @@ from hashlib import sha256
 from pathlib import Path
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.outputs import TEMPORARY_SUFFIX, sync
-from warehouse.compaction import compaction_lock
-from warehouse.counting import counting_files
-from warehouse.folder import DataFolder
-from warehouse.layout import KINDS, write_bytes
+from conf.files.outputs import TEMPORARY_SUFFIX, sync
+from warehouse.files.compaction import compaction_lock
+from warehouse.files.counting import counting_files
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import KINDS, write_bytes
 
 SLICE_BYTES = 16 * 2**20  # of a file that comes back
 MOST_SLICES = 6  # of the eight files that come back; summary.json and log.txt are the others

@@ -44,7 +44,7 @@ from infra.offline.estimated_runs import (
 )
 from infra.offline.probe_sections import Absent, mib, records
 from learn.estimation.loops import RESIDENT
-from warehouse.pairing import Shift
+from warehouse.reading.pairing import Shift
 
 MEMORY = ("allocated", "reserved", "process")
 ACTIVITY = ("step_time", "smact", "smocc", "drama")

@@ -23,21 +23,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from conf.arguments import exit_code
 from conf.children.containment import die_with_parent
-from conf.cli import EXIT_INTERRUPTED
+from conf.cli.arguments import exit_code
+from conf.cli.command_line import EXIT_INTERRUPTED
+from conf.cli.overrides import load_settings
+from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.overrides import load_settings
 from conf.plain_text import bounded, exception_line, one_line
-from conf.settings import Checked, key
-from farm.jobs import Queue
+from farm.queue.jobs import Queue
 from featurize.families import family_names
 from infra.offline import results
 from infra.offline.call import ERRORS, Call
 from infra.offline.plan import DEVICES, SOURCE, STEPS, Place, Step
 from infra.offline.results import Series
-from warehouse.folder import DataFolder
-from warehouse.layout import write_bytes
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import write_bytes
 from workers.devices import DeviceChoice, choose_device, make_device
 from workers.devices.discovery import discover_gpus
 

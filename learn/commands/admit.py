@@ -1,6 +1,6 @@
 """The command `learn.admit`: a job and the jobs of a GPU in, yes or no out.
 
-Start reading at `entry`; `learn.admission.admitting` decides.
+Start reading at `entry`; `learn.sharing.admitting` decides.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import UsageError, shown
 from conf.plain_text import table_lines
 from conf.reports.page_text import MISSING
-from conf.settings import Checked, data_key, format_key, group, key
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
-from learn.admission.admitting import Admission, admit
-from learn.admission.gpu_state import GpuState, KnownJob
-from learn.collocation.profile import JobProfile
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
+from learn.sharing.admitting import Admission, admit
+from learn.sharing.gpu_state import GpuState, KnownJob
+from learn.sharing.profile import JobProfile
 
 _SHARES = ("gpu_util", "memory_util", "smact", "smocc", "drama", "tensor")
 _FIGURES = tuple(field.name for field in dataclasses.fields(JobProfile) if field.name != "name")

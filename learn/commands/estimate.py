@@ -15,15 +15,16 @@ from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError
 from conf.reports.page_text import MISSING
-from conf.settings import Checked, data_key, format_key, group, key
-from featurize.code_names import parse_trust
-from featurize.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
-from featurize.machine import DESCRIBED
-from featurize.own_code import config_of_user
-from featurize.parallel.layout import Parallel, names_network_only, parse_parallel
-from featurize.training_settings import (
+from featurize.configs.own_code import config_of_user
+from featurize.configs.trial import TrialConfig, config_from_mapping
+from featurize.device.device_spec import DeviceSpec, describe_device, device_from_mapping, device_names
+from featurize.device.machine import DESCRIBED
+from featurize.job.code_names import parse_trust
+from featurize.job.layout import Parallel, names_network_only, parse_parallel
+from featurize.job.training_settings import (
     COMPILE_MODES,
     FLOAT8_RECIPES,
     FRAMEWORKS,
@@ -31,9 +32,7 @@ from featurize.training_settings import (
     QUANTIZATIONS,
     TrainingKeywords,
 )
-from featurize.trial import TrialConfig, config_from_mapping
-from featurize.trial_config import OPTIMIZERS
-from learn.cases import DEFAULT_DEVICE
+from featurize.job.trial_config import OPTIMIZERS
 from learn.commands.model_inputs import model_batches, model_inputs
 from learn.estimation.estimate_view import PastRun, bound_name, coverage_text, known_to, load_run, print_notes, rate
 from learn.estimation.estimating import METHODS, estimate, estimate_many
@@ -44,8 +43,9 @@ from learn.estimation.loops import LOOPS
 from learn.estimation.model_names import load_factory
 from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 from learn.estimation.requests import ScriptKeywords
-from learn.estimators import LEVEL
-from learn.inputs import DEFAULT_DTYPE
+from learn.estimators.protocol import LEVEL
+from learn.job.inputs import DEFAULT_DTYPE
+from learn.rows.cases import DEFAULT_DEVICE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -371,7 +371,7 @@ class EstimateSettings(ModelKeys):
 
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, here or by a service, and print it. Returns the exit code."""
-    from learn.job import name_of
+    from learn.job.training_job import name_of
 
     if settings.server is not None:
         return entry_of_server(settings)
@@ -636,7 +636,7 @@ _OF_SCRIPTS = ("time_limit_s", "memory_limit_gib", "show_output")
 def open_data(data: str | None) -> None:
     """Raise `CommandError` for a data folder that is named and cannot be read."""
     if data is not None:
-        from warehouse.folder import DataFolder
+        from warehouse.files.folder import DataFolder
 
         DataFolder.resolve(data).open()
 

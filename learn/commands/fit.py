@@ -1,19 +1,19 @@
 """The command `learn.fit`: settings in, a table of held-out figures and the artifact's path out.
 
-Start reading at `entry`; `learn.fitting` does the work.
+Start reading at `entry`; `learn.fitting.fit_call` does the work.
 """
 
 from __future__ import annotations
 
-from conf.bars import StepBar
-from learn.fitting import FitSettings, fit
-from learn.targets import SLOWDOWN
+from conf.cli.bars import StepBar
+from learn.fitting.fit_call import FitSettings, fit
+from learn.rows.targets import SLOWDOWN
 
 
 def entry(settings: FitSettings) -> int:
     """Fit with the settings, and print the figures and the artifact's path. Returns the exit code."""
     if settings.target == SLOWDOWN:
-        from learn.collocation.command import fit_entry
+        from learn.sharing.command import fit_entry
 
         return fit_entry(settings)
     from rich.console import Console
@@ -24,7 +24,7 @@ def entry(settings: FitSettings) -> int:
     with StepBar(settings.target) as bar:
         done = fit(settings, progress=bar.update)
 
-    from learn.evaluation.report import metric_rows
+    from learn.judging.report import metric_rows
 
     rows = done.meta["rows"]
     families = ", ".join(f"{name} {n}" for name, n in rows["family"].items())

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from conf.errors import UsageError, shown
-from learn.batch_lengths import is_of_lengths
-from learn.inputs import batch_size_of, checked_shape, is_shape, torch_dtype, with_batch_size
+from learn.job.batch_lengths import is_of_lengths
+from learn.job.inputs import batch_size_of, checked_shape, is_shape, torch_dtype, with_batch_size
 
 _TYPED = {"shape", "dtype"}  # the keys of a shape with a type of its own
 

@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from conf.bars import StepBar
+from conf.cli.bars import StepBar
+from conf.cli.settings import group, key
 from conf.errors import UsageError
-from conf.settings import group, key
-from featurize.device_spec import DeviceSpec
-from learn.cases import DEFAULT_DEVICE
+from featurize.device.device_spec import DeviceSpec
 from learn.commands.estimate import SETTINGS, ModelKeys, described_device, open_data
 from learn.commands.model_inputs import model_inputs
 from learn.estimation.model_names import load_factory
-from learn.estimators import LEVEL
+from learn.estimators.protocol import LEVEL
+from learn.rows.cases import DEFAULT_DEVICE
 
 _SHARED = ("allocator", "loop", "machine", "workspaces", "torch_version", "coverage", "data", "input_dtype")
 

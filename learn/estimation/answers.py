@@ -15,43 +15,43 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.cli.extras import naming_the_extra
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from conf.extras import naming_the_extra
+from conf.files.disk_cache import keep, recall
 from conf.units import MIB
-from featurize.architecture import AMD
-from featurize.device_spec import DeviceSpec, UnsuitableDevice
-from featurize.disk_cache import keep, recall
-from featurize.machine import MACHINES, MachineProfile
-from featurize.model_flops import seconds_at_peak
-from featurize.replacing import without_collection
-from featurize.training_settings import TrainingSettings, training_of
-from featurize.version import is_current
-from learn.bounds import MemoryBound
-from learn.cases import Case
+from featurize.device.architecture import AMD
+from featurize.device.device_spec import DeviceSpec, UnsuitableDevice
+from featurize.device.machine import MACHINES, MachineProfile
+from featurize.job.training_settings import TrainingSettings, training_of
+from featurize.job.version import is_current
+from featurize.operators.replacing import without_collection
+from featurize.timing.model_flops import seconds_at_peak
 from learn.estimation.job_estimate import Activity, Energy, Estimate, Memory, Timing, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loading_ms, loop_named, loops_of_sources
 from learn.estimation.memory_causes import COVERAGES, HELD_OUT, uncertainty_of, widest
 from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note, times
 from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of
 from learn.estimation.platforms import workspace_notes
-from learn.estimators import LEVEL, TRAINING_FREE, get_estimator
-from learn.job import TrainingJob, as_a_training_script
-from learn.step_record import traced_column
-from learn.step_store import StepStore
-from learn.targets import get_target
-from warehouse.folder import DataFolder
+from learn.estimators.bounds import MemoryBound
+from learn.estimators.protocol import LEVEL, TRAINING_FREE, get_estimator
+from learn.job.training_job import TrainingJob, as_a_training_script
+from learn.rows.cases import Case
+from learn.rows.step_record import traced_column
+from learn.rows.step_store import StepStore
+from learn.rows.targets import get_target
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
-    from featurize.simulate import SimulatedStep
-    from featurize.step_trace import BatchMix, StepTrace
-    from featurize.trace_cache import Traces
-    from learn.artifacts import Artifact, Wanted
+    from featurize.recording.step_trace import BatchMix, StepTrace
+    from featurize.timing.simulate import SimulatedStep
+    from featurize.trace.trace_cache import Traces
     from learn.estimation.job_estimate import RankGroup
     from learn.estimation.known_runs import KnownRun
     from learn.estimation.requests import Request
     from learn.estimation.step_files import StepFiles
-    from learn.estimators import Prediction
-    from learn.traced import TracedStep
+    from learn.estimators.protocol import Prediction
+    from learn.fitting.artifacts import Artifact, Wanted
+    from learn.job.traced import TracedStep
 
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
@@ -70,7 +70,7 @@ def answered(
     Args:
         request: The job, what it runs on, and how the estimate is made.
         timeline: Whether the traced step keeps the allocator's state after every event.
-        traces: As in `learn.traced.step_of`.
+        traces: As in `learn.job.traced.step_of`.
 
     Raises:
         UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
@@ -86,8 +86,8 @@ def answered(
 
 @as_a_training_script()
 def traces_of(request: Request) -> Traces:
-    """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.traced.step_of`."""
-    from learn.traced import trace_of
+    """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.job.traced.step_of`."""
+    from learn.job.traced import trace_of
 
     traces: Traces = {}
     trace_of(_in_loop(request, request.job), request.platform.device, traces)
@@ -142,7 +142,7 @@ class _Answer:
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
     def _step_of(self, job: TrainingJob, **options: Any) -> TracedStep:
-        from learn.traced import step_of
+        from learn.job.traced import step_of
 
         return step_of(job, self.device, allocator=self.platform.allocator, **options)
 
@@ -178,7 +178,7 @@ class _Answer:
 
     def ask(self) -> None:
         """Ask the estimator that was named, else the fitted models. Raises the trace's failure where nobody answers."""
-        from learn.traced import CannotTrace
+        from learn.job.traced import CannotTrace
 
         estimator, job = self.request.options.estimator, self.job
         beyond = training_of(job.settings).beyond_fits()
@@ -219,8 +219,8 @@ class _Answer:
 
     def _ask_method(self, estimator: str) -> None:
         """Memory by a training-free method. `UsageError` with the method's reason."""
+        from learn.job.traced import wants_values
         from learn.peers.base import Peer, analyse
-        from learn.traced import wants_values
 
         if beyond := training_of(self.alone.settings).beyond_trials():
             raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
@@ -249,7 +249,7 @@ class _Answer:
     @cached_property
     def _case_in_a_plain_loop(self) -> Case:
         """The case in such a loop, its record at hand while models are asked."""
-        from learn.traced import step_of
+        from learn.job.traced import step_of
 
         case = self.case
         if case.training_loop or case.spec is None:
@@ -269,7 +269,7 @@ class _Answer:
         each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
         answer; memory, which hardly depends on the loop, is answered by any.
         """
-        from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
+        from learn.fitting.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
 
         case, estimator = self.case, self.request.options.estimator
         folder = DataFolder.resolve(self.request.options.data)
@@ -419,7 +419,7 @@ class _Answer:
 
     def _by_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
         """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
-        from featurize.parallel.overlap import lengthened
+        from featurize.timing.overlap import lengthened
 
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
         talk = talk_of(traced, job, device)
@@ -468,7 +468,7 @@ class _Answer:
 
     def _priced(self, traced: TracedStep, loop: str) -> SimulatedStep:
         """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
-        from featurize.simulate import simulate
+        from featurize.timing.simulate import simulate
 
         if loop != PIPELINE:
             return traced.step
@@ -585,7 +585,7 @@ def _note_of_host(step: SimulatedStep, job: TrainingJob) -> list[Note]:
 
 def _parameters(job: TrainingJob) -> int | None:
     """Counted on a model that is built but not traced; None where it can't be built either."""
-    from featurize.skeleton import build_on_meta
+    from featurize.recording.skeleton import build_on_meta
 
     try:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
@@ -656,7 +656,7 @@ def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
 
 
 def _of_amd(trace: StepTrace, on: MachineProfile) -> str:
-    from featurize.replay import loads_cudnn
+    from featurize.memory.replay import loads_cudnn
 
     of_context = ", its context is assumed" if on.name in MACHINES else ""
     of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes" if loads_cudnn(trace) else ""
@@ -697,7 +697,7 @@ def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
     script's inputs are not kept: there, what the first embedding of that shape looks up counts.
     """
     if job.recorded is None:
-        from featurize.batches import tensors_of
+        from featurize.recording.batches import tensors_of
 
         inputs, _targets = job.batch("meta")
         shapes = [
@@ -767,7 +767,7 @@ def _remembered(key: str | None, known: Estimate) -> Estimate:
 
 def with_key(request: Request) -> Request:
     """Return the request with its job's key, for which a factory is built once for all that is asked of it."""
-    from learn.traced import key_of
+    from learn.job.traced import key_of
 
     job_key, build = key_of(request.job)
     return replace(request, job=replace(request.job, build=build, key=job_key or ""))

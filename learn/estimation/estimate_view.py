@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from conf.errors import UsageError
 from conf.plain_text import one_line
 from conf.reports.page_text import MISSING, count_of
-from featurize.row_config import UnreadableConfig, config_of_row, printable
-from featurize.trial import TrialConfig
+from featurize.configs.row_config import UnreadableConfig, config_of_row, printable
+from featurize.configs.trial import TrialConfig
 from learn.estimation.loops import legend, loop_of_source
 from learn.estimation.notes import TARGETS, WARNING, Note, most_important
-from learn.targets import get_target
+from learn.rows.targets import get_target
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from learn.artifacts import DataPlace
     from learn.estimation.job_estimate import Estimate
+    from learn.fitting.artifacts import DataPlace
 
 TOP_SHOWN = 5  # modules in the table's last line
 _ALWAYS_SHOWN = 6  # figures
@@ -294,7 +294,8 @@ class PastRun:
 def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun:
     """One run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
 
-    The row is data: what its config names is not imported, but for the modules in `trust` (`featurize.own_code`)."""
+    The row is data: what its config names is not imported, but for the modules in `trust`
+    (`featurize.configs.own_code`)."""
     import warehouse
 
     columns = ["peak_memory_mib", "smact", "smocc", "drama", "step_time_ms"]
@@ -331,7 +332,7 @@ def agrees_by_construction(past: PastRun, done: Estimate, target: str) -> bool:
 
 def known_to(past: PastRun, done: Estimate, data: Any) -> list[Note]:
     """Return why agreeing with the run proves little: fitted models knew its label, or the trace made it."""
-    from learn.artifacts import versions
+    from learn.fitting.artifacts import versions
 
     knew = []
     for target, by in done.answered_by.items():

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
-from conf.bars import terminal_bar
+from conf.cli.bars import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
-from featurize.trial import TrialConfig, config_from_mapping
+from featurize.configs.trial import TrialConfig, config_from_mapping
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
 from learn.estimation.requests import (
@@ -25,7 +25,7 @@ from learn.estimation.requests import (
     training_settings,
 )
 from learn.estimation.step_files import StepFiles
-from learn.estimators import LEVEL
+from learn.estimators.protocol import LEVEL
 
 if TYPE_CHECKING:
     from learn.estimation.requests import AnyModel, Inputs
@@ -58,7 +58,7 @@ def estimate(
             batches, each as `inputs` (which is left out); or of sequence lengths, or a mapping of lengths to their
             shares, to which the second dimension of `inputs` is set. `peak_memory_mib` is of the whole mix,
             fragmentation included; utilization and step time are of the longest batch.
-        optimizer: A name of `featurize.trial_config.OPTIMIZERS`; `adam` by default. A trial config has its own
+        optimizer: A name of `featurize.job.trial_config.OPTIMIZERS`; `adam` by default. A trial config has its own
             optimizer, precision, cudnn_benchmark and channels_last; another value is an error.
         precision: `fp32` (the default), `tf32`, `bf16` or `fp16` (autocast), `bf16-true` or `fp16-true` (weights).
         cudnn_benchmark: Whether cuDNN searches for its fastest algorithms; False by default.
@@ -68,10 +68,10 @@ def estimate(
         device: A GPU model of `conf/device`, by name or as its description.
         power_limit_w: That is set on the GPU (`nvidia-smi -pl`), in W: step time, utilization and energy follow it.
             None: the board's own.
-        estimator: A name of `learn.estimators.ESTIMATORS`. None takes, for each target, the newest model in the data
-            folder that was fitted on the config's family and device (for modules: one that reads traced steps, fitted
-            on real devices), else the model that comes with the project, else the trace. The training-free estimators
-            answer for memory without a fit. `xmem` runs the model for real, on the CPU.
+        estimator: A name of `learn.estimators.protocol.ESTIMATORS`. None takes, for each target, the newest model in
+            the data folder that was fitted on the config's family and device (for modules: one that reads traced steps,
+            fitted on real devices), else the model that comes with the project, else the trace. The training-free
+            estimators answer for memory without a fit. `xmem` runs the model for real, on the CPU.
         method: `full`, or `fast`: estimate a trial config from its features alone, by fitted trees (the data folder's
             `lightgbm`, else those that come along). It takes about 1 ms, has no breakdown, and says how far it is off.
         data: Data folder with the fitted models; None is the default folder.
@@ -108,8 +108,8 @@ def estimate(
             `"none"`, or an empty list: no run.
         parallel: Several GPUs, of which `inputs` is one's batch: `"ddp=8"`, `{"ddp": 8, "gpus_per_node": 4}` or a
             `learn.Parallel`, which describes the settings. One GPU is a job without a wrapper.
-        **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
-            as accumulation=4, checkpointing="full", float8="tensorwise" or quantize="nf4".
+        **training: For modules: further fields of `featurize.job.training_settings.Training`, which describes them,
+            such as accumulation=4, checkpointing="full", float8="tensorwise" or quantize="nf4".
 
     Returns:
         The estimate, with the source of each figure (`Estimate.answered_by`). `print` shows its main figures and

@@ -1,7 +1,7 @@
 """Estimates from configuration features alone (`method=fast`): fitted trees; no model is built, nothing is traced.
 
 Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
-else those that come with the project (`learn.config_models`).
+else those that come with the project (`learn.estimation.config_models`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from featurize.architecture import NVIDIA
-from featurize.device_spec import DeviceSpec, plain_device
-from featurize.machine import DESCRIBED, MachineProfile, machine
-from featurize.trial import FITTED_OPTIMIZERS, TrialConfig
-from featurize.version import is_current
-from learn.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
-from learn.cases import Case
-from learn.config_models import BOUND, FAST_LOOPS, rough_figures, unlike
+from featurize.configs.trial import FITTED_OPTIMIZERS, TrialConfig
+from featurize.device.architecture import NVIDIA
+from featurize.device.device_spec import DeviceSpec, plain_device
+from featurize.device.machine import DESCRIBED, MachineProfile, machine
+from featurize.job.version import is_current
+from learn.estimation.config_models import BOUND, FAST_LOOPS, rough_figures, unlike
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import loop_of_source
 from learn.estimation.notes import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
-from learn.estimators import LEVEL, OF_CONFIGS
-from learn.learned.tabular import FeatureTable, TabularEstimator, case_columns
-from learn.learned.trees import Trees
-from learn.targets import get_target
+from learn.estimators.protocol import LEVEL, OF_CONFIGS
+from learn.estimators.tabular import FeatureTable, TabularEstimator, case_columns
+from learn.estimators.trees import Trees
+from learn.fitting.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
+from learn.rows.cases import Case
+from learn.rows.targets import get_target
 
 STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
 _WITH_CUDNN = ("cnn",)  # of the families of the models that come along: their processes load cuDNN
@@ -154,7 +154,7 @@ def config_models(data: Any, family: str | None, device: DeviceSpec) -> ConfigMo
 
 @lru_cache(maxsize=64)
 def _config_models(home: Path, written: tuple, shipped: Path, family: str | None, device: str) -> ConfigModels | None:
-    from warehouse.folder import DataFolder
+    from warehouse.files.folder import DataFolder
 
     artifacts: dict[str, Artifact] = {}
     if any(written):
@@ -187,7 +187,7 @@ def _problem(models: ConfigModels | None, config: TrialConfig, device: DeviceSpe
         return f"method=fast knows one GPU, and the config has parallel={config.parallel}"
     if models is None:
         if not (DEFAULT_MODELS / "fast").is_dir():
-            raise EnvironmentProblem("no models of method=fast are here: learn.config_models makes them")
+            raise EnvironmentProblem("no models of method=fast are here: learn.estimation.config_models makes them")
         advice = f"python -m learn.fit estimator={OF_CONFIGS} fits one"
         return f"method=fast has no model of the family {config.family}: {advice}"
     if config.optimizer not in FITTED_OPTIMIZERS:

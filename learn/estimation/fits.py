@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.files.disk_cache import keep
 from conf.plain_text import first_line
-from featurize.device_spec import DEFAULT_DEVICE, device_names
-from featurize.disk_cache import keep
-from featurize.machine import CURRENT
+from featurize.device.device_spec import DEFAULT_DEVICE, device_names
+from featurize.device.machine import CURRENT
 from learn.estimation.answers import answer, is_of_job, with_key
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.platforms import platform_of
 from learn.estimation.requests import PlatformKeywords, RequestKeywords, request_of
 
 if TYPE_CHECKING:
-    from featurize.device_spec import DeviceSpec
-    from featurize.trace_cache import Traces
+    from featurize.device.device_spec import DeviceSpec
+    from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import AnyModel, Inputs
 
 BOUND, POINT = BY = ("bound", "point")

@@ -13,10 +13,10 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from conf.errors import UsageError
-from learn.bounds import MemoryBound
 from learn.estimation.memory_causes import COVERAGES
 from learn.estimation.notes import INFO, Note
-from learn.estimators import LEVEL
+from learn.estimators.bounds import MemoryBound
+from learn.estimators.protocol import LEVEL
 
 Part = TypeVar("Part")
 
@@ -167,7 +167,7 @@ class Timing:
     mfu           model FLOPs utilization: FLOPs of the matrix products, convolutions and attention, forward and
                   backward, over what the GPU model does in a step time at the peak rate of the job's precision. What
                   checkpoints compute again does not count (PaLM, arXiv:2204.02311, appendix B). None where the GPU
-                  model has no such rate. See `featurize.model_flops`
+                  model has no such rate. See `featurize.timing.model_flops`
     communication_ms   what the ranks' collectives take in a step; `exposed_ms` of it is not hidden by computation, and
                   part of the step time
     bubble_ms     of a pipeline: part of the step time in which the rank waits for stages that compute
@@ -207,7 +207,7 @@ class Estimate(Energy, Timing, Activity, Memory):
 
     parameters    of the model
     device        the GPU model's name
-    machine       the profile that says what lies outside the allocator; see `featurize.machine`
+    machine       the profile that says what lies outside the allocator; see `featurize.device.machine`
     notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
     estimator     those that gave the figures
     answered_by   target -> estimator and version that gave the figure

@@ -20,17 +20,17 @@ import numpy as np
 
 from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
-from featurize.device_spec import DeviceSpec, device_names, known_device, plain_device
-from featurize.trial_config import TRAINING_FIELDS, TrialConfig
+from featurize.device.device_spec import DeviceSpec, device_names, known_device, plain_device
+from featurize.job.trial_config import TRAINING_FIELDS, TrialConfig
 from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.memory_causes import NEIGHBOUR, Uncertainty, widest
 from learn.estimation.notes import BOUND, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     import os
 
-    from learn.traced import TracedStep
+    from learn.job.traced import TracedStep
 
     MeasuredRow: TypeAlias = tuple[str, int, float]  # GPU model, batch size, MiB of the process
 
@@ -399,7 +399,7 @@ def _has_measured(folder: DataFolder, family: str, _changed_ns: int) -> bool:
 def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: TrialConfig) -> list[MeasuredRow]:
     """Return what was measured of a job, at any batch size on any GPU model. Raises `CommandError`."""
     import warehouse
-    from featurize.row_config import UnreadableConfig, config_of_row
+    from featurize.configs.row_config import UnreadableConfig, config_of_row
 
     same_fields, values = _same_fields(config)
     query = f"SELECT device_name, config, peak_memory_mib {_OF_FAMILY}{same_fields}"

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from featurize.training_settings import training_of
+from featurize.job.training_settings import training_of
 
 if TYPE_CHECKING:
-    from learn.job import TrainingJob
-    from learn.traced import TracedStep
+    from learn.job.traced import TracedStep
+    from learn.job.training_job import TrainingJob
 
 RESIDENT, PIPELINE = LOOPS = ("resident", "pipeline")
 LEGEND = {
@@ -44,6 +44,6 @@ def legend(loops: Iterable[str]) -> str:
 
 def loading_ms(traced: TracedStep, job: TrainingJob) -> float:
     """Return how long a plain loop takes to load the batches of a step, in ms."""
-    from featurize.input_pipeline import input_ms
+    from featurize.timing.input_pipeline import input_ms
 
     return input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)

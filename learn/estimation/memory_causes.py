@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from conf.units import MIB
-from featurize.architecture import AMD
-from featurize.device_spec import DeviceSpec
-from featurize.machine import CURRENT, DESCRIBED, EAGER
-from learn.bounds import LEVEL, Held, MemoryBound, bound_shares, least_held
+from featurize.device.architecture import AMD
+from featurize.device.device_spec import DeviceSpec
+from featurize.device.machine import CURRENT, DESCRIBED, EAGER
 from learn.estimation.notes import BOUND, INFO, Note
+from learn.estimators.bounds import LEVEL, Held, MemoryBound, bound_shares, least_held
 
 if TYPE_CHECKING:
-    from featurize.library_calls import LibraryCall
-    from featurize.machine import MachineProfile
-    from learn.traced import TracedStep
+    from featurize.device.machine import MachineProfile
+    from featurize.operators.library_calls import LibraryCall
+    from learn.job.traced import TracedStep
 
 WORKSPACES = "convolution workspaces"
 FRAGMENTATION = "fragmentation"
@@ -104,7 +104,7 @@ def score_at(coverage: float) -> float:
 
 def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
     """Return how far above its figure the memory of a traced step may lie, which is placed on a machine."""
-    from featurize.workspace_scenarios import SETTLED, reserved_by_scenario
+    from featurize.memory.workspace_scenarios import SETTLED, reserved_by_scenario
 
     largest, most_live = _workspaces(traced, device)
     reserved_mib = traced.step.peak_reserved_mib
@@ -141,7 +141,7 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
 
 def _workspaces(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
     """Return the largest workspace of a convolution, and the most bytes alive with `_WORKSPACES_AT_LIMIT` times it."""
-    from featurize.library_calls import guesses_of
+    from featurize.operators.library_calls import guesses_of
 
     if traced.memory.workspaces:
         return _largest_and_most_live(traced, device)
@@ -150,7 +150,7 @@ def _workspaces(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
 
 
 def _largest_and_most_live(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
-    from featurize.library_calls import CUBLAS, workspace_bytes
+    from featurize.operators.library_calls import CUBLAS, workspace_bytes
 
     trace = traced.trace
     sizes: dict[LibraryCall, int] = {}

@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from conf.cli.own_packages import search_working_folder
 from conf.errors import UsageError
-from conf.own_packages import search_working_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) -> nn.Module | Callable[[], nn.Module]:
     """Return the factory or module that `package.module:attribute` names.
 
-    torchvision is patched where it does not suit this torch (`featurize.vision`), also if the factory imports it.
+    torchvision is patched where it does not suit this torch (`featurize.nets.vision`), also if the factory imports it.
     Modules of the working folder are importable, after everything that is installed.
 
     Args:
@@ -32,8 +32,8 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     Raises:
         UsageError: There is no such module or attribute, or it cannot be called.
     """
-    from featurize.near_names import library_names, near_modules, near_names
-    from featurize.vision import mending
+    from featurize.nets.near_names import library_names, near_modules, near_names
+    from featurize.nets.vision import mending
 
     module_name, colon, attribute = str(text).partition(":")
     if not (module_name and colon and attribute):
@@ -68,8 +68,8 @@ def _attribute(owner: object, name: str) -> Any:
 
 def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
     """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for arguments that are none."""
-    from featurize.code_names import CodeName
     from featurize.families import zoo
+    from featurize.job.code_names import CodeName
 
     as_text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments or {}))
     config = zoo.Config(model=CodeName(text), inputs="float32[1]", arguments=as_text, batch_size=1)

@@ -1,6 +1,6 @@
 """A job on several GPUs in an estimate: what its communication takes, what each rank holds.
 
-Start reading at `ranks_of`; `featurize.parallel` has the models.
+Start reading at `ranks_of`; `featurize.training` has the models.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from featurize.parallel.collectives import PCIE, communicators_mib, fabric_of
-from featurize.parallel.layout import Parallel
-from featurize.training_settings import Training, training_of
+from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training, training_of
+from featurize.timing.collectives import PCIE, communicators_mib, fabric_of
 from learn.estimation.job_estimate import RankGroup
 from learn.estimation.notes import INFO, Note
-from learn.job import TrainingJob
+from learn.job.training_job import TrainingJob
 
 if TYPE_CHECKING:
-    from featurize.device_spec import DeviceSpec
-    from featurize.parallel.overlap import Communication
-    from featurize.step_trace import PipelinePart, RanksAlike, StepTrace
-    from learn.traced import TracedStep
+    from featurize.device.device_spec import DeviceSpec
+    from featurize.recording.step_trace import PipelinePart, RanksAlike, StepTrace
+    from featurize.timing.overlap import Communication
+    from learn.job.traced import TracedStep
 
 SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
 
@@ -35,7 +35,7 @@ def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = 
 
 def talk_of(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
     """Return what the step's communication takes; None of a job on one GPU. It is the same in any loop."""
-    from featurize.parallel.overlap import communication_of
+    from featurize.timing.overlap import communication_of
 
     if job.parallel is None:
         return None
@@ -76,7 +76,7 @@ def _group(
     worst: RankGroup,
 ) -> RankGroup:
     """Ranks of a pipeline with the memory of the first of them."""
-    from learn.traced import breakdown
+    from learn.job.traced import breakdown
 
     assert job.parallel is not None, "a pipeline"
     size = job.parallel.of_stage

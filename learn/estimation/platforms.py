@@ -1,6 +1,6 @@
 """The platform of a training job: the GPU model, the machine around it, the allocator, the release of PyTorch.
 
-Start reading at `Platform`; `platform_of` makes one of what a user says. `featurize.machine` describes machines,
+Start reading at `Platform`; `platform_of` makes one of what a user says. `featurize.device.machine` describes machines,
 `learn.calibrate` fits one.
 """
 
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.units import MIB
-from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, device_names, device_of_user
-from featurize.machine import CURRENT, MACHINES, MachineProfile, machine, read_machine
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, device_names, device_of_user
+from featurize.device.machine import CURRENT, MACHINES, MachineProfile, machine, read_machine
+from featurize.memory.allocator_settings import AllocatorSettings
 from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.on_ranks import buffers_mib
 
 if TYPE_CHECKING:
     from featurize.cudnn.signature import SearchSettings
-    from featurize.cudnn.workspaces import ConvolutionWorkspace
-    from featurize.library_calls import LibraryCall
-    from learn.job import TrainingJob
-    from learn.traced import TracedStep
-    from warehouse.folder import DataFolder
+    from featurize.memory.cudnn_workspaces import ConvolutionWorkspace
+    from featurize.operators.library_calls import LibraryCall
+    from learn.job.traced import TracedStep
+    from learn.job.training_job import TrainingJob
+    from warehouse.files.folder import DataFolder
 
 GUESSED, CUDNN, AUTO = WORKSPACES = ("guessed", "cudnn", "auto")  # who says what convolutions take
 
@@ -41,8 +41,8 @@ def machine_for(given: str | os.PathLike[str] | MachineProfile | None, device: D
     """Return the machine that an estimate is for.
 
     Args:
-        given: A profile, a name of `featurize.machine.MACHINES`, or the path of a profile's file. None: the profile
-            that was calibrated in the data folder, else `current`.
+        given: A profile, a name of `featurize.device.machine.MACHINES`, or the path of a profile's file. None: the
+            profile that was calibrated in the data folder, else `current`.
 
     Raises:
         UsageError: An unknown name.
@@ -51,7 +51,7 @@ def machine_for(given: str | os.PathLike[str] | MachineProfile | None, device: D
     if isinstance(given, MachineProfile):
         return given
     if given is None:
-        from warehouse.folder import DataFolder
+        from warehouse.files.folder import DataFolder
 
         calibrated = profile_path(DataFolder.resolve(data), device)
         return read_machine(calibrated) if calibrated.is_file() else machine(CURRENT, device)
@@ -100,8 +100,8 @@ class Platform:
             EnvironmentProblem: cuDNN cannot be asked.
             UsageError: A GPU model that cuDNN cannot be asked about, with `workspaces="cudnn"`.
         """
-        from featurize.replay import loads_cudnn, replay
-        from learn.traced import breakdown
+        from featurize.memory.replay import loads_cudnn, replay
+        from learn.job.traced import breakdown
 
         device, on, benchmark = self.device, self.machine, job.settings.cudnn_benchmark
         communication_mib = buffers_mib(job, device, traced.trace)
@@ -158,7 +158,7 @@ class Platform:
     def _cudnn_answers(self, traced: TracedStep, job: TrainingJob) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
         """Return cuDNN's answers about the trace's convolutions; None, with `auto`, where it cannot be asked."""
         from featurize.cudnn.oracle import oracle_for
-        from featurize.cudnn.workspaces import convolution_workspaces, for_release
+        from featurize.memory.cudnn_workspaces import convolution_workspaces, for_release
 
         search = _search_of(job)
         try:
@@ -186,7 +186,7 @@ def platform_of(
         UsageError: An unknown name of any, with the known ones, or a limit out of the GPU model's range.
         EnvironmentProblem: cuDNN is not installed, and is to be asked; a machine's file holds no profile.
     """
-    from featurize.cudnn.workspaces import require_release
+    from featurize.memory.cudnn_workspaces import require_release
 
     if not isinstance(device, str | DeviceSpec):
         raise unknown_name("device", device, device_names())
@@ -217,7 +217,7 @@ def workspace_notes(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], torc
         workspaces: The answers that the step was replayed with; empty where none was asked for.
         torch_version: As in `placed`.
     """
-    from featurize.cudnn.workspaces import release_note, traced_release_note, workspaces_note
+    from featurize.memory.cudnn_workspaces import release_note, traced_release_note, workspaces_note
 
     texts = [("torch-version", INFO, traced_release_note(torch_version))]
     if workspaces:
@@ -228,6 +228,6 @@ def workspace_notes(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], torc
 
 def _search_of(job: TrainingJob) -> SearchSettings:
     """Return how a job searches: with `allow_tf32`, PyTorch's default, whatever the estimating process has set."""
-    from featurize.cudnn.workspaces import search_settings
+    from featurize.memory.cudnn_workspaces import search_settings
 
     return job.search or replace(search_settings(benchmark=job.settings.cudnn_benchmark), allow_tf32=True)

@@ -11,29 +11,29 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from conf.errors import UsageError, kept_from_exit, unknown_name
-from featurize.code_names import parse_trust
-from featurize.own_code import trusting
-from featurize.parallel.deepspeed_config import hidden_size_of
-from featurize.parallel.layout import parse_parallel
-from featurize.training_settings import Training, TrainingKeywords, training_of
-from featurize.trial import TrialConfig, config_from_mapping
-from featurize.trial_config import TRAINING_FIELDS
-from learn.batch_lengths import batches_of
+from featurize.configs.own_code import trusting
+from featurize.configs.trial import TrialConfig, config_from_mapping
+from featurize.job.code_names import parse_trust
+from featurize.job.deepspeed_config import hidden_size_of
+from featurize.job.layout import parse_parallel
+from featurize.job.training_settings import Training, TrainingKeywords, training_of
+from featurize.job.trial_config import TRAINING_FIELDS
 from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs
 from learn.estimation.loops import LOOPS
 from learn.estimation.platforms import Platform, platform_of
-from learn.estimators import ESTIMATORS, LEVEL
-from learn.inputs import DEFAULT_DTYPE
-from learn.job import TrainingJob, of_config, of_module
-from warehouse.folder import DataFolder
+from learn.estimators.protocol import ESTIMATORS, LEVEL
+from learn.job.batch_lengths import batches_of
+from learn.job.inputs import DEFAULT_DTYPE
+from learn.job.training_job import TrainingJob, of_config, of_module
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     import torch
 
-    from featurize.allocator_settings import AllocatorSettings
-    from featurize.device_spec import DeviceSpec
-    from featurize.machine import MachineProfile
-    from featurize.parallel.layout import Parallel
+    from featurize.device.device_spec import DeviceSpec
+    from featurize.device.machine import MachineProfile
+    from featurize.job.layout import Parallel
+    from featurize.memory.allocator_settings import AllocatorSettings
 
     Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
     AnyModel: TypeAlias = Model | TrialConfig | Mapping[str, Any]
@@ -221,7 +221,7 @@ def training_settings(given: Mapping[str, Any], settings: object = None) -> dict
     if settings is None:
         return single
     if not isinstance(settings, Training):
-        raise UsageError(f"settings is a featurize.training.Training, got {type(settings).__name__}")
+        raise UsageError(f"settings is a featurize.training.training_step.Training, got {type(settings).__name__}")
     if single:
         raise UsageError(f"{', '.join(single)} and settings= exclude each other: give either")
     return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
@@ -279,8 +279,8 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
     from torch import nn
 
     if not isinstance(model, nn.Module):
-        from featurize import attention
-        from featurize.skeleton import build_on_meta
+        from featurize.operators import attention
+        from featurize.recording.skeleton import build_on_meta
 
         factory = model
         try:

@@ -12,13 +12,13 @@ from pickle import Pickler
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from conf.errors import UsageError
-from conf.outputs import checked_report, write_output
-from warehouse.folder import DataFolder
+from conf.files.outputs import checked_report, write_output
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
     from learn.estimation.requests import Request
-    from learn.traced import TracedStep
+    from learn.job.traced import TracedStep
 
 
 def checked_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:

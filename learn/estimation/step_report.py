@@ -46,21 +46,21 @@ from conf.reports.page_text import MISSING, count_of
 from conf.reports.render import render_for_notebook, write_page
 from conf.reports.svg import Drawing, Svg
 from conf.units import MIB
-from featurize.device_spec import DeviceSpec
-from featurize.library_calls import CUBLAS
-from featurize.model_flops import precision_in_words
-from featurize.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
-from featurize.training_settings import training_of
+from featurize.device.device_spec import DeviceSpec
+from featurize.job.training_settings import training_of
+from featurize.operators.library_calls import CUBLAS
+from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
+from featurize.timing.model_flops import precision_in_words
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
 from learn.estimation.loops import PIPELINE, legend, loading_ms
 from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important, times
-from learn.traced import TracedStep
+from learn.job.traced import TracedStep
 
 if TYPE_CHECKING:
-    from featurize.kernel_model.step_time import TimedStep
+    from featurize.timing.step_time import TimedStep
     from learn.estimation.job_estimate import Estimate
     from learn.estimation.platforms import Platform
-    from learn.job import TrainingJob
+    from learn.job.training_job import TrainingJob
 
 TOP_TENSORS = 12
 
@@ -247,7 +247,7 @@ def _breakdown(done: Estimate) -> Section | None:
 
 def _time(job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
     """Show where the time of the traced step goes, in the loop that the estimate's step time speaks of."""
-    from featurize.kernel_model.step_time import time_step
+    from featurize.timing.step_time import time_step
 
     waits_ms = 0.0
     if done.loops["step_time"] == PIPELINE:
@@ -326,7 +326,7 @@ def _facts(job: TrainingJob, platform: Platform, done: Estimate, traced: TracedS
     if job.config is not None:
         settings |= job.config.to_mapping()
     else:
-        from featurize.batches import tensors_of
+        from featurize.recording.batches import tensors_of
 
         inputs, _targets = job.batch("meta")
         settings["inputs"] = ", ".join(
@@ -612,7 +612,7 @@ OTHER, LAUNCH, INPUT = "other", "GPU waits for kernel launches", "GPU waits for 
 ARITHMETIC, STREAMS, WAITS = "k1", "k5", "k0"  # colour classes
 GROUPS = {ARITHMETIC: "products, convolutions, attention", STREAMS: "other kernels", WAITS: "GPU waits"}
 _LEAST_SHARE = 0.01  # of the step; a kind below it is one of the others
-# Beginnings of kernels' kinds, as `featurize.kernel_model.calls` names them -> name in the chart. The first one counts.
+# Beginnings of kernels' kinds, as `featurize.timing.calls` names them -> name in the chart. The first one counts.
 _NAMES = {
     "product": "matrix products",
     "attention": "attention",

@@ -14,13 +14,11 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from conf.extras import advice_for
+from conf.cli.extras import advice_for
 from conf.plain_text import exception_line
-from featurize.device_spec import DeviceSpec, describe_device
-from featurize.training_settings import TrainingSettings
-from learn.cases import Case
-from learn.data import Rows
-from learn.estimators import (
+from featurize.device.device_spec import DeviceSpec, describe_device
+from featurize.job.training_settings import TrainingSettings
+from learn.estimators.protocol import (
     Estimator,
     ResidualPrediction,
     open_state,
@@ -29,8 +27,10 @@ from learn.estimators import (
     to_space,
     write_state,
 )
-from learn.job import TrainingJob
-from learn.step_store import StepStore
+from learn.job.training_job import TrainingJob
+from learn.rows.cases import Case
+from learn.rows.data import Rows
+from learn.rows.step_store import StepStore
 
 NO_BOUND = "no bound is calibrated: it gives a point, not a guarantee"
 

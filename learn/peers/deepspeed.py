@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from conf.errors import UsageError
 from conf.units import MIB
-from featurize.device_spec import DeviceSpec
-from learn.job import TrainingJob
+from featurize.device.device_spec import DeviceSpec
+from learn.job.training_job import TrainingJob
 from learn.peers.base import Peer, require_covered
 from learn.peers.modules import meta_model
 

@@ -12,10 +12,10 @@ from typing import ClassVar
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conf.units import MIB
-from featurize.batches import call, tensors_of
-from featurize.device_spec import DeviceSpec
-from featurize.trial_config import OPTIMIZERS
-from learn.job import TrainingJob
+from featurize.device.device_spec import DeviceSpec
+from featurize.job.trial_config import OPTIMIZERS
+from featurize.recording.batches import call, tensors_of
+from learn.job.training_job import TrainingJob
 from learn.peers.base import Peer
 from learn.peers.modules import batch_tensors, explained, loss_of, meta_model, unique_bytes
 

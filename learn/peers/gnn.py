@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conf.errors import UsageError
-from learn.bounds import too_few_for
-from learn.cases import Case
-from learn.data import Rows
-from learn.estimators import (
+from learn.estimators.bounds import too_few_for
+from learn.estimators.protocol import (
     LEVEL,
     Estimator,
     ResidualPrediction,
@@ -36,14 +34,16 @@ from learn.estimators import (
     traced_rows,
     write_state,
 )
-from learn.learned.tabular import group_folds
+from learn.estimators.tabular import group_folds
 from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
-from learn.step_record import StepRecord
-from learn.step_store import StepStore
+from learn.rows.cases import Case
+from learn.rows.data import Rows
+from learn.rows.step_record import StepRecord
+from learn.rows.step_store import StepStore
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
 LEAST_ROWS = 10
-CATEGORIES = 64  # of operators; `featurize.operators.VOCABULARY` may grow
+CATEGORIES = 64  # of operators; `featurize.operators.table.VOCABULARY` may grow
 _MIB_LOG2 = 20
 
 # Features of the whole graph; besides all of the device (`gpu_*`). None is the trace's own figure of memory or time.

@@ -34,17 +34,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conf.errors import CommandError, UsageError
+from featurize.configs.features import KINDS, feature_columns
+from featurize.configs.trial import ACTIVATIONS, TrialConfig
 from featurize.families import layers_of
-from featurize.features import KINDS, feature_columns
-from featurize.trial import ACTIVATIONS, TrialConfig
-from learn.bounds import conformal_rank, too_few_for
-from learn.cases import Case
-from learn.data import Rows
-from learn.estimators import LEVEL, Estimator, class_masses, open_state, require_rows, require_target, write_state
-from learn.learned.tabular import group_folds, why_not
+from learn.estimators.bounds import conformal_rank, too_few_for
+from learn.estimators.protocol import (
+    LEVEL,
+    Estimator,
+    class_masses,
+    open_state,
+    require_rows,
+    require_target,
+    write_state,
+)
+from learn.estimators.tabular import group_folds, why_not
 from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
-from learn.step_store import StepStore
-from learn.targets import MIB_PER_GB, default_bin_gb, utilization_bins
+from learn.rows.cases import Case
+from learn.rows.data import Rows
+from learn.rows.step_store import StepStore
+from learn.rows.targets import MIB_PER_GB, default_bin_gb, utilization_bins
 
 FOLDS = 5
 LEAST_ROWS = 10  # of a family, for an ensemble of its own

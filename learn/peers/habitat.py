@@ -1,6 +1,6 @@
 """`habitat`: wave scaling, which carries the time of kernels over from one GPU model to another.
 
-Start reading at `WaveScaling`; `learn.kernels.formulas` has what it is compared with.
+Start reading at `WaveScaling`; `learn.fitting.formulas` has what it is compared with.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import defaultdict
 
 import numpy as np
 
-from featurize.device_spec import DeviceSpec
-from featurize.kernel_model.times import clock_ghz
-from learn.kernels.fitting import MeasuredTime, TimeFit
-from learn.kernels.sizes import ends_of, sizes_of
+from featurize.device.device_spec import DeviceSpec
+from featurize.timing.times import clock_ghz
+from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
+from learn.estimators.kernel_sizes import ends_of, sizes_of
 
 
 class WaveScaling:

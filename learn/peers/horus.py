@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from conf.units import MIB
-from featurize.device_spec import DeviceSpec
-from learn.job import TrainingJob
+from featurize.device.device_spec import DeviceSpec
+from learn.job.training_job import TrainingJob
 from learn.peers.base import Peer
 from learn.peers.modules import leaf_outputs, meta_model
 

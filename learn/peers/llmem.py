@@ -11,8 +11,8 @@ from typing import ClassVar
 from torch import nn
 
 from conf.units import MIB
-from featurize.device_spec import DeviceSpec
-from learn.job import TrainingJob
+from featurize.device.device_spec import DeviceSpec
+from learn.job.training_job import TrainingJob
 from learn.peers.base import CannotEstimate, Peer, require_covered
 from learn.peers.modules import leaf_outputs, meta_model
 

@@ -18,11 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from conf.errors import CommandError
 from conf.plain_text import exception_line
-from featurize.batches import Inputs, call, own_loss, tensors_of
-from featurize.optimizers import make_optimizer
-from featurize.skeleton import build_on_meta, kept_results
-from featurize.training import AUTOCAST_DTYPES, cross_entropy, targets_for
-from learn.job import TrainingJob
+from featurize.recording.batches import Inputs, call, own_loss, tensors_of
+from featurize.recording.skeleton import build_on_meta, kept_results
+from featurize.training.optimizers import make_optimizer
+from featurize.training.training_step import AUTOCAST_DTYPES, cross_entropy, targets_for
+from learn.job.training_job import TrainingJob
 from learn.peers.base import CannotEstimate
 
 

@@ -1,6 +1,6 @@
 """`neusight`: tiles and waves, whose utilization a network learns.
 
-Start reading at `TilesAndWaves`; `learn.kernels.formulas` has what it is compared with.
+Start reading at `TilesAndWaves`; `learn.fitting.formulas` has what it is compared with.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 import numpy as np
 import torch
 
-from learn.kernels.fitting import TimeFit
-from learn.kernels.sizes import Instruments, ends_of, sizes_of
+from learn.estimators.kernel_fitting import TimeFit
+from learn.estimators.kernel_sizes import Instruments, ends_of, sizes_of
 
 
 class TilesAndWaves:

@@ -1,6 +1,6 @@
 """`forest`: SchedTune's shape, extremely randomised trees over features of the model and of the GPU.
 
-Start reading at `learn.learned.tabular.TabularEstimator.fit`.
+Start reading at `learn.estimators.tabular.TabularEstimator.fit`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from learn.learned.tabular import TabularEstimator
-from learn.learned.trees import Trees
+from learn.estimators.tabular import TabularEstimator
+from learn.estimators.trees import Trees
 
 TREES = 100
 MIN_LEAF = 2

@@ -1,6 +1,6 @@
 """Our own: the traced step, replayed and simulated on one GPU model. It takes every target.
 
-Start reading at `Trace.figure`; `learn.traced` does the work.
+Start reading at `Trace.figure`; `learn.job.traced` does the work.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from conf.errors import CommandError
-from featurize.device_spec import DeviceSpec
-from learn.cases import Case
-from learn.job import TrainingJob
+from featurize.device.device_spec import DeviceSpec
+from learn.job.training_job import TrainingJob
 from learn.peers.base import CannotEstimate, Peer, described
+from learn.rows.cases import Case
 
 if TYPE_CHECKING:
-    from featurize.simulate import SimulatedStep
+    from featurize.timing.simulate import SimulatedStep
 
 NO_BOUND = "the trace alone has no calibrated bound: it gives a point, not a guarantee"
 
@@ -24,8 +24,8 @@ NO_BOUND = "the trace alone has no calibrated bound: it gives a point, not a gua
 class Trace(Peer):
     """Peak of what the caching allocator reserves for the traced step's tensors and workspaces, plus the context.
 
-    Source: ours; `featurize.trace`, `featurize.replay` and `featurize.library_calls` state what is modelled and
-    assumed. Takes any module, and from milliseconds to seconds.
+    Source: ours; `featurize.trace.tracer`, `featurize.memory.replay` and `featurize.operators.library_calls` state what
+    is modelled and assumed. Takes any module, and from milliseconds to seconds.
     """
 
     name: ClassVar[str] = "trace"
@@ -33,7 +33,7 @@ class Trace(Peer):
     warning: ClassVar[str] = NO_BOUND
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        from learn.traced import step_of
+        from learn.job.traced import step_of
 
         try:
             return step_of(workload, device).breakdown
@@ -47,7 +47,7 @@ class Trace(Peer):
 @lru_cache(maxsize=100_000)
 def _step(case: Case) -> SimulatedStep:
     """Remembered: cross-validation asks for each case many times."""
-    from learn.traced import step_of
+    from learn.job.traced import step_of
 
     try:
         return step_of(case.job, described(case)).step

@@ -17,10 +17,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from conf.units import MIB
-from featurize.allocator import CachingAllocator
-from featurize.device_spec import DeviceSpec
-from featurize.trial import OPTIMIZERS
-from learn.job import TrainingJob
+from featurize.configs.trial import OPTIMIZERS
+from featurize.device.device_spec import DeviceSpec
+from featurize.memory.allocator import CachingAllocator
+from learn.job.training_job import TrainingJob
 from learn.peers.base import CannotEstimate, Peer
 from learn.peers.modules import (
     PlainStep,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import EnvironmentProblem, UsageError, shown, unknown_name
-from featurize.parallel.layout import (
+from featurize.job.layout import (
     DEEPSPEED,
     EXPERTS,
     HYBRID,
@@ -23,8 +23,8 @@ from featurize.parallel.layout import (
     named_settings,
     parse_parallel,
 )
-from featurize.parallel.releases import refused_modes, refused_note
-from featurize.training_settings import Training
+from featurize.job.training_settings import Training
+from featurize.training.releases import refused_modes, refused_note
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,7 +99,7 @@ def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | 
     """
     experts: set[int] = set()
     if given is None or EXPERTS in checked_modes(given):
-        from featurize.parallel.experts import expert_counts  # its imports take a while
+        from featurize.training.experts import expert_counts  # its imports take a while
 
         made = model()
         experts = set() if made is None else expert_counts(made)
@@ -108,7 +108,7 @@ def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | 
 
 def _tokens_of(inputs: object) -> int:
     """The length of sequences: of [N, length] whole numbers, or [N, length, width] floats; 0 where there are none."""
-    from featurize.batches import tensors_of
+    from featurize.recording.batches import tensors_of
 
     for one in tensors_of(inputs):
         if one.dim() == (3 if one.is_floating_point() else 2):
@@ -134,7 +134,7 @@ def layout_settings(
 
     Args:
         gpus: Of the job.
-        given: Settings without degrees, as `featurize.parallel.layout.parse_parallel` takes them.
+        given: Settings without degrees, as `featurize.job.layout.parse_parallel` takes them.
         modes: As `checked_modes` returns them.
 
     Raises:
@@ -176,7 +176,7 @@ def apt_for_training(
     """
     if not settings.get("zero"):
         return settings, ()
-    from featurize.parallel.play_rank import settings_of_ranks
+    from featurize.training.play_rank import settings_of_ranks
 
     try:
         settings_of_ranks(layout_of({"ddp": gpus}, settings), training)
@@ -187,7 +187,7 @@ def apt_for_training(
 
 
 def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parallel:
-    """Return a layout of several GPUs. Raises `UsageError` as `featurize.parallel.layout.parse_parallel`."""
+    """Return a layout of several GPUs. Raises `UsageError` as `featurize.job.layout.parse_parallel`."""
     layout = parse_parallel({**degrees, **apt_settings(settings, degrees)})
     assert layout is not None, "several GPUs"
     return layout

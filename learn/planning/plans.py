@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, shown, unknown_name
 from conf.reports.page_text import count_of
-from featurize.training_settings import CHECKPOINTING, Training, training_of
-from featurize.trial import TrialConfig
+from featurize.configs.trial import TrialConfig
+from featurize.job.training_settings import CHECKPOINTING, Training, training_of
 from learn.estimation.answers import answered
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.requests import Request, platform_and_options, request_of
-from learn.estimators import LEVEL
+from learn.estimators.protocol import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
     checked_gpus,
@@ -38,8 +38,8 @@ from learn.planning.search import Findings, LayoutSearch, MicroBatches
 if TYPE_CHECKING:
     import torch
 
-    from featurize.parallel.layout import Parallel
-    from featurize.trace_cache import Traces
+    from featurize.job.layout import Parallel
+    from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import Inputs, Model
 
 NONE = "none"

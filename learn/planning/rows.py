@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from featurize.parallel.layout import Parallel
+from featurize.job.layout import Parallel
 from learn.planning.meshes import mesh_text
 
 TRACED, EXTRAPOLATED = "traced", "extrapolated"
@@ -22,7 +22,7 @@ class PlanRow:
 
     micro_batch   samples of a rank's forward pass; None: the layout takes none
     accumulation  micro-steps of an optimizer step; with `pp`, micro-batches of the schedule
-    checkpointing of the repeated blocks, as in `featurize.training_settings.Training`; None: nothing is recomputed
+    checkpointing of the repeated blocks, as in `featurize.job.training_settings.Training`; None: nothing is recomputed
     fits          whether the bound is at most the card's memory; None: the layout cannot be, or was not tried
     upper_mib     the bound
     exposed_ms    of the step time, in which a rank waits for others

@@ -1,6 +1,6 @@
 """Traces of a model whose blocks repeat, made of those of two shallow copies.
 
-Start reading at `Screening.traces`; `featurize.deeper` repeats what a block adds.
+Start reading at `Screening.traces`; `featurize.recording.deeper` repeats what a block adds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from conf.errors import CommandError
-from featurize.training_settings import training_of
+from featurize.job.training_settings import training_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from featurize.trace_cache import Traces
+    from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import Request
 
 FEWEST = 8  # blocks: shallower models are traced whole
@@ -54,7 +54,7 @@ class Screening:
 
     def traces(self, request: Request) -> Traces:
         """Return the traces of a job, as `learn.estimation.answers` takes them; none where it is to be traced whole."""
-        from featurize.deeper import CannotDeepen, deeper
+        from featurize.recording.deeper import CannotDeepen, deeper
 
         parallel, training = request.job.parallel, training_of(request.job.settings)
         # Buckets of gradients hold parts of several blocks, stages of a pipeline have blocks of their own, and FSDP1's
@@ -74,7 +74,7 @@ class Screening:
             return {}
 
     def _counted(self) -> int:
-        from featurize.deeper import alike_blocks, built_to_shorten
+        from featurize.recording.deeper import alike_blocks, built_to_shorten
 
         try:
             self._model = built_to_shorten(self._factory)
@@ -83,7 +83,7 @@ class Screening:
         return 0 if self._model is None else alike_blocks(self._model)
 
     def _traced(self, request: Request, count: int) -> Traces:
-        from featurize.deeper import with_blocks
+        from featurize.recording.deeper import with_blocks
         from learn.estimation.answers import traces_of
 
         assert self._model is not None, "it has blocks"

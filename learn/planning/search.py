@@ -12,7 +12,7 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.plain_text import first_line
-from featurize.parallel.layout import Parallel
+from featurize.job.layout import Parallel
 from learn.estimation.job_estimate import Estimate
 from learn.planning.meshes import mesh_text, ranks_within, shards_of, within_text
 from learn.planning.rows import PlanRow

@@ -11,7 +11,7 @@ import resource
 import sys
 from pathlib import Path
 
-from featurize.light_imports import without_compiler
+from featurize.trace.light_imports import without_compiler
 
 
 def main(request_path: str) -> None:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from conf.cli.own_packages import users_environment
 from conf.errors import UsageError
-from conf.own_packages import users_environment
 from conf.plain_text import one_line
-from featurize.parallel.layout import Parallel
+from featurize.job.layout import Parallel
 
 FORM = "python SCRIPT.py ARGUMENTS or python -m MODULE ARGUMENTS"
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")

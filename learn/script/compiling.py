@@ -1,4 +1,4 @@
-"""torch.compile in a script: modules as `featurize.compiled` models them, functions as they are written.
+"""torch.compile in a script: modules as `featurize.recording.compiled` models them, functions as they are written.
 
 Start reading at `ScriptCompiler.install`.
 """
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch._inductor import list_mode_options
 
-from featurize.compiled import CompiledRegions
-from featurize.cuda_graphs import AUTOTUNED, CudaGraphs
-from featurize.replacing import replace_attribute, stands_for
-from featurize.training_settings import GRAPH_MODES
+from featurize.job.training_settings import GRAPH_MODES
+from featurize.operators.replacing import replace_attribute, stands_for
+from featurize.recording.compiled import CompiledRegions
+from featurize.recording.cuda_graphs import AUTOTUNED, CudaGraphs
 from learn.script.device_mode import PretendCuda
 from learn.script.script_recorder import ScriptRecorder
 

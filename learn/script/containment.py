@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from featurize.replacing import replace_attribute, stands_for
+from featurize.operators.replacing import replace_attribute, stands_for
 from learn.script.saved_files import SavedFiles
 from learn.script.saved_tensors import install_saving
 

@@ -1,7 +1,7 @@
 """The package `deepspeed` as a script sees it, installed or not: what trains in several processes, and no more.
 
 Start reading at `install_deepspeed`, then at `DeepSpeedJob.initialize`. DeepSpeed itself is never run: an engine plays
-the first rank of the settings' ZeRO, by the rules of `featurize.parallel.zero` (release 0.19). What scripts see is
+the first rank of the settings' ZeRO, by the rules of `featurize.training.zero` (release 0.19). What scripts see is
 that of deepspeed/runtime/engine.py.
 """
 
@@ -33,10 +33,10 @@ from torch.utils import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
-from featurize.optimizers import make_optimizer, state_tensors
-from featurize.parallel.deepspeed_config import DeepSpeedFile, read_deepspeed, settings_of
-from featurize.quantized import elements
-from featurize.training_settings import Training
+from featurize.job.deepspeed_config import DeepSpeedFile, read_deepspeed, settings_of
+from featurize.job.training_settings import Training
+from featurize.operators.quantized import elements
+from featurize.training.optimizers import make_optimizer, state_tensors
 from learn.script.containment import is_ready_for_its_absence
 from learn.script.device_mode import CUDA
 from learn.script.fake_cuda import giving
@@ -255,7 +255,7 @@ class DeepSpeedEngine(nn.Module):
 class EngineOptimizer(Optimizer):
     """An optimizer of DeepSpeed's own: it says what its engine is to make, and makes no state.
 
-    our_name        as `featurize.optimizers` spells it
+    our_name        as `featurize.training.optimizers` spells it
     implementation  likewise; None: its default
     """
 

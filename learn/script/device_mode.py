@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
 from torch.utils import checkpoint
 
-from conf.own_packages import ROOT
-from featurize.replacing import replace_attribute, stands_for
+from conf.cli.own_packages import ROOT
+from featurize.operators.replacing import replace_attribute, stands_for
 
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")

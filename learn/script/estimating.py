@@ -18,24 +18,24 @@ from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
 from conf.errors import UsageError, shown, unknown_name
 from conf.plain_text import one_line
-from featurize.cudnn.workspaces import search_settings
-from featurize.parallel.collectives import fabric_of
-from featurize.parallel.layout import Parallel, named_settings, names_network_only
-from featurize.training_settings import Training
+from featurize.job.layout import Parallel, named_settings, names_network_only
+from featurize.job.training_settings import Training
+from featurize.memory.cudnn_workspaces import search_settings
+from featurize.timing.collectives import fabric_of
 from learn.estimation.answers import answer_and_write
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun
 from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.requests import Request, ScriptKeywords, platform_and_options
 from learn.estimation.step_files import StepFiles
-from learn.job import TrainingJob
+from learn.job.training_job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
 from learn.script.records import BadRecord, ScriptRecord, read_record
 
 if TYPE_CHECKING:
-    from featurize.device_spec import DeviceSpec
-    from featurize.step_trace import StepTrace
+    from featurize.device.device_spec import DeviceSpec
+    from featurize.recording.step_trace import StepTrace
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone

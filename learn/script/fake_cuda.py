@@ -18,8 +18,8 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map
 
 from conf.units import MIB
-from featurize.device_spec import DeviceSpec
-from featurize.replacing import replace_attribute, stands_for
+from featurize.device.device_spec import DeviceSpec
+from featurize.operators.replacing import replace_attribute, stands_for
 from learn.script.device_mode import CUDA, names_cuda, on_the_gpu
 from learn.script.script_recorder import ScriptRecorder
 
@@ -116,7 +116,7 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
     Args:
         spec: The GPU model.
         recorder: Knows the bytes that are alive.
-        autocast: `featurize.autocast.Autocast` of the process: knows which type is cast to.
+        autocast: `featurize.operators.autocast.Autocast` of the process: knows which type is cast to.
         gpus: How many there are; the first one is used.
     """
     cuda, accelerator = torch.cuda, torch.accelerator

@@ -2,7 +2,7 @@
 
 Start reading at `install_process_group`; `learn.script.rank_zero` has what the rank takes and sends.
 DistributedDataParallel has its buckets and copies, without its reducer, whose C++ needs tensors of a GPU; its rules are
-in `featurize.parallel.data_parallel`.
+in `featurize.training.data_parallel`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._pytree import tree_map
 
-from featurize.parallel.data_parallel import Replica, limits_of
-from featurize.parallel.releases import SHARDS, refused_modes
-from featurize.releases import require_torch
-from featurize.replacing import replace_attribute, replaced
-from featurize.step_trace import BUCKET
+from featurize.operators.replacing import replace_attribute, replaced
+from featurize.operators.torch_releases import require_torch
+from featurize.recording.step_trace import BUCKET
+from featurize.training.data_parallel import Replica, limits_of
+from featurize.training.releases import SHARDS, refused_modes
 from learn.script.compiling import BUCKETS
 from learn.script.device_mode import on_the_gpu
 from learn.script.fake_cuda import giving

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from featurize.parallel.data_parallel import Replica
-from featurize.parallel.layout import Parallel
-from featurize.parallel.releases import refused_modes
-from featurize.releases import complete_collectives
-from featurize.step_trace import Collective
-from featurize.training_settings import Training
-from featurize.values import remember
+from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
+from featurize.operators.torch_releases import complete_collectives
+from featurize.recording.step_trace import Collective
+from featurize.recording.values import remember
+from featurize.training.data_parallel import Replica
+from featurize.training.releases import refused_modes
 from learn.script.command_line import ScriptCommand
 from learn.script.device_mode import CUDA
 from learn.script.script_recorder import ScriptRecorder
 
 if TYPE_CHECKING:
-    from featurize.parallel.ranks import Ranks
-    from featurize.parallel.streams import Streams
-    from featurize.parallel.zero import ZeroRank
+    from featurize.training.ranks import Ranks
+    from featurize.training.streams import Streams
+    from featurize.training.zero import ZeroRank
 
 
 class RankZero:
@@ -54,8 +54,8 @@ class RankZero:
         own wrappers run on meta tensors where the release allows that."""
         if self._streams is not None:
             return
-        from featurize.parallel.ranks import Ranks  # their imports are heavy
-        from featurize.parallel.streams import Streams
+        from featurize.training.ranks import Ranks  # their imports are heavy
+        from featurize.training.streams import Streams
 
         complete_collectives()
         streams = self._streams = Streams()
@@ -63,7 +63,7 @@ class RankZero:
         self._ranks = Ranks(streams, {})
         self.recorder.among_ranks = self._ranks.ran
         if "fsdp" not in refused_modes():
-            from featurize.parallel.shards_on_meta import shards_on_meta
+            from featurize.training.shards_on_meta import shards_on_meta
 
             self._entered.enter_context(shards_on_meta(streams, CUDA))
 
@@ -78,8 +78,8 @@ class RankZero:
 
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
         """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of so many elements."""
-        from featurize.parallel.play_rank import played_rank
-        from featurize.parallel.zero import ZeroRank
+        from featurize.training.play_rank import played_rank
+        from featurize.training.zero import ZeroRank
 
         self._wrapper, played = layout, self._entered.enter_context(played_rank(layout, settings))
         assert isinstance(played, ZeroRank), "a layout of ZeRO"
@@ -106,7 +106,7 @@ class RankZero:
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
-        from featurize.parallel.ranks import own_axis
+        from featurize.training.ranks import own_axis
 
         return "" if group is None or self._streams is None else own_axis(group.group_name)
 

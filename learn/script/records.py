@@ -22,19 +22,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from featurize import disk_cache
-from featurize.device_spec import DeviceSpec
-from featurize.disk_cache import code_version, recall, user_cache
-from featurize.parallel.layout import Parallel, parse_parallel
-from featurize.step_trace import StepTrace
-from featurize.stored_trace import LARGEST_INT, BadRecord, count_of, fields_of, text_of, trace_of_json, trace_to_json
+from conf.files import disk_cache
+from conf.files.disk_cache import code_version, recall, user_cache
+from featurize.device.device_spec import DeviceSpec
+from featurize.job.layout import Parallel, parse_parallel
+from featurize.recording.step_trace import StepTrace
+from featurize.trace.stored_trace import (
+    LARGEST_INT,
+    BadRecord,
+    count_of,
+    fields_of,
+    text_of,
+    trace_of_json,
+    trace_to_json,
+)
 from learn.script.command_line import ScriptCommand
 
 Setting: TypeAlias = str | bool | int | float
 SAVED, _RECORD = "saved", "record.json"  # in the folder of a run: what the script saves, and the record
 LARGEST_FILE_BYTES = 2**30
-# What a script is seen to choose: names of `featurize.training_settings.Training`, the precision as a reader needs it,
-# and how cuDNN searches.
+# What a script is seen to choose: names of `featurize.job.training_settings.Training`, the precision as a reader needs
+# it, and how cuDNN searches.
 SETTINGS: Mapping[str, type] = {
     "optimizer": str,
     "precision": str,

@@ -20,22 +20,22 @@ from typing import Any
 
 import torch
 
+from conf.cli.own_packages import PACKAGES, ROOT
 from conf.errors import CommandError
-from conf.own_packages import PACKAGES, ROOT
 from conf.plain_text import first_line
-from featurize.autocast import Autocast
-from featurize.cuda_policy import as_on_cuda
-from featurize.cudnn.workspaces import search_settings
-from featurize.device_spec import device_from_mapping
-from featurize.model_flops import precision_in_words
-from featurize.module_stack import origin
-from featurize.releases import complete
-from featurize.replacing import stands_for
-from featurize.step_trace import StepTrace
-from featurize.tf32 import matmul_allows_tf32
-from featurize.tracing import STEPS
-from featurize.training import AUTOCAST_DTYPES
-from featurize.vision import mend_torchvision
+from featurize.device.device_spec import device_from_mapping
+from featurize.device.tf32 import matmul_allows_tf32
+from featurize.memory.cudnn_workspaces import search_settings
+from featurize.nets.vision import mend_torchvision
+from featurize.operators.autocast import Autocast
+from featurize.operators.cuda_policy import as_on_cuda
+from featurize.operators.replacing import stands_for
+from featurize.operators.torch_releases import complete
+from featurize.recording.module_stack import origin
+from featurize.recording.step_trace import StepTrace
+from featurize.timing.model_flops import precision_in_words
+from featurize.trace.tracing import STEPS
+from featurize.training.training_step import AUTOCAST_DTYPES
 from learn.script.command_line import ScriptCommand
 from learn.script.compiling import ScriptCompiler
 from learn.script.containment import DISTRIBUTED, contain

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from featurize.replacing import replace_attribute
+from featurize.operators.replacing import replace_attribute
 
 NOTE = "files that the script saves were kept in a folder that is removed"
 # Names of functions below which files are saved, in any library and in the script. Data sets that are saved to disk

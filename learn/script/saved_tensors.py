@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from featurize.replacing import replace_attribute, replaced, stands_for
+from featurize.operators.replacing import replace_attribute, replaced, stands_for
 from learn.script.device_mode import names_cuda
 from learn.script.saved_files import NOTE, SavedFiles
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from featurize.operator_record import Traits, traits_of
-from featurize.quantized import whole_elements
-from featurize.recorder import Recorder
-from featurize.replacing import replaced
-from featurize.step_trace import BATCH
-from featurize.tensor_parts import local_tensor, wrap_others
-from featurize.values import ALL_KEPT, READ, UnknownValue
+from featurize.operators.quantized import whole_elements
+from featurize.operators.replacing import replaced
+from featurize.operators.tensor_parts import local_tensor, wrap_others
+from featurize.recording.operator_record import Traits, traits_of
+from featurize.recording.recorder import Recorder
+from featurize.recording.step_trace import BATCH
+from featurize.recording.values import ALL_KEPT, READ, UnknownValue
 
 _TO_COPY, _COPY = "aten::_to_copy", "aten::copy_"
 _IN_PLACE_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "aten::_amp_")

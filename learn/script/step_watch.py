@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils import checkpoint
 
-from featurize.replacing import stands_for
-from featurize.tracing import STEPS
+from featurize.operators.replacing import stands_for
+from featurize.trace.tracing import STEPS
 from learn.script.rank_zero import RankZero
 from learn.script.records import Setting
 from learn.script.script_recorder import ScriptRecorder
@@ -34,7 +34,7 @@ class StepWatch:
 
     Of several optimizers (a generator's and a discriminator's), a step ends when each has stepped.
 
-    seen   settings of `featurize.training_settings.Training` that were chosen; the others have their default
+    seen   settings of `featurize.job.training_settings.Training` that were chosen; the others have their default
     """
 
     def __init__(self, recorder: ScriptRecorder, rank: RankZero, on_done: Callable[[], None]) -> None:

@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import warehouse
-from warehouse.checks import check
-from warehouse.folder import DataFolder
-from warehouse.layout import COMPRESSION
-from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
-from warehouse.snapshots import take_snapshot
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import COMPRESSION
+from warehouse.files.snapshots import take_snapshot
+from warehouse.reading.checks import check
+from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
 FAMILIES = ("mlp", "cnn", "transformer")
 NIGHT_RUNS = 500
@@ -37,7 +37,7 @@ COMPACT = """
 import re, sys, time
 from pathlib import Path
 from warehouse.compact import compact
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 started = time.perf_counter()
 report = compact(DataFolder.resolve(sys.argv[1]), now_s=time.time() + float(sys.argv[2]))
 seconds = time.perf_counter() - started

@@ -39,8 +39,8 @@ def run() -> dict[str, float]:
     import torch
 
     import learn
-    from featurize.vision import mend_torchvision
-    from learn.config_models import sampled_configs
+    from featurize.nets.vision import mend_torchvision
+    from learn.estimation.config_models import sampled_configs
 
     mend_torchvision()
     threads = torch.get_num_threads()

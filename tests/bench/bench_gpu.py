@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.arguments import exit_code
-from conf.cli import EXIT_USAGE
-from conf.overrides import load_settings
-from conf.settings import Checked, key
-from farm.cluster_settings import ClusterSettings
-from farm.jobs import Queue
+from conf.cli.arguments import exit_code
+from conf.cli.command_line import EXIT_USAGE
+from conf.cli.overrides import load_settings
+from conf.cli.settings import Checked, key
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.queue.jobs import Queue
 from farm.work import work
 from featurize.families import family_names
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 from workers.devices import DeviceUnavailable
 
 sys.path.insert(0, str(Path(__file__).parent))

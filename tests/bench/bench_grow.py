@@ -14,15 +14,15 @@ import tempfile
 
 import numpy as np
 
-from farm.growth.settings import NEED_LIBRARIES
-from farm.journal import Journal
-from farm.sampling import sample_range
-from farm.space import default_space, parse_space
+from farm.nights.journal import Journal
+from farm.nights.settings import NEED_LIBRARIES
+from farm.sampling.draws import sample_range
+from farm.sampling.space import default_space, parse_space
+from featurize.configs.trial import canonical_json, config_hash
 from featurize.families import family_names, layers_of
-from featurize.layers import rough_memory_mib, totals
-from featurize.trial import canonical_json, config_hash
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from featurize.job.layers import rough_memory_mib, totals
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 DEVICE = "A100-SXM4-40GB"
 NIGHT = 8  # runs of the cycle that is measured: what is measured is everything but them

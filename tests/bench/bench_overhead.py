@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from featurize.trial import canonical_json
+from featurize.configs.trial import canonical_json
 from workers.settings import TrialSettings, WindowSettings
 
 WINDOW_S = 0.2

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 
 import warehouse
 from warehouse.compact import ROW_GROUP_ROWS
-from warehouse.folder import DataFolder
-from warehouse.layout import COMPRESSION
-from warehouse.merged import Listing, listing_file, new_merged_name
-from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import COMPRESSION
+from warehouse.files.merged import Listing, listing_file, new_merged_name
+from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
 
 FAMILIES = ("mlp", "cnn", "transformer")
 FILE_ROWS = 1_000_000  # as compaction's target_rows

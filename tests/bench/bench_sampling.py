@@ -100,7 +100,7 @@ def train() -> None:
     """Train until a line comes; prints every step as (its end, ms)."""
     import torch
 
-    from featurize.training import TrainingStep
+    from featurize.training.training_step import TrainingStep
 
     torch.set_num_threads(1)
     family = get_family("mlp")

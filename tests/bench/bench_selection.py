@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 from selection_curves import compared, draw
 
-from farm.choosing.forecast import Forecaster, Outlook
-from farm.choosing.known_runs import Known
-from farm.choosing.selection import CandidatePool, candidates, choose, joined
-from farm.space import Space, space_of_mapping
-from featurize.device_spec import load_device
-from featurize.trial import TrialConfig, config_hash
-from learn.cases import Case
-from learn.data import Rows, load_rows, make_rows
-from learn.estimators import from_space, to_space
-from learn.learned.tabular import FeatureTable, LightGBMEstimator
-from learn.step_store import StepStore
-from learn.targets import Target, get_target, utilization_bins
+from farm.sampling.forecast import Forecaster, Outlook
+from farm.sampling.known_runs import Known
+from farm.sampling.selection import CandidatePool, candidates, choose, joined
+from farm.sampling.space import Space, space_of_mapping
+from featurize.configs.trial import TrialConfig, config_hash
+from featurize.device.device_spec import load_device
+from learn.estimators.protocol import from_space, to_space
+from learn.estimators.tabular import FeatureTable, LightGBMEstimator
+from learn.rows.cases import Case
+from learn.rows.data import Rows, load_rows, make_rows
+from learn.rows.step_store import StepStore
+from learn.rows.targets import Target, get_target, utilization_bins
 
 DEVICE = load_device("A100-SXM4-40GB")
 # Every family but those of library models, whose steps take long to trace.
@@ -95,7 +95,7 @@ class Corrected:
     """The `hybrid`'s correction alone: its features, trees and monotone curve, without bounds."""
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Corrected:
-        from learn.learned.hybrid import HybridEstimator
+        from learn.estimators.hybrid import HybridEstimator
 
         class OfPoints(HybridEstimator):
             def _held_out(self, rows, table, correction, weight, base):
@@ -267,7 +267,7 @@ def _nights(labelled: Labelled, policy: str, first, order, sizes, seed) -> list[
 
 
 def _by_true_error(labelled: Labelled, chosen, order, n: int, seed: int) -> np.ndarray:
-    from farm.choosing.active import drawn
+    from farm.sampling.active import drawn
 
     target = labelled.judged[0]
     asked = labelled.of(target, rest := np.setdiff1d(order, chosen))

@@ -13,18 +13,18 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 
-from farm.dispatch import Dispatcher
-from farm.executors import Completion
-from farm.jobs import Job, Queue
+from farm.dispatch.dispatcher import Dispatcher
+from farm.dispatch.executors import Completion
+from farm.dispatch.progress import Progress
 from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.metrics import FarmMetrics
 from farm.monitoring.service import Service
-from farm.progress import Progress
-from farm.queue_values import text_of_settings
+from farm.queue.jobs import Job, Queue
+from farm.queue.queue_values import text_of_settings
+from featurize.configs.trial import canonical_json
 from featurize.families import get_family
-from featurize.trial import canonical_json
-from warehouse.folder import DataFolder
-from warehouse.run import Run
+from warehouse.files.folder import DataFolder
+from warehouse.tables.run import Run
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult
 

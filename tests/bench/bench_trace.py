@@ -15,9 +15,9 @@ def ours():
     import torch
     from torchvision.models import resnet50
 
-    from featurize.device_spec import load_device
-    from featurize.replay import replay
-    from featurize.trace import trace_step
+    from featurize.device.device_spec import load_device
+    from featurize.memory.replay import replay
+    from featurize.trace.tracer import trace_step
 
     trace = trace_step(resnet50, torch.empty(32, 3, 224, 224, device="meta"))
     return replay(trace, load_device("A100-SXM4-40GB")).peak_reserved
@@ -46,8 +46,8 @@ def large_model() -> None:
     """A language model of 7 billion parameters in bf16 autocast; prints what the process took."""
     import torch
 
-    from featurize.trace import trace_step
-    from featurize.vision import import_library
+    from featurize.nets.vision import import_library
+    from featurize.trace.tracer import trace_step
 
     library = import_library("transformers")
     began = time.perf_counter()
@@ -66,7 +66,7 @@ def large_model() -> None:
 def run() -> dict[str, float]:
     import torch
 
-    from featurize.vision import mend_torchvision
+    from featurize.nets.vision import mend_torchvision
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

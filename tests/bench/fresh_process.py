@@ -32,7 +32,7 @@ class Link:
 
 
 def main(config_json: str, settings_json: str, backend: str = "cpu") -> None:
-    from featurize.trial import config_from_mapping
+    from featurize.configs.trial import config_from_mapping
     from workers.devices.training import measure_training
     from workers.settings import TrialSettings
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.identity import mapping_hash
-from conf.overrides import load_settings
-from farm.jobs import Job, Queue
-from farm.queue_values import device_key
-from farm.sampling import NO_LIMITS, Limits, sample
-from farm.settings import SubmitSettings
-from featurize.trial import TrialConfig, canonical_json
+from conf.cli.overrides import load_settings
+from conf.files.identity import mapping_hash
+from farm.queue.jobs import Job, Queue
+from farm.queue.queue_values import device_key
+from farm.sampling.draws import NO_LIMITS, Limits, sample
+from farm.submission.settings import SubmitSettings
+from featurize.configs.trial import TrialConfig, canonical_json
 from workers.devices import DeviceChoice, make_device
 from workers.settings import TrialSettings
 from workers.telemetry.base import WatchTarget

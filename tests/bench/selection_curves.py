@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from farm.choosing.selection import POLICIES
+from farm.sampling.selection import POLICIES
 
 ERRORS = ("median", "mean", "p90", "wrong", "bins", "bound")
 JUDGED_AT = (0.3, 0.6, 1.0)  # shares of the most rows: the error of uniform sampling there is the one to reach

@@ -8,7 +8,7 @@ import gpu_figures
 import pytest
 
 from conf.errors import UsageError
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, make_device
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
-from featurize.input_pipeline import python_loader_ms
-from featurize.kernel_model.step_time import time_step
-from featurize.trace import trace_config
-from learn.published import config_of
-from warehouse.published import DEVICE_NAME, PublishedRow, read_published
+from featurize.device.device_spec import load_device
+from featurize.timing.input_pipeline import python_loader_ms
+from featurize.timing.step_time import time_step
+from featurize.trace.tracer import trace_config
+from learn.rows.published import config_of
+from warehouse.exchange.published import DEVICE_NAME, PublishedRow, read_published
 
 # Published bins of low, medium and high (arXiv 2602.17817).
 BINS = {

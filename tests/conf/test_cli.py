@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 
 
@@ -67,7 +67,7 @@ def _space(*overrides, family="cnn"):
 
 
 def _own_space(family):
-    return yaml.safe_load((Path(cli.__file__).parent / "arch" / f"{family}.yaml").read_text())["space"]
+    return yaml.safe_load((Path(cli.__file__).parents[1] / "arch" / f"{family}.yaml").read_text())["space"]
 
 
 @pytest.mark.parametrize("family", cli.group_options("arch"))

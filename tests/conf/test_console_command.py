@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from conf import own_packages
-from conf.commands import COMMANDS, description, settings_class, summary
+from conf.cli import own_packages
+from conf.cli.commands import COMMANDS, description, settings_class, summary
 from gpufarm.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_an_unknown_command_is_one_line_with_a_near_name_and_all_names(typed, ne
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_says_both_spellings(name):
-    from conf.cli import help_text
+    from conf.cli.command_line import help_text
 
     assert f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command." in help_text(name)
     assert description(name)[0] == summary(name)

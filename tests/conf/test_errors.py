@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 
-from conf.cli import EXIT_USAGE, run
+from conf.cli.command_line import EXIT_USAGE, run
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
-from conf.outputs import write_output
+from conf.files.outputs import write_output
 
 
 @pytest.mark.parametrize("kind", [UsageError, EnvironmentProblem])

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from conf.commands import COMMANDS, settings_class
-from conf.keys import documented_choice, documented_keys, flat, group_options, groups
-from conf.overrides import load_config, plain_values
-from conf.settings import groups_of, kinds_of
+from conf.cli.commands import COMMANDS, settings_class
+from conf.cli.keys import documented_choice, documented_keys, flat, group_options, groups
+from conf.cli.overrides import load_config, plain_values
+from conf.cli.settings import groups_of, kinds_of
 
 SEED, CASES = 11, 500
 LONGEST_LINE = 6000
@@ -617,7 +617,7 @@ def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, argum
         composed.append(OmegaConf.to_container(cfg, resolve=True))
         raise SystemExit(0)
 
-    monkeypatch.setattr("conf.cli.made", leave)  # required keys are of no interest here
+    monkeypatch.setattr("conf.cli.command_line.made", leave)  # required keys are of no interest here
     assert invoke(name, *arguments) == (0, "", "")
     node = composed[0]
     for part in key.split("."):
@@ -689,7 +689,7 @@ def test_a_backslash_is_part_of_a_files_name_and_refused_of_a_data_folders(invok
     ],
 )
 def test_a_place_that_takes_no_files_is_refused_in_one_line(invoke, name, arguments):
-    from warehouse.folder import DataFolder
+    from warehouse.files.folder import DataFolder
 
     data = DataFolder.resolve("made").create()
     before = contents(invoke.place)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conf.identity import alive, identity
+from conf.files.identity import alive, identity
 
 NAMES_ITSELF = (
     r"import ctypes, sys; ctypes.CDLL(None).prctl(15, b'\xff) Z 1 \xfe'); print('up', flush=True); sys.stdin.read()"

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from conf.cli.overrides import load_config
 from conf.device_names import PROFILES
 from conf.errors import UsageError
-from conf.overrides import load_config
-from featurize.device_spec import device_names, load_device, plain_device
+from featurize.device.device_spec import device_names, load_device, plain_device
 from learn import estimate
 from learn.commands.estimate import described_device
 

@@ -10,13 +10,13 @@ import threading
 
 import pytest
 
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
-from conf.outputs import checked_output, output_file, write_output
-from farm.jobs import Queue
+from conf.files.outputs import checked_output, output_file, write_output
+from farm.queue.jobs import Queue
 from farm.serving.trace_store import TraceStore
-from warehouse.folder import DataFolder
-from warehouse.layout import FolderLayout
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import FolderLayout
 
 
 @pytest.fixture
@@ -86,7 +86,9 @@ def test_standard_output_is_written_after_what_was_printed(place, name):
     if name == "link":
         (place / "link").symlink_to("/dev/stdout")
         name = str(place / "link")
-    script = "import sys; from conf.outputs import write_output; print('first'); write_output(sys.argv[1], b'then\\n')"
+    script = (
+        "import sys; from conf.files.outputs import write_output; print('first'); write_output(sys.argv[1], b'then\\n')"
+    )
     piped = subprocess.run([sys.executable, "-c", script, name], capture_output=True, check=True)
     assert piped.stdout == b"first\nthen\n"
     with open(place / "log", "wb") as log:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conf.cli.overrides import literal, load_config, load_settings
+from conf.cli.settings import Checked, key
+from conf.cli.values import Kind, problems_of
 from conf.errors import UsageError
-from conf.overrides import literal, load_config, load_settings
 from conf.plain_text import bounded, one_line, printable, shown
-from conf.settings import Checked, key
-from conf.values import Kind, problems_of
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 
 from conf.errors import UsageError
 from featurize.families import mlp
-from learn import step_store
-from learn.data import make_rows
-from learn.estimators import ESTIMATORS, Estimator, Prediction, get_estimator, make_estimator
-from learn.step_store import StepStore
-from learn.targets import TARGETS
+from learn.estimators.protocol import ESTIMATORS, Estimator, Prediction, get_estimator, make_estimator
+from learn.rows import step_store
+from learn.rows.data import make_rows
+from learn.rows.step_store import StepStore
+from learn.rows.targets import TARGETS
 
 N = 40
 STEPS = StepStore()  # of the cases that the tests share

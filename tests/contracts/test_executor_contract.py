@@ -7,9 +7,9 @@ import threading
 import psutil
 import pytest
 
-from farm.cluster_settings import ClusterSettings
-from farm.dispatch import make_executor
-from farm.executors import Executor
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.dispatcher import make_executor
+from farm.dispatch.executors import Executor
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
@@ -95,18 +95,18 @@ def test_everything_listens_on_loopback_only(executor):
 
 @pytest.mark.slow
 def test_after_close_no_trial_server_is_left():
-    before = below_us("workers.trial_server")
+    before = below_us("workers.trial.trial_server")
     executor = make_executor(CHOICE, ClusterSettings(kind="inline"))
     executor.start()
     await_idle(executor)
     pause = threading.Event()
     for _ in range(6000):
-        if below_us("workers.trial_server") > before:
+        if below_us("workers.trial.trial_server") > before:
             break
         pause.wait(0.01)
-    assert below_us("workers.trial_server") == before + 1
+    assert below_us("workers.trial.trial_server") == before + 1
     executor.close()
-    assert below_us("workers.trial_server") == before
+    assert below_us("workers.trial.trial_server") == before
 
 
 def below_us(module):

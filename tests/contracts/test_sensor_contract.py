@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "workers"))  # the recordings li
 from dcgm_server import DcgmServer
 from recorded_nvml import A100_UUID, UNKNOWN_UUID, FakeGpmNvml, RecordedNvml
 
-from warehouse.schema import METRICS, SAMPLE_QUALITIES
+from warehouse.tables.schema import METRICS, SAMPLE_QUALITIES
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
 from workers.telemetry.gpm import GpmSensor

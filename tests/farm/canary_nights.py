@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 
-from farm.canaries.compare import CanaryVerdict, canary_configs, compare
-from farm.canaries.operators import operators_of
-from featurize.trial import TrialConfig, config_hash
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from farm.nights.canaries import CanaryVerdict, canary_configs, compare
+from farm.nights.operator_families import operators_of
+from featurize.configs.trial import TrialConfig, config_hash
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 DEVICE = "NVIDIA A100-SXM4-40GB"
 OLD = {

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from farm.jobs import Queue
-from warehouse.folder import DataFolder
+from farm.queue.jobs import Queue
+from warehouse.files.folder import DataFolder
 from workers import worker
-from workers.server_client import TrialServer
+from workers.trial.server_client import TrialServer
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import random
 
 import pyarrow as pa
 
-from farm.journal import Journal
-from warehouse.checks import check
-from warehouse.connection import connect
-from warehouse.folder import DataFolder
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter
+from farm.nights.journal import Journal
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter
+from warehouse.reading.checks import check
+from warehouse.reading.connection import connect
 
 DEVICE, CARD_MIB = "NVIDIA A100-SXM4-40GB", 40_960.0
 ENVIRONMENT = {

@@ -9,18 +9,18 @@ from collections import Counter
 import pytest
 from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, usual, where
 
-from farm.canaries.compare import canary_configs, compare, tolerance_of, unconfirmed
-from farm.canaries.operators import OPERATORS, OTHER, operator_of_kind, operators_of
-from farm.growth.machine import Machine
-from farm.growth.settings import NEED_LIBRARIES
-from farm.growth.watch import watch
-from farm.journal import Journal, plain
-from farm.sampling import Limits, sample
-from farm.space import default_space, parse_space
-from featurize.code_names import CodeName
-from featurize.device_spec import load_device
+from farm.nights.canaries import canary_configs, compare, tolerance_of, unconfirmed
+from farm.nights.journal import Journal, plain
+from farm.nights.machine import Machine
+from farm.nights.operator_families import OPERATORS, OTHER, operator_of_kind, operators_of
+from farm.nights.settings import NEED_LIBRARIES
+from farm.nights.watch import watch
+from farm.sampling.draws import Limits, sample
+from farm.sampling.space import default_space, parse_space
+from featurize.configs.trial import config_hash
+from featurize.device.device_spec import load_device
 from featurize.families import family_names, get_family, layers_of
-from featurize.trial import config_hash
+from featurize.job.code_names import CodeName
 from workers.devices import DeviceChoice
 
 HASHES = [
@@ -72,7 +72,7 @@ def test_canaries_touch_every_operator_family_and_tell_them_apart():
 
 @pytest.mark.parametrize("family", [name for name in family_names() if name not in NEED_LIBRARIES])
 def test_every_layer_of_every_family_is_of_a_known_operator_family(family):
-    """Where this fails, a family's layer kind is new: put it into `farm.canaries.operators`."""
+    """Where this fails, a family's layer kind is new: put it into `farm.nights.operator_families`."""
     space = parse_space(family, default_space(family))
     configs = [sample(space, seed=0, index=index, limits=Limits(max_parameters=10**8)) for index in range(20)]
     kinds = {layer.kind for config in configs for layer in layers_of(config)}

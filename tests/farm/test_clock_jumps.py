@@ -4,8 +4,8 @@ days."""
 import pytest
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, runs, submit
 
-from farm.dispatch import LEASE_S, Dispatcher, reconcile
-from farm.jobs import MAX_BACKOFF_S
+from farm.dispatch.dispatcher import LEASE_S, Dispatcher, reconcile
+from farm.queue.jobs import MAX_BACKOFF_S
 
 HOUR_S = 3600.0
 JUMPS = (HOUR_S, -HOUR_S, 400 * 24 * HOUR_S, -400 * 24 * HOUR_S)

@@ -24,10 +24,10 @@ from farm.replaying.settings import ReplaySettings
 from farm.replaying.simulator import ClusterRules, replay
 from farm.replaying.traces import ClusterTrace, read_trace
 from farm.replaying.view import as_mapping
-from featurize.shared_gpu import SHARING
-from learn.admission.memory_need import MemoryNeed
-from learn.collocation.profile import JobProfile
-from warehouse.folder import DataFolder
+from featurize.timing.shared_gpu import SHARING
+from learn.sharing.memory_need import MemoryNeed
+from learn.sharing.profile import JobProfile
+from warehouse.files.folder import DataFolder
 
 RULES = ClusterRules(gpus=2, memory_mib=10_000.0, idle_w=50.0, limit_w=400.0)
 COLLOCATING = [name for name in POLICIES if name != "exclusive"]

@@ -10,27 +10,27 @@ import signal
 import pytest
 from test_submit import rows
 
-from conf import cli
+from conf.cli import command_line as cli
+from conf.cli.overrides import load_settings
 from conf.errors import UsageError
-from conf.overrides import load_settings
 from farm import submit as submit_module
-from farm.collocating import BEYOND_MEMORY_EVERY, Groups, PoolMember
-from farm.dispatch import reconcile
-from farm.executors import Completion
+from farm.dispatch.dispatcher import reconcile
+from farm.dispatch.executors import Completion
+from farm.dispatch.runs_alone import RunsAlone
+from farm.dispatch.task_runs import accepted, lost_run
 from farm.grow import entry as grow_entry
-from farm.growth.cycle import Left, NightWork
-from farm.growth.settings import GrowSettings
-from farm.growth.stop import NightStop
-from farm.job_records import UnreadableTask
-from farm.jobs import Job, Queue
-from farm.journal import Journal
-from farm.queue_values import configs_of_text, device_key, text_of_config, text_of_group, text_of_settings
-from farm.runs_alone import RunsAlone
-from farm.task_runs import accepted, lost_run
+from farm.nights.cycle import Left, NightWork
+from farm.nights.journal import Journal
+from farm.nights.settings import GrowSettings
+from farm.nights.stop import NightStop
+from farm.queue.job_records import UnreadableTask
+from farm.queue.jobs import Job, Queue
+from farm.queue.queue_values import configs_of_text, device_key, text_of_config, text_of_group, text_of_settings
+from farm.sampling.collocating import BEYOND_MEMORY_EVERY, Groups, PoolMember
 from featurize.families import get_family
-from warehouse.checks import check
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
+from warehouse.reading.checks import check
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.worker import Worker

@@ -10,7 +10,7 @@ import sys
 import pyarrow as pa
 import pytest
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import compare as compare_module
 from farm.comparison import run as run_module
@@ -19,11 +19,11 @@ from farm.comparison.pairs import RunSet, compare_runs
 from farm.comparison.sides import Environment, Recorded, code_folder, side_of
 from farm.comparison.traced_operators import summary_of
 from farm.comparison.view import percent
-from featurize.device_spec import load_device
-from featurize.trial import config_from_mapping, config_hash
-from warehouse.folder import DataFolder
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter
+from featurize.configs.trial import config_from_mapping, config_hash
+from featurize.device.device_spec import load_device
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter
 
 DEVICE = "A100-SXM4-40GB"
 CONFIGS = [

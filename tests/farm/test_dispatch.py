@@ -7,18 +7,18 @@ import sys
 import pytest
 
 from conf.errors import EnvironmentProblem
-from farm.cluster_settings import ClusterSettings
-from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile
-from farm.executors import Completion
-from farm.jobs import Job
-from farm.lock import DispatcherBusy, DispatcherLock
-from farm.queue_values import text_of_settings
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.dispatcher import Dispatcher, lost_run, make_executor, reconcile
+from farm.dispatch.executors import Completion
+from farm.queue.jobs import Job
+from farm.queue.lock import DispatcherBusy, DispatcherLock
+from farm.queue.queue_values import text_of_settings
+from featurize.configs.trial import canonical_json
 from featurize.families import get_family
-from featurize.trial import canonical_json
 from warehouse import connect
-from warehouse.run import Run
-from warehouse.schema import TELEMETRY_SCHEMA
-from warehouse.writer import RunWriter
+from warehouse.files.writer import RunWriter
+from warehouse.tables.run import Run
+from warehouse.tables.schema import TELEMETRY_SCHEMA
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult

@@ -15,11 +15,11 @@ sys.path.append(str(Path(__file__).parents[1] / "workers"))  # the NVML recordin
 from dcgm_server import DcgmServer
 from recorded_nvml import MIG_SESSION, SLICE_UUID, FakeGpmNvml, RecordedNvml
 
-from conf.cli import run
+from conf.cli.command_line import run
 from farm import doctor
-from farm.jobs import Queue
-from warehouse.folder import DataFolder
-from warehouse.schema import SCHEMA_VERSION
+from farm.queue.jobs import Queue
+from warehouse.files.folder import DataFolder
+from warehouse.tables.schema import SCHEMA_VERSION
 from workers.devices.discovery import discover_gpus
 
 
@@ -243,7 +243,7 @@ def test_broken_setting_is_one_line_and_exit_code_2(capsys, overrides, message):
 def test_command_runs_and_imports_neither_torch_nor_ray(tmp_path):
     made(tmp_path)
     code = (
-        "import sys; from farm import doctor; from conf.cli import run;"
+        "import sys; from farm import doctor; from conf.cli.command_line import run;"
         f"assert run('doctor', doctor.entry, ['data={tmp_path}']) == 0;"
         "assert not {'torch', 'ray'} & set(sys.modules)"
     )

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, where
 
-from farm.canaries.drift import EVERYTHING, drift_of, remeasure
-from farm.canaries.operators import operators_of
-from farm.sampling import sample
-from farm.space import default_space, parse_space
-from featurize.trial import config_hash
-from learn.data import load_rows
-from warehouse.stale import write_marks
+from farm.nights.drift import EVERYTHING, drift_of, remeasure
+from farm.nights.operator_families import operators_of
+from farm.sampling.draws import sample
+from farm.sampling.space import default_space, parse_space
+from featurize.configs.trial import config_hash
+from learn.rows.data import load_rows
+from warehouse.files.stale import write_marks
 
 AT = datetime.datetime(2026, 2, 1, tzinfo=datetime.UTC)
 FAMILIES = ("mlp", "cnn", "gpt", "gnn")

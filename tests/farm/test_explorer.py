@@ -29,9 +29,9 @@ from tests.warehouse.warehouse_rows import collocations, kernels, run_row, sampl
 from warehouse.explorer.filters import NULL, Filters
 from warehouse.explorer.limited_query import PAGE, QueryLimits, run_limited
 from warehouse.explorer.listings import LISTINGS, RUNS
-from warehouse.folder import DataFolder
-from warehouse.run import Run
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
+from warehouse.tables.run import Run
 
 HOSTILE = "<script>alert('x')</script>"
 
@@ -194,7 +194,7 @@ def test_a_group_of_jobs_has_an_address(service):
 
 
 def test_a_device_shows_how_far_its_estimates_are_off(service, place):
-    from featurize.row_config import config_of_row
+    from featurize.configs.row_config import config_of_row
     from learn.estimation.estimating import estimate_many
 
     ((name,),) = rows_of(place, "SELECT device_name FROM runs WHERE source = 'measured' AND status = 'ok' LIMIT 1")

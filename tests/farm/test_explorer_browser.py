@@ -10,10 +10,10 @@ from test_serving import served
 
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.warehouse.warehouse_rows import run_row, samples
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 from warehouse.publish import PublishSettings, publish
-from warehouse.run import Run
-from warehouse.writer import RunWriter
+from warehouse.tables.run import Run
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-import farm.ray_executor
+import farm.dispatch.ray_executor
 from conf.errors import EnvironmentProblem, UsageError
-from farm.cluster_settings import ClusterSettings
-from farm.dispatch import make_executor
-from farm.layouts import gpu_problem, require_gpus, with_layouts
-from farm.space import own_space
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.dispatcher import make_executor
+from farm.dispatch.layouts import gpu_problem, require_gpus, with_layouts
+from farm.sampling.space import own_space
 from featurize.families import get_family
-from featurize.parallel import releases
-from featurize.parallel.layout import Parallel
+from featurize.job.layout import Parallel
+from featurize.training import releases
 from workers.devices import DeviceChoice, Slot
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -54,7 +54,7 @@ def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monke
         with pytest.raises(UsageError, match="16 ranks fill 2 nodes of 8, and a trial runs on one"):
             require_gpus(sixteen, choice, ClusterSettings())
     require_gpus(sixteen, DeviceChoice(backend="simulated"), ClusterSettings())
-    monkeypatch.setattr("farm.layouts.make_device", lambda choice: FakeGpus())
+    monkeypatch.setattr("farm.dispatch.layouts.make_device", lambda choice: FakeGpus())
     with pytest.raises(UsageError, match="parallel=ddp=4 needs 4 GPUs of one node, and the largest node has 3"):
         require_gpus(with_layouts(own_space("mlp"), [None, "ddp=4"]), CUDA, ClusterSettings())
     require_gpus(with_layouts(own_space("mlp"), "ddp=3"), CUDA, ClusterSettings())
@@ -120,8 +120,8 @@ def fake_actor(dies_once=None):
 
 @contextmanager
 def started_executor(monkeypatch, **actor):
-    monkeypatch.setattr(farm.ray_executor, "make_device", lambda choice: FakeGpus())
-    monkeypatch.setattr(farm.ray_executor, "actor_class", lambda: fake_actor(**actor))
+    monkeypatch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
+    monkeypatch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(**actor))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     executor = make_executor(CUDA, ClusterSettings(kind="ray"))
     executor.start()

@@ -16,18 +16,18 @@ import psutil
 import pytest
 
 import warehouse
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import UsageError
-from farm import dispatch
-from farm.executors import InlineExecutor
+from farm.dispatch import dispatcher as dispatch
+from farm.dispatch.executors import InlineExecutor
 from farm.grow import entry
-from farm.growth.notify import notify
-from farm.growth.stop import NightStop
-from farm.jobs import Queue
-from farm.journal import STEPS, Journal
-from warehouse.folder import DataFolder
-from warehouse.snapshots import snapshot_names
-from warehouse.writer import RunWriter
+from farm.nights.journal import STEPS, Journal
+from farm.nights.notify import notify
+from farm.nights.stop import NightStop
+from farm.queue.jobs import Queue
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import snapshot_names
+from warehouse.files.writer import RunWriter
 
 SMALL = (
     "device=A100-SXM4-40GB",
@@ -125,9 +125,9 @@ def test_what_waits_in_the_queue_is_not_chosen_again(root):
     assert grow(root, "n=4") == 0
     # The plan of the first night, queued once more by hand and not run.
     with Queue.open(root / "queue.sqlite") as queue:
-        from farm.sampling import sample_range
-        from farm.space import default_space, parse_space
-        from featurize.trial import canonical_json
+        from farm.sampling.draws import sample_range
+        from farm.sampling.space import default_space, parse_space
+        from featurize.configs.trial import canonical_json
 
         job = queue.jobs()[0]
         import dataclasses
@@ -312,11 +312,11 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
 
 
 def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
-    from farm.cluster_settings import ClusterSettings
-    from farm.growth.machine import machine_of, submit_listed
-    from farm.lock import DispatcherLock
+    from farm.dispatch.cluster_settings import ClusterSettings
     from farm.monitoring.service import Service
-    from farm.queue_values import device_key
+    from farm.nights.machine import machine_of, submit_listed
+    from farm.queue.lock import DispatcherLock
+    from farm.queue.queue_values import device_key
     from farm.work import TimedStop, run_job
     from featurize.families import get_family
     from workers.devices import DeviceChoice
@@ -348,7 +348,7 @@ def test_two_never_work_on_one_folder(root, capsys):
 
 def test_an_unfinished_cycle_goes_on_with_its_own_settings(root, capsys, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr("farm.growth.cycle.run_job", lambda *_: (_ for _ in ()).throw(Killed))
+        patched.setattr("farm.nights.cycle.run_job", lambda *_: (_ for _ in ()).throw(Killed))
         grow(root, "n=3")
     assert grow(root, "n=7", "families=[rnn]") == 0
     assert "is unfinished; it goes on as it was begun, not as asked now: 3 configurations" in capsys.readouterr().out
@@ -361,7 +361,7 @@ def test_a_step_that_fails_is_told_reported_and_tried_again_but_not_for_ever(roo
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr("farm.growth.cycle.land", broken)
+        patched.setattr("farm.nights.cycle.land", broken)
         for failure in range(3):
             assert grow(root, "n=2") == 2
             (cycle,) = cycles(root)
@@ -382,7 +382,7 @@ def test_a_plan_that_cannot_be_made_is_reported(root, tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("the family's layers cannot be counted")
 
-    monkeypatch.setattr("farm.growth.cycle.make_plan", broken)
+    monkeypatch.setattr("farm.nights.cycle.make_plan", broken)
     keep, messages = told_in(tmp_path / "note")
     with pytest.raises(RuntimeError):
         grow(root, "n=2", keep)
@@ -396,7 +396,7 @@ def test_a_failure_that_cannot_even_be_written_down_is_told(root, tmp_path, caps
     def full(journal, entry):
         raise OSError(errno.ENOSPC, "No space left on device", str(journal.path))
 
-    monkeypatch.setattr("farm.growth.cycle.land", lambda *_: monkeypatch.setattr(Journal, "_append", full))
+    monkeypatch.setattr("farm.nights.cycle.land", lambda *_: monkeypatch.setattr(Journal, "_append", full))
     keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=2", keep) == 2
     assert "No space left on device" in capsys.readouterr().err and "No space left on device" in messages()["said"]
@@ -484,7 +484,7 @@ def test_a_message_that_cannot_be_told_is_said_and_costs_nothing(root, capsys):
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("farm.growth.notify._COMMAND_S", 1.0)
+    monkeypatch.setattr("farm.nights.notify._COMMAND_S", 1.0)
     pid_file = tmp_path / "pid"
     (problem,) = notify({"outcome": "done"}, f"sh -c 'echo $$ >{pid_file}; exec sleep 600' | cat", None)
     assert problem == "notify.command took longer than 1 s and was killed"

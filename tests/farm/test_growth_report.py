@@ -12,8 +12,8 @@ from growth_nights import DEVICE, ENVIRONMENT, Nights, canaries_payload, compare
 from conf.reports.charts import Curve, columns, curves
 from conf.reports.heat_map import Grid, heat_map
 from conf.reports.page_text import figure
-from farm.reports.page import write_report
-from farm.reports.rows import GROUPS_SHOWN, LOG_CHARACTERS
+from farm.nights.report_page import write_report
+from farm.nights.report_rows import GROUPS_SHOWN, LOG_CHARACTERS
 from tests.parsed_page import ParsedPage
 
 

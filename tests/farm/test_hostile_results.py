@@ -7,12 +7,12 @@ import pyarrow as pa
 import pytest
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
 
-from farm.dispatch import Dispatcher
-from farm.executors import Completion
-from farm.jobs import ERROR_CHARACTERS
-from farm.task_runs import accepted
+from farm.dispatch.dispatcher import Dispatcher
+from farm.dispatch.executors import Completion
+from farm.dispatch.task_runs import accepted
+from farm.queue.jobs import ERROR_CHARACTERS
 from warehouse import connect
-from warehouse.schema import TELEMETRY_SCHEMA
+from warehouse.tables.schema import TELEMETRY_SCHEMA
 from workers.task import RunResult
 
 NONE = TELEMETRY_SCHEMA.empty_table()

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.jobs import Added, Job, Queue, QueueError, UnreadableTask, job_id_for
-from farm.queue_values import device_key, text_of_config, text_of_settings
+from farm.queue.jobs import Added, Job, Queue, QueueError, UnreadableTask, job_id_for
+from farm.queue.queue_values import device_key, text_of_config, text_of_settings
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
@@ -514,7 +514,7 @@ def test_a_full_disk_is_an_os_error_with_its_errno_and_undoes_the_whole_chunk(qu
 def start(code, path, **kwargs):
     preamble = (
         "import sys, itertools\n"
-        "from farm.jobs import Job, Queue\n"
+        "from farm.queue.jobs import Job, Queue\n"
         "def say(*words): print(*words, flush=True)\n"
         "queue = Queue.open(sys.argv[1])\n"
     )

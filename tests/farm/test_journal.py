@@ -5,7 +5,7 @@ import datetime
 import pytest
 
 from conf.errors import EnvironmentProblem
-from farm.journal import Journal
+from farm.nights.journal import Journal
 
 
 class Clock:

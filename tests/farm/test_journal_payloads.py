@@ -7,8 +7,8 @@ import pytest
 from test_grow import cycles, grow, runs
 
 from conf.errors import EnvironmentProblem
-from farm.journal import Journal, plain
-from farm.journal_payloads import (
+from farm.nights.journal import Journal, plain
+from farm.nights.journal_payloads import (
     CanariesPayload,
     ChoicePayload,
     LandPayload,
@@ -18,7 +18,7 @@ from farm.journal_payloads import (
     RunPayload,
     payload_of,
 )
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 ENVIRONMENT = {
     "torch_version": "2.13.0+cpu",

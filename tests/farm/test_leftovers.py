@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from conf.identity import OWNER_FILE, identity
-from farm.leftovers import delete_folder, make_folder, make_ray_folder, sweep_folders
+from conf.files.identity import OWNER_FILE, identity
+from farm.queue.leftovers import delete_folder, make_folder, make_ray_folder, sweep_folders
 
 DAY_S = 86_400.0
 LATER = 4e9  # seconds since the epoch: long after any folder of this test was made

@@ -13,15 +13,15 @@ import farm.grow
 import farm.work
 import warehouse.compact
 import warehouse.ingest
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
-from conf.identity import alive, identity
+from conf.files.identity import alive, identity
 from farm import status
-from farm.leftovers import make_folder, record_processes
-from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
-from farm.sweep import SESSION_VARIABLE, sweep_orphans
+from farm.queue.leftovers import make_folder, record_processes
+from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
+from farm.queue.sweep import SESSION_VARIABLE, sweep_orphans
 from warehouse.compact import compaction_lock
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
 
@@ -257,7 +257,7 @@ def test_the_lock_is_given_back_although_sweeping_fails(folder, runtime, monkeyp
         raise OSError("for the test")
 
     with pytest.raises(OSError, match="for the test"), DispatcherLock(folder.dispatcher_lock):
-        monkeypatch.setattr("farm.lock.sweep_leftovers", fails)
+        monkeypatch.setattr("farm.queue.lock.sweep_leftovers", fails)
     monkeypatch.undo()
     with DispatcherLock(folder.dispatcher_lock):
         pass

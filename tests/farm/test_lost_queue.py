@@ -8,15 +8,15 @@ import sqlite3
 import pytest
 from test_dispatch import DEVICE, SETTINGS, submit, work
 
-from conf.cli import run
-from conf.identity import canonical_json
+from conf.cli.command_line import run
+from conf.files.identity import canonical_json
 from farm import status
-from farm.dispatch import reconcile
-from farm.jobs import MIXED_FAMILY, Job, Queue
+from farm.dispatch.dispatcher import reconcile
+from farm.queue.jobs import MIXED_FAMILY, Job, Queue
 from featurize.families import get_family
 from warehouse import connect
 from warehouse.compact import CompactionSettings, compact
-from warehouse.presence import compare, landed_tasks
+from warehouse.files.presence import compare, landed_tasks
 
 NOW_S = 4_000_000_000.0
 JOB = "mlp-00000001"
@@ -138,7 +138,7 @@ def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
 def test_a_queue_that_somebody_holds_is_no_queue_to_copy(folder, queue, monkeypatch):
     submit(queue, 1)
     queue.close()
-    monkeypatch.setattr("warehouse.presence._BUSY_S", 0.0)
+    monkeypatch.setattr("warehouse.files.presence._BUSY_S", 0.0)
     with contextlib.closing(sqlite3.connect(folder.queue, isolation_level=None)) as holder:
         holder.execute("PRAGMA journal_mode = DELETE")
         holder.execute("BEGIN EXCLUSIVE")

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import grow as grow_module
-from farm import model_check
 from farm import submit as submit_module
-from farm.model_check import problem_of, require_models
-from farm.space import own_space, parse_space
-from warehouse.folder import DataFolder
+from farm.sampling.space import own_space, parse_space
+from farm.submission import model_check
+from farm.submission.model_check import problem_of, require_models
+from warehouse.files.folder import DataFolder
 
 NETS = """
 import sys

@@ -6,24 +6,24 @@ import dataclasses
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, submit
 
-from conf import cli
+from conf.cli import command_line as cli
 from farm import submit as submit_module
 from farm import work as work_module
-from farm.cluster_settings import ClusterSettings
-from farm.jobs import Queue
+from farm.dispatch.cluster_settings import ClusterSettings
 from farm.monitoring.events import Events
 from farm.monitoring.service import Service
-from farm.outcomes import JobOutcomes, reason_of
+from farm.queue.jobs import Queue
+from farm.queue.outcomes import JobOutcomes, reason_of
 from farm.work import work
 from warehouse import connect
-from warehouse.run import Run
+from warehouse.tables.run import Run
 from workers.task import RunResult
 
 TRACEBACK = """Traceback (most recent call last):
   File "/x/trial.py", line 3, in run
     raise conf.errors.UsageError(text)
     ^^^^^^^^^^^^^^
-featurize.trace.TraceError: the model cannot be traced: it fails
+featurize.trace.tracer.TraceError: the model cannot be traced: it fails
   a second line of the message: with a colon
 """
 

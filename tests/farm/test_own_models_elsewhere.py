@@ -10,18 +10,18 @@ import sys
 import pyarrow as pa
 import pytest
 
-from conf import cli
+from conf.cli import command_line as cli
 from farm import grow as grow_module
+from featurize.configs.own_code import config_of_user
 from featurize.families import zoo
-from featurize.own_code import config_of_user
 from learn import benchmark as benchmark_module
-from learn.cases import Case
 from learn.commands import estimate as estimate_module
 from learn.commands import fit as fit_module
-from learn.step_store import StepStore
+from learn.rows.cases import Case
+from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 ROWS = 5
 NETS = "from torch import nn\ndef build(): return nn.Linear(4, 2)\n"

@@ -9,12 +9,12 @@ import pytest
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
 
 from conf.errors import UsageError
-from farm.dispatch import Dispatcher, reconcile
-from farm.executors import Completion
-from farm.jobs import Queue
+from farm.dispatch.dispatcher import Dispatcher, reconcile
+from farm.dispatch.executors import Completion
+from farm.queue.jobs import Queue
 from warehouse import connect
 from warehouse.compact import CompactionSettings, compact
-from warehouse.writer import RunWriter
+from warehouse.files.writer import RunWriter
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult
 

@@ -14,7 +14,7 @@ import pytest
 from conf.errors import UsageError
 from learn import estimate_many
 from learn.client import Client, Refused
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
 TOKEN = "a-token-of-many-characters"

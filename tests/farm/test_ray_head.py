@@ -9,10 +9,10 @@ import threading
 import psutil
 import pytest
 
-from farm import ray_head
-from farm.cluster_settings import ClusterSettings
-from farm.ray_executor import RayExecutor
-from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, HeadWatch, JoinedHead, OwnHead
+from farm.dispatch import ray_head
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.ray_executor import RayExecutor
+from farm.dispatch.ray_head import EXIT_CLUSTER_LOST, ClusterLost, HeadWatch, JoinedHead, OwnHead
 from workers.devices import DeviceChoice
 
 PATIENCE_S = 30.0

@@ -9,12 +9,12 @@ import subprocess
 import pytest
 from test_dispatch import submit, work
 
-from conf.cli import run
+from conf.cli.command_line import run
 from farm import grow, status
-from farm.jobs import Queue, QueueError
-from farm.journal import Journal
-from farm.queue_copy import queue_to_read
-from warehouse.folder import DataFolder
+from farm.nights.journal import Journal
+from farm.queue.jobs import Queue, QueueError
+from farm.queue.queue_copy import queue_to_read
+from warehouse.files.folder import DataFolder
 
 
 @contextlib.contextmanager

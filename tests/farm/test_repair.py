@@ -9,23 +9,23 @@ import pytest
 from test_dispatch import submit, work
 from test_lost_queue import submit_mixed
 
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from farm import doctor
-from farm.lock import DispatcherBusy, DispatcherLock
-from farm.repair import repair
+from farm.queue.lock import DispatcherBusy, DispatcherLock
+from farm.queue.repair import repair
 from warehouse import connect
-from warehouse.checks import check
-from warehouse.checksum import write_sealed
 from warehouse.compact import CompactionSettings, compact
-from warehouse.compaction import compaction_lock
-from warehouse.counting import counting_files
-from warehouse.integrity import examine
-from warehouse.merged import Listing, listing_file
-from warehouse.presence import compare, landed_tasks
-from warehouse.schema import RUN_SCHEMA
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter
+from warehouse.files.checksum import write_sealed
+from warehouse.files.compaction import compaction_lock
+from warehouse.files.counting import counting_files
+from warehouse.files.integrity import examine
+from warehouse.files.merged import Listing, listing_file
+from warehouse.files.presence import compare, landed_tasks
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter
+from warehouse.reading.checks import check
+from warehouse.tables.schema import RUN_SCHEMA
 
 NOW_S = 4_000_000_000.0
 JOB = "mlp-00000001"
@@ -190,7 +190,7 @@ def test_a_torn_listing_is_written_anew(ran, queue, kind):
 def test_a_merged_file_whose_listing_was_lost_is_listed_again(ran, queue, monkeypatch):
     merge(ran)
     listing_file(ran, "runs", one(ran, "runs").name).unlink()
-    monkeypatch.setattr("warehouse.integrity._UNLISTED_AFTER_S", -1.0)
+    monkeypatch.setattr("warehouse.files.integrity._UNLISTED_AFTER_S", -1.0)
     report = repair(ran)
     assert report.moved == {} and report.queued == {} and "listed again" in report.mended[0]
     assert is_well(ran, queue)
@@ -256,7 +256,7 @@ def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how, mend):
 
 
 def test_a_listing_that_compaction_does_not_write_counts_nowhere_and_goes_aside(ran, queue, capfd, monkeypatch):
-    monkeypatch.setattr("warehouse.integrity._UNLISTED_AFTER_S", -1.0)
+    monkeypatch.setattr("warehouse.files.integrity._UNLISTED_AFTER_S", -1.0)
     merge(ran, hours=[0])
     merged = one(ran, "runs")
     hidden = tuple(f"family=mlp/{JOB}-{index:06d}.parquet" for index in range(N))

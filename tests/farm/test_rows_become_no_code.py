@@ -6,17 +6,17 @@ import pyarrow as pa
 import pytest
 
 from conf.errors import UsageError
-from farm.choosing.known_runs import known_runs
-from farm.growth.machine import submit_listed
-from farm.growth.plan import code_names, read_plan
-from farm.jobs import Queue
-from farm.sampling import sample
-from farm.space import parse_space
-from featurize.code_names import CodeName
+from farm.nights.machine import submit_listed
+from farm.nights.plan import code_names, read_plan
+from farm.queue.jobs import Queue
+from farm.sampling.draws import sample
+from farm.sampling.known_runs import known_runs
+from farm.sampling.space import parse_space
+from featurize.configs.row_config import code_problem, config_of_row
 from featurize.families import mlp, zoo
-from featurize.row_config import code_problem, config_of_row
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from featurize.job.code_names import CodeName
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 DEVICE = "A100-SXM4-40GB"
 OWN = {"family": "zoo", "model": "no_such_package_of_mine:build", "inputs": "float32[4]", "batch_size": 8}

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from conf.cli.overrides import load_settings
 from conf.errors import UsageError
-from conf.overrides import load_settings
-from farm.sampling import POLICIES as POINTS_OF
-from farm.sampling import Limits, sample, sample_range
-from farm.settings import SubmitSettings
-from farm.space import parse_space, space_of_mapping
+from farm.sampling.draws import POLICIES as POINTS_OF
+from farm.sampling.draws import Limits, sample, sample_range
+from farm.sampling.space import parse_space, space_of_mapping
+from farm.submission.settings import SubmitSettings
 from featurize import families
+from featurize.configs.trial import ACTIVATIONS, TrialConfig, config_from_mapping
 from featurize.families import layers_of
-from featurize.layers import Layer, rough_memory_mib, totals
-from featurize.trial import ACTIVATIONS, TrialConfig, config_from_mapping
+from featurize.job.layers import Layer, rough_memory_mib, totals
 from tests.family_cases import FAMILIES
 
 ARCH = Path(__file__).parents[2] / "conf" / "arch"

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from conf.errors import UsageError
-from farm.choosing.active import chance_to_fit, distances, doubts, drawn, worth
-from farm.choosing.coverage import DIMENSIONS, Map, fill
-from farm.choosing.forecast import Forecaster
-from farm.choosing.known_runs import Known, known_runs, thinned
-from farm.choosing.plan_summary import summary
-from farm.choosing.selection import POLICIES, CandidatePool, candidates, choose, joined
-from farm.sampling import Limits
-from farm.space import parse_space
-from featurize.device_spec import load_device
+from farm.sampling.active import chance_to_fit, distances, doubts, drawn, worth
+from farm.sampling.coverage import DIMENSIONS, Map, fill
+from farm.sampling.draws import Limits
+from farm.sampling.forecast import Forecaster
+from farm.sampling.known_runs import Known, known_runs, thinned
+from farm.sampling.plan_summary import summary
+from farm.sampling.selection import POLICIES, CandidatePool, candidates, choose, joined
+from farm.sampling.space import parse_space
+from featurize.configs.trial import canonical_json, config_hash
+from featurize.device.device_spec import load_device
 from featurize.families import get_family, layers_of
-from featurize.trial import canonical_json, config_hash
-from warehouse.folder import DataFolder
-from warehouse.schema import TELEMETRY_SCHEMA
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import TELEMETRY_SCHEMA
 
 A100 = load_device("A100-SXM4-40GB")
 NO_TELEMETRY = TELEMETRY_SCHEMA.empty_table()

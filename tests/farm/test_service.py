@@ -15,20 +15,20 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, submit
 
+from conf.cli.overrides import load_settings
 from conf.errors import UsageError
-from conf.overrides import load_settings
-from farm.cluster_settings import ClusterSettings
-from farm.dispatch import Dispatcher, StopRequest, lost_run
-from farm.lock import DispatcherLock
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.dispatcher import Dispatcher, StopRequest, lost_run
+from farm.dispatch.ray_nodes import NodeWatch
 from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.health import Pulse
 from farm.monitoring.metrics import FarmMetrics, MetricsSettings
 from farm.monitoring.server import MetricsServer
 from farm.monitoring.service import Service
-from farm.ray_nodes import NodeWatch
+from farm.queue.lock import DispatcherLock
 from farm.work import TimedStop, WorkSettings, work
 from featurize.families import get_family
-from warehouse.run import Run
+from warehouse.tables.run import Run
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
 

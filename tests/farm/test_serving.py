@@ -26,12 +26,12 @@ from farm.serving.questions import Policy, estimate_question
 from farm.serving.requests import EstimateRequest
 from farm.serving.tracing import TraceLimits, _reply
 from learn import Estimate, JobProfile, estimate, estimate_many
-from learn.admission.admitting import admit
-from learn.admission.gpu_state import GpuState
 from learn.client import Client, Refused
 from learn.estimation.model_names import load_factory
+from learn.sharing.admitting import admit
+from learn.sharing.gpu_state import GpuState
 from tests.conf.test_children import DAEMON, WAIT
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
 MLP_TEXT = ", ".join(f"{name}: {value}" for name, value in MLP.items())

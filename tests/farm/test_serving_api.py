@@ -13,7 +13,7 @@ from farm.serving.problems import Problem
 from farm.serving.questions import Policy, estimate_question
 from farm.serving.requests import EstimateRequest
 from farm.serving.tracing import TraceLimits, _reply
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 CHECKS = (
     "not_a_server_error",

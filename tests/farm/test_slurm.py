@@ -14,7 +14,7 @@ import pytest
 from test_serving import MLP
 from test_serving import service as service
 
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import UsageError
 from farm import slurm
 from farm.sbatch import SbatchSettings, entry, parted, training_command

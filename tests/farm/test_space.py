@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from conf.errors import UsageError
-from farm.space import Choice, Constant, Range, parse_space, space_of_mapping
-from farm.space_limits import require_within_limits
+from farm.sampling.space import Choice, Constant, Range, parse_space, space_of_mapping
+from farm.sampling.space_limits import require_within_limits
 from featurize.families import family_names
-from featurize.trial_config import OPTIMIZERS
+from featurize.job.trial_config import OPTIMIZERS
 
 ARCH = sorted((Path(__file__).parents[2] / "conf" / "arch").glob("*.yaml"))
 
@@ -286,7 +286,7 @@ def test_every_family_has_an_arch_file():
 
 def test_the_farm_s_queue_and_sampling_import_neither_torch_nor_ray_nor_duckdb():
     code = (
-        "import sys, farm.space, farm.sampling, farm.jobs, farm.status, farm.cancel; "
+        "import sys, farm.sampling.space, farm.sampling.draws, farm.queue.jobs, farm.status, farm.cancel; "
         "print(*{'torch', 'ray', 'duckdb', 'scipy', 'rich', 'hydra'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

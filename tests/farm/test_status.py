@@ -6,13 +6,13 @@ import unicodedata
 
 import pytest
 
-from conf.cli import run
+from conf.cli.command_line import run
 from farm import cancel, status
-from farm.jobs import Job, Queue, RunDoubt
-from farm.lock import DispatcherLock
-from farm.space import parse_space
+from farm.queue.jobs import Job, Queue, RunDoubt
+from farm.queue.lock import DispatcherLock
+from farm.sampling.space import parse_space
 from farm.status import _print_table
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n[red]boom[/red]'
 

@@ -10,15 +10,15 @@ import pytest
 from test_dispatch import DEVICE, SETTINGS, Clock, Quiet, ScriptedExecutor, Stop
 
 from conf.errors import UsageError
-from farm import submitted_code
-from farm.dispatch import Dispatcher
-from farm.jobs import Job
-from farm.queue_values import configs_of_text
-from farm.sampling import sample_range
-from farm.space import parse_space
-from farm.submitted_code import SubmittedCode, record_code, record_submitted
-from featurize.own_code import code_marks
-from featurize.trial import canonical_json, config_from_mapping
+from farm.dispatch import submitted_code
+from farm.dispatch.dispatcher import Dispatcher
+from farm.dispatch.submitted_code import SubmittedCode, record_code, record_submitted
+from farm.queue.jobs import Job
+from farm.queue.queue_values import configs_of_text
+from farm.sampling.draws import sample_range
+from farm.sampling.space import parse_space
+from featurize.configs.own_code import code_marks
+from featurize.configs.trial import canonical_json, config_from_mapping
 from warehouse import connect
 
 OWN = "mine.nets:build"
@@ -239,7 +239,7 @@ def test_a_copied_folder_imports_nothing_of_its_own_and_its_submitters_does(tmp_
 
 
 def test_a_trust_that_is_no_module_is_refused(tmp_path):
-    from conf.overrides import load_settings
+    from conf.cli.overrides import load_settings
     from farm.work import WorkSettings, entry
 
     with pytest.raises(UsageError, match="trust must name modules"):

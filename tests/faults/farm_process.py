@@ -9,8 +9,8 @@ import threading
 
 import psutil
 
-from farm.sweep import SESSION_VARIABLE
-from warehouse.connection import connect
+from farm.queue.sweep import SESSION_VARIABLE
+from warehouse.reading.connection import connect
 
 SUBMIT = (
     "farm.submit",
@@ -41,7 +41,7 @@ class Farm:
 
     @property
     def marker(self):
-        from conf.identity import identity
+        from conf.files.identity import identity
 
         return identity(self.process.pid)
 
@@ -79,7 +79,7 @@ class Farm:
         return [trial for keeper in keepers for trial in _children(keeper)]
 
     def servers(self):
-        return [p for p in self.processes() if "workers.trial_server" in _cmdline(p) and not _is_trial(p)]
+        return [p for p in self.processes() if "workers.trial.trial_server" in _cmdline(p) and not _is_trial(p)]
 
     def actors(self):
         return [p for p in self.processes() if _cmdline(p).startswith("ray::RayWorker")]
@@ -94,7 +94,7 @@ def _cmdline(process):
 
 def _is_trial(process):
     try:
-        return "workers.trial_server" in _cmdline(process.parent())
+        return "workers.trial.trial_server" in _cmdline(process.parent())
     except (psutil.Error, AttributeError):
         return False
 

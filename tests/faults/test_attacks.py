@@ -18,11 +18,11 @@ import psutil
 import pytest
 from farm_process import SUBMIT, Farm, await_, check_jobs, landed
 
-from conf.identity import identity
-from farm.leftovers import PREFIXES
-from farm.lock import dispatcher_of
-from farm.sweep import SESSION_VARIABLE
-from warehouse.folder import DataFolder
+from conf.files.identity import identity
+from farm.queue.leftovers import PREFIXES
+from farm.queue.lock import dispatcher_of
+from farm.queue.sweep import SESSION_VARIABLE
+from warehouse.files.folder import DataFolder
 
 SEED = int(os.environ.get("GPUFARM_ATTACK_SEED", random.SystemRandom().randrange(10**6)))
 SIGNALS = int(os.environ.get("GPUFARM_ATTACK_SIGNALS", "40"))  # of each attack

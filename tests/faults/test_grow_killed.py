@@ -7,13 +7,13 @@ import pytest
 from farm_process import Farm, await_, landed
 
 import warehouse
-from farm.growth.plan import read_plan
-from farm.jobs import Queue
-from farm.journal import STEPS, Journal
-from featurize.trial import config_hash
-from learn.artifacts import versions
-from warehouse.folder import DataFolder
-from warehouse.snapshots import find_snapshot, snapshot_names
+from farm.nights.journal import STEPS, Journal
+from farm.nights.plan import read_plan
+from farm.queue.jobs import Queue
+from featurize.configs.trial import config_hash
+from learn.fitting.artifacts import versions
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import find_snapshot, snapshot_names
 
 pytestmark = pytest.mark.slow
 

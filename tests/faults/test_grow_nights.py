@@ -6,10 +6,10 @@ import json
 import pytest
 
 import warehouse
-from conf.cli import run
+from conf.cli.command_line import run
 from farm.grow import entry
-from farm.journal import Journal
-from warehouse.folder import DataFolder
+from farm.nights.journal import Journal
+from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.slow
 

@@ -38,9 +38,9 @@ def test_ray_workers_and_trial_servers_import_our_packages_and_the_users_model(t
 def test_a_function_over_items_runs_in_processes_from_such_a_folder(tmp_path):
     (tmp_path / "learn.py").write_text("raise RuntimeError('a file of the user has run')\n")
     code = (
-        "from conf.own_packages import put_working_folder_last as put_last; put_last()\n"
-        "from learn.processes import in_processes\n"
-        "from learn.targets import get_target\n"
+        "from conf.cli.own_packages import put_working_folder_last as put_last; put_last()\n"
+        "from learn.rows.processes import in_processes\n"
+        "from learn.rows.targets import get_target\n"
         "print(sorted((i, target.name) for i, target in in_processes(get_target, ['memory', 'smact'], workers=2)))\n"
     )
     done = subprocess.run(

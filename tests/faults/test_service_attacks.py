@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "farm"))
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "farm"))
 
 from test_serving import JSON, MLP, SMALL_LLAMA, Served, wait_until_ready
 
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.slow
 GREEDY, OTHER = "the-greedy-clients-token", "the-other-clients-token"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.farm.test_serving import served
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.slow
 QUERY_S, QUERY_GIB, DUCKDB_RESERVES_GIB = 4.0, 1.0, 0.5

@@ -18,7 +18,7 @@ LONG = WindowSettings(kind="fixed", seconds=600.0, warmup_steps=1, warmup_max_se
 
 
 def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
-    monkeypatch.setattr("workers.server_client._ANSWER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("workers.trial.server_client._ANSWER_TIMEOUT_S", 1.0)
     worker = Worker(DeviceChoice(backend="cpu"), "0", "stopped")
     try:
         worker.ready()

@@ -35,10 +35,10 @@ def release() -> str:
 
 def figures_of(config: Mapping[str, Any]) -> dict[str, float]:
     """Return what the step runs and takes on one GPU model."""
-    from featurize.device_spec import load_device
-    from featurize.own_code import config_of_user
-    from featurize.replay import outside_mib, replay
-    from featurize.trace import trace_config
+    from featurize.configs.own_code import config_of_user
+    from featurize.device.device_spec import load_device
+    from featurize.memory.replay import outside_mib, replay
+    from featurize.trace.tracer import trace_config
 
     trial, spec = config_of_user(config), load_device(DEVICE)
     trace = trace_config(trial, device=spec)

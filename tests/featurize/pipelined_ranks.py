@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
+from featurize.job.layout import Parallel
 from featurize.nets.prenorm import SelfAttention
-from featurize.parallel.experts import expert_mesh
-from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline_time import schedule_class
-from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_mesh
-from featurize.parallel.sharding import shard_units, split_modules
-from featurize.training import Training, TrainingStep
+from featurize.timing.pipeline_time import schedule_class
+from featurize.training.experts import expert_mesh
+from featurize.training.ring_attention import part_of_sequence, ring_attention, sequence_mesh
+from featurize.training.sharding import shard_units, split_modules
+from featurize.training.training_step import Training, TrainingStep
 
 WIDTH, HIDDEN, BATCH, BLOCKS, CLASSES = 67, 132, 24, 6, 5
 PLAN = {"blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}

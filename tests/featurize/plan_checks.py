@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from featurize import modules
+from featurize.configs.trial import TrialConfig
 from featurize.families import get_family, layers_of, loss_of
-from featurize.layers import totals
-from featurize.training import TrainingStep, cross_entropy
-from featurize.trial import TrialConfig
+from featurize.job.layers import totals
+from featurize.nets import modules
+from featurize.training.training_step import TrainingStep, cross_entropy
 
 KINDS = {
     nn.Linear: "linear",

@@ -209,7 +209,7 @@ def _dit_batch() -> dict[str, Tensor]:
 
 def _detector(name: str) -> Callable[[str], nn.Module]:
     def build(_attention: str) -> nn.Module:
-        from featurize.vision import import_library
+        from featurize.nets.vision import import_library
 
         made = getattr(import_library("torchvision.models.detection"), name)
         return made(weights=None, weights_backbone=None, num_classes=5, min_size=64, max_size=64)
@@ -232,7 +232,7 @@ def detections(*, masks: bool) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
 
 def _timm(name: str) -> Callable[[str], nn.Module]:
     def build(_attention: str) -> nn.Module:
-        from featurize.vision import import_library
+        from featurize.nets.vision import import_library
 
         return import_library("timm").create_model(name, pretrained=False, num_classes=10)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from featurize.nets.prenorm import RoutedExperts, SelfAttention
-from featurize.replacing import replaced
+from featurize.operators.replacing import replaced
 
 WIDTH, HEADS, LENGTH, EXPERTS, CHOICES = 64, 4, 256, 8, 2
 

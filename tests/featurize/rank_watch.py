@@ -9,8 +9,8 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from featurize.replacing import replaced
-from featurize.tensor_parts import local_tensor, wrap_others
+from featurize.operators.replacing import replaced
+from featurize.operators.tensor_parts import local_tensor, wrap_others
 
 SENT = {
     "c10d::_allgather_base_": "all_gather",

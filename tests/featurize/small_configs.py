@@ -11,9 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from farm.sampling import Limits, sample
-from farm.space import parse_space
-from featurize.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
+from farm.sampling.draws import Limits, sample
+from farm.sampling.space import parse_space
+from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 
 SHARE = 8  # every range is cut to its lower eighth
 LIMITS = Limits(max_parameters=30_000_000, max_memory_mib=2000)

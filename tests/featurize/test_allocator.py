@@ -5,8 +5,8 @@ MiB sizes stand in the tests as plain numbers; `events` shows segments as (`+` t
 
 import pytest
 
-from featurize.allocator import AddressSpace, CachingAllocator, OutOfMemory
-from featurize.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AddressSpace, CachingAllocator, OutOfMemory
+from featurize.memory.allocator_settings import AllocatorSettings
 
 MIB = 2**20
 SIGNS = {"segment_alloc": "+", "segment_map": "+", "segment_free": "-", "segment_unmap": "-", "oom": "oom"}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featurize.allocator import CachingAllocator, OutOfMemory
-from featurize.allocator_history import replay_history
-from featurize.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import CachingAllocator, OutOfMemory
+from featurize.memory.allocator_history import replay_history
+from featurize.memory.allocator_settings import AllocatorSettings
 
 MIB = 2**20
 

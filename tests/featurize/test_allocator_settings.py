@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from conf.errors import UsageError
-from featurize.allocator_settings import AllocatorSettings
+from featurize.memory.allocator_settings import AllocatorSettings
 
 
 def test_settings_are_read_in_pytorchs_spelling_and_spelled_back():

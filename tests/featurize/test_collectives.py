@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from conf.errors import UsageError
-from featurize.device_spec import Interconnect, load_device
-from featurize.parallel.collectives import (
+from featurize.device.device_spec import Interconnect, load_device
+from featurize.job.layout import Parallel
+from featurize.timing.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -21,7 +22,6 @@ from featurize.parallel.collectives import (
     fabric_of_axis,
     sent_bytes,
 )
-from featurize.parallel.layout import Parallel
 
 A100, H100, RTX, V100 = (
     load_device(name) for name in ("A100-SXM4-40GB", "H100-SXM5-80GB", "RTX-3090", "V100-SXM2-16GB")

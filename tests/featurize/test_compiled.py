@@ -5,13 +5,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from featurize.compiled import AS_EAGER, MODELLED
-from featurize.device_spec import load_device
-from featurize.model_flops import model_flops
-from featurize.replay import replay
-from featurize.step_trace import StepTrace
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.device.device_spec import load_device
+from featurize.memory.replay import replay
+from featurize.recording.compiled import AS_EAGER, MODELLED
+from featurize.recording.step_trace import StepTrace
+from featurize.timing.model_flops import model_flops
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 ROWS, WIDTH = 64, 32
 

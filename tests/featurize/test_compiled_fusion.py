@@ -6,11 +6,11 @@ import pytest
 import torch
 from test_compiled import ROWS, WIDTH, Chain, Net, traced
 
-from featurize.compiled_graph import MAX_FUSED, Work, fused_groups
-from featurize.device_spec import load_device
-from featurize.kernel_model.step_time import time_step
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.device.device_spec import load_device
+from featurize.recording.compiled_graph import MAX_FUSED, Work, fused_groups
+from featurize.timing.step_time import time_step
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 # Of `Net`, forward and backward, by the scheduler of Inductor (PyTorch 2.13, on a CPU): what it fuses, and products.
 INDUCTOR = {"forward": 7 + 9, "backward": 16 + 18}

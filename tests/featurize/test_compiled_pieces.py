@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from featurize.compiled import in_pieces
-from featurize.parallel.layout import Parallel
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.job.layout import Parallel
+from featurize.recording.compiled import in_pieces
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 
 class _Block(nn.Module):

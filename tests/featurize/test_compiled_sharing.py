@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from featurize import compiled
-from featurize.compiled import AttributeReads
-from featurize.step_trace import StepTrace
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.recording import compiled
+from featurize.recording.compiled import AttributeReads
+from featurize.recording.step_trace import StepTrace
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 ROWS, WIDTH = 64, 32
 

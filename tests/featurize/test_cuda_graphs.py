@@ -6,12 +6,12 @@ from test_compiled import ROWS, WIDTH, Net, traced
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.cuda_graphs import AUTOTUNED, GRAPHED
-from featurize.device_spec import load_device
-from featurize.kernel_model.host import packaged_hosts
-from featurize.kernel_model.step_time import time_step
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.device.device_spec import load_device
+from featurize.recording.cuda_graphs import AUTOTUNED, GRAPHED
+from featurize.timing.host import packaged_hosts
+from featurize.timing.step_time import time_step
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 from learn import estimate
 from learn.estimation.memory_causes import GRAPHS
 

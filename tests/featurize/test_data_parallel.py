@@ -9,16 +9,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
-from featurize.parallel.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
-from featurize.parallel.data_parallel import assigned, limits_of
-from featurize.parallel.delays import delays_ms
-from featurize.parallel.layout import Parallel
-from featurize.parallel.overlap import communication_of
-from featurize.replay import replay
-from featurize.step_trace import Collective
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.device.device_spec import load_device
+from featurize.job.layout import Parallel
+from featurize.memory.replay import replay
+from featurize.recording.step_trace import Collective
+from featurize.timing.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
+from featurize.timing.delays import delays_ms
+from featurize.timing.overlap import communication_of
+from featurize.trace.tracer import trace_step
+from featurize.training.data_parallel import assigned, limits_of
+from featurize.training.training_step import Training
 
 A100, RTX = load_device("A100-SXM4-40GB"), load_device("RTX-3090")
 WIDTH = 96

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from featurize.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
-from featurize.device_spec import describe_device
-from featurize.parallel.layout import Parallel
-from featurize.replay import replay
-from featurize.simulate import simulate
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.device.device_spec import describe_device
+from featurize.job.layout import Parallel
+from featurize.memory.replay import replay
+from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
+from featurize.timing.simulate import simulate
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 WIDTH, DEPTH, SHALLOW = 64, 9, 4
 SPEC = describe_device("H100-SXM5-80GB")

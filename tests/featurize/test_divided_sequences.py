@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn import functional
 
 from conf.errors import UsageError
-from featurize.parallel.layout import Parallel
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.job.layout import Parallel
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 pytestmark = pytest.mark.needs_mode("fsdp")
 

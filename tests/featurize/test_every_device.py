@@ -5,11 +5,11 @@ import math
 import pytest
 from small_configs import assert_ratios_hold, small_config
 
-from featurize.device_spec import device_names, load_device
-from featurize.kernel_model.costs import features, operator_costs
-from featurize.kernel_model.step_time import time_step
-from featurize.simulate import simulate
-from featurize.trace import trace_config
+from featurize.device.device_spec import device_names, load_device
+from featurize.timing.costs import features, operator_costs
+from featurize.timing.simulate import simulate
+from featurize.timing.step_time import time_step
+from featurize.trace.tracer import trace_config
 from tests.family_cases import FAMILIES
 
 

@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import UsageError
-from farm.sampling import sample_range
-from farm.space import parse_space
-from featurize import modules
+from farm.sampling.draws import sample_range
+from farm.sampling.space import parse_space
+from featurize.configs.trial import ACTIVATIONS, OPTIMIZERS, PRECISIONS, config_from_mapping
 from featurize.families import cnn, family_names, get_family, layers_of, mlp, transformer
-from featurize.layers import totals
-from featurize.trial import ACTIVATIONS, OPTIMIZERS, PRECISIONS, config_from_mapping
+from featurize.job.layers import totals
+from featurize.nets import modules
 
 SMALL = {
     "mlp": dict(batch_size=4, input_size=37, classes=5, depth=3),
@@ -117,7 +117,7 @@ def train_step(config, module, seed=0):
 
 
 def test_families_and_features_import_without_torch():
-    names = [f"featurize.families.{name}" for name in family_names()] + ["featurize.features"]
+    names = [f"featurize.families.{name}" for name in family_names()] + ["featurize.configs.features"]
     code = f"import sys, {', '.join(names)}; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import diffusion
-from featurize.trace import trace_config
+from featurize.trace.tracer import trace_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = diffusion.Config(

@@ -15,15 +15,15 @@ from plan_checks import (
 from torch import nn
 
 from conf.errors import UsageError
-from farm.sampling import sample_range
-from farm.space import parse_space
-from featurize.device_spec import load_device
+from farm.sampling.draws import sample_range
+from farm.sampling.space import parse_space
+from featurize.configs.features import group_key
+from featurize.configs.trial import config_from_mapping
+from featurize.device.device_spec import load_device
 from featurize.families import dlrm
-from featurize.features import group_key
-from featurize.simulate import simulate
-from featurize.trace import trace_config, trace_step
-from featurize.training import Training, TrainingStep
-from featurize.trial import config_from_mapping
+from featurize.timing.simulate import simulate
+from featurize.trace.tracer import trace_config, trace_step
+from featurize.training.training_step import Training, TrainingStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = dlrm.Config(

@@ -17,8 +17,8 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.families import gnn
 from featurize.nets.graph_convolutions import AttentionConvolution, GraphConvolution, SampleConvolution
-from featurize.trace import trace_config, trace_step
-from featurize.training import Training
+from featurize.trace.tracer import trace_config, trace_step
+from featurize.training.training_step import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = gnn.Config(batch_size=2, nodes=20, degree=3, features=6, classes=5, hidden=8, depth=2)

@@ -16,12 +16,12 @@ from plan_checks import (
 )
 
 from conf.errors import UsageError
-from featurize import vision
+from featurize.configs.features import group_key
 from featurize.families import gpt, layers_of
-from featurize.features import group_key
-from featurize.layers import totals
+from featurize.job.layers import totals
+from featurize.nets import vision
 from featurize.nets.prenorm import Conv1D, GeluNew
-from featurize.trace import trace_config, trace_step
+from featurize.trace.tracer import trace_config, trace_step
 
 GPT2 = gpt.Config(
     batch_size=2,

@@ -16,8 +16,8 @@ from plan_checks import (
 from conf.errors import UsageError
 from featurize.families import loss_of, moe
 from featurize.nets.prenorm import ExpertLinear, RoutedExperts
-from featurize.trace import trace_config
-from featurize.training import cross_entropy
+from featurize.trace.tracer import trace_config
+from featurize.training.training_step import cross_entropy
 
 SMALL = moe.Config(
     batch_size=2,

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import UsageError
 from featurize.families import layers_of, rnn
-from featurize.layers import totals
-from featurize.trace import trace_config
+from featurize.job.layers import totals
+from featurize.trace.tracer import trace_config
 
 SMALL = rnn.Config(
     batch_size=3, vocabulary_size=50, sequence_length=7, embedding_size=12, hidden_size=20, depth=2, classes=5

@@ -16,7 +16,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import loss_of, unet
-from featurize.trace import trace_config
+from featurize.trace.tracer import trace_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = unet.Config(batch_size=2, image_size=16, channels=3, classes=5, base_channels=4, depth=2)

@@ -15,11 +15,11 @@ from plan_checks import (
 )
 
 from conf.errors import UsageError
-from featurize import vision
 from featurize.families import layers_of, timm, vit
-from featurize.layers import totals
-from featurize.plan_of_module import plan_of_module
-from featurize.trace import trace_config
+from featurize.job.layers import totals
+from featurize.nets import vision
+from featurize.recording.plan_of_module import plan_of_module
+from featurize.trace.tracer import trace_config
 
 BASE = vit.Config(
     batch_size=2,

@@ -12,16 +12,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.sampling import sample
-from farm.space import parse_space
-from featurize import vision
+from farm.sampling.draws import sample
+from farm.sampling.space import parse_space
+from featurize.configs.features import group_key, scalar_features
+from featurize.configs.own_code import named_by_user
+from featurize.configs.trial import config_from_mapping
 from featurize.families import timm, zoo
-from featurize.features import group_key, scalar_features
-from featurize.layers import totals
-from featurize.own_code import named_by_user
-from featurize.trace import trace_config
-from featurize.training import TrainingStep
-from featurize.trial import config_from_mapping
+from featurize.job.layers import totals
+from featurize.nets import vision
+from featurize.trace.tracer import trace_config
+from featurize.training.training_step import TrainingStep
 
 OWN = """
 import torch
@@ -332,7 +332,7 @@ def test_models_are_grouped_by_the_librarys_modules():
 
 def test_the_group_key_needs_no_model_and_features_have_the_same_columns(nets):
     code = (
-        "import sys; from featurize.families import zoo; from featurize.features import group_key\n"
+        "import sys; from featurize.families import zoo; from featurize.configs.features import group_key\n"
         "a, b, c = (zoo.Config(model=m, inputs=i, batch_size=n) for m, i, n in "
         "(('x:a', 'float32[3]', 1), ('x:a', 'float32[3]', 2), ('x:a', 'float32[4]', 1)))\n"
         "assert group_key(a) == group_key(b) != group_key(c)\n"

@@ -7,12 +7,12 @@ from importlib import resources
 import pytest
 from omegaconf import OmegaConf
 
-from farm.sampling import sample_range
-from farm.space import parse_space
-from featurize import features
+from farm.sampling.draws import sample_range
+from farm.sampling.space import parse_space
+from featurize.configs import features
+from featurize.configs.features import feature_columns, group_key, scalar_features
 from featurize.families import cnn, family_names, layers_of, mlp, transformer
-from featurize.features import feature_columns, group_key, scalar_features
-from featurize.layers import rough_memory_mib, totals
+from featurize.job.layers import rough_memory_mib, totals
 
 CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batch_size=4)
 

@@ -8,12 +8,12 @@ from torch import nn
 from uneven_net import BATCH, WIDTH, Net
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
-from featurize.parallel.layout import Parallel, parse_parallel
-from featurize.parallel.sharding import shard
-from featurize.replay import replay
-from featurize.trace import trace_step
-from featurize.training import Training, TrainingStep
+from featurize.device.device_spec import load_device
+from featurize.job.layout import Parallel, parse_parallel
+from featurize.memory.replay import replay
+from featurize.trace.tracer import trace_step
+from featurize.training.sharding import shard
+from featurize.training.training_step import Training, TrainingStep
 
 pytestmark = pytest.mark.needs_mode("fsdp")
 

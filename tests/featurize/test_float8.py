@@ -10,16 +10,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device_spec import device_from_mapping, load_device
-from featurize.float8 import convert
-from featurize.kernel_model.calls import FP8, TENSOR, as_calls, product
-from featurize.kernel_model.step_time import load_efficiencies, timed_kernels
-from featurize.model_flops import model_flops
-from featurize.operators import SCALED_PRODUCT
-from featurize.parallel.layout import Parallel
-from featurize.parallel.sharding import shard
-from featurize.trace import trace_step
-from featurize.training import Training, TrainingStep
+from featurize.device.device_spec import device_from_mapping, load_device
+from featurize.job.layout import Parallel
+from featurize.operators.table import SCALED_PRODUCT
+from featurize.timing.calls import FP8, TENSOR, as_calls, product
+from featurize.timing.model_flops import model_flops
+from featurize.timing.step_time import load_efficiencies, timed_kernels
+from featurize.trace.tracer import trace_step
+from featurize.training.float8 import convert
+from featurize.training.sharding import shard
+from featurize.training.training_step import Training, TrainingStep
 from learn import devices_that_fit, estimate
 
 WIDTH, HIDDEN, BATCH, CLASSES = 64, 160, 32, 5

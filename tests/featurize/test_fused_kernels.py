@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from featurize.step_trace import StepTrace
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.recording.step_trace import StepTrace
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 ROWS, WIDTH, CLASSES = 256, 64, 4096
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device_spec import load_device
-from featurize.kernel_model import packaged
-from featurize.kernel_model.calls import as_calls, product, stream
-from featurize.kernel_model.host import HostTime, framework_of, host_ms, packaged_hosts
-from featurize.kernel_model.power import load_power
-from featurize.kernel_model.step_time import time_step
-from featurize.parallel.collectives import packaged_links
-from featurize.step_trace import GATHERED, Block, Collective
-from featurize.trace import trace_step
-from featurize.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, Training
+from featurize.device.device_spec import load_device
+from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, Training
+from featurize.recording.step_trace import GATHERED, Block, Collective
+from featurize.timing import packaged
+from featurize.timing.calls import as_calls, product, stream
+from featurize.timing.collectives import packaged_links
+from featurize.timing.host import HostTime, framework_of, host_ms, packaged_hosts
+from featurize.timing.power import load_power
+from featurize.timing.step_time import time_step
+from featurize.trace.tracer import trace_step
 
 A100 = load_device("A100-SXM4-80GB")
 HOSTS = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRON)}

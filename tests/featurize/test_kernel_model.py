@@ -11,9 +11,10 @@ from small_configs import small_config
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device_spec import device_names, load_device
+from featurize.device.device_spec import device_names, load_device
 from featurize.families import family_names
-from featurize.kernel_model.calls import (
+from featurize.job.training_settings import Training
+from featurize.timing.calls import (
     ATTENTION,
     DEPTHWISE,
     FP32,
@@ -26,16 +27,15 @@ from featurize.kernel_model.calls import (
     kernel_calls,
     product,
 )
-from featurize.kernel_model.step_time import (
+from featurize.timing.step_time import (
     efficiencies_text,
     load_efficiencies,
     overlapped,
     read_efficiencies,
     time_step,
 )
-from featurize.kernel_model.times import call_seconds, kernels_on
-from featurize.trace import trace_config, trace_step
-from featurize.training_settings import Training
+from featurize.timing.times import call_seconds, kernels_on
+from featurize.trace.tracer import trace_config, trace_step
 
 A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
 LEARNED = load_efficiencies()

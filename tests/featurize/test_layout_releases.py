@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from conf.errors import EnvironmentProblem
-from featurize.parallel import releases
-from featurize.parallel.layout import Parallel
-from featurize.trace import trace_step
+from featurize.job.layout import Parallel
+from featurize.trace.tracer import trace_step
+from featurize.training import releases
 from learn.planning.meshes import meshes_of, modes_of
 
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from conf.errors import UsageError
+from featurize.configs.row_config import UnreadableConfig, config_of_one_gpu, config_of_row
+from featurize.configs.trial import canonical_json, config_from_mapping, config_hash
 from featurize.families import get_family
-from featurize.parallel.layout import Parallel, apt_settings, parse_parallel
-from featurize.parallel.sharding import wrapped
-from featurize.row_config import UnreadableConfig, config_of_one_gpu, config_of_row
-from featurize.training import TrainingStep
-from featurize.trial import canonical_json, config_from_mapping, config_hash
+from featurize.job.layout import Parallel, apt_settings, parse_parallel
+from featurize.training.sharding import wrapped
+from featurize.training.training_step import TrainingStep
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
-from featurize.allocator_history import replay_history
-from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec, load_device
-from featurize.replay import MemoryProfile, replay
-from featurize.step_trace import StepTrace
-from featurize.trace import trace_step
+from featurize.device.device_spec import DeviceSpec, load_device
+from featurize.memory.allocator_history import replay_history
+from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.replay import MemoryProfile, replay
+from featurize.recording.step_trace import StepTrace
+from featurize.trace.tracer import trace_step
 
 
 def network() -> nn.Module:

@@ -5,10 +5,10 @@ import torch
 from small_configs import small_config
 from torch import nn
 
-from featurize import recorder
-from featurize.meta_results import meta_result
-from featurize.trace import trace_config, trace_step
-from featurize.training import Training
+from featurize.operators.meta_results import meta_result
+from featurize.recording import recorder
+from featurize.trace.tracer import trace_config, trace_step
+from featurize.training.training_step import Training
 from tests.family_cases import FAMILIES
 
 

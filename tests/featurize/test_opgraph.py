@@ -8,12 +8,12 @@ import torch
 from small_configs import small_config
 from torch import nn
 
-from featurize.device_spec import load_device
-from featurize.operators import VOCABULARY, category
-from featurize.opgraph import opgraph, product_dims
-from featurize.step_trace import Operator, StepTrace
-from featurize.trace import trace_config, trace_step
-from featurize.training_settings import Training
+from featurize.configs.opgraph import opgraph, product_dims
+from featurize.device.device_spec import load_device
+from featurize.job.training_settings import Training
+from featurize.operators.table import VOCABULARY, category
+from featurize.recording.step_trace import Operator, StepTrace
+from featurize.trace.tracer import trace_config, trace_step
 from tests.family_cases import FAMILIES
 
 A100 = load_device("A100-SXM4-40GB")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from featurize.optimizers import make_optimizer, run_step
+from featurize.training.optimizers import make_optimizer, run_step
 
 
 @pytest.mark.parametrize("device, replaces", [("cpu", False), ("meta", True)])

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.trace import trace_step
-from featurize.training import Training
-from featurize.vision import import_library
+from featurize.nets.vision import import_library
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 transformers = import_library("transformers")
 LAYERS, WIDTH, INNER, VOCABULARY, TOKENS = 3, 128, 256, 500, 32

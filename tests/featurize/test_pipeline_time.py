@@ -2,8 +2,8 @@
 
 import pytest
 
-from featurize.parallel.layout import Parallel
-from featurize.parallel.pipeline_time import Compute, finished_ms, orders_of
+from featurize.job.layout import Parallel
+from featurize.timing.pipeline_time import Compute, finished_ms, orders_of
 
 pytestmark = pytest.mark.needs_mode("pp")
 

@@ -25,10 +25,10 @@ from real_ranks import assert_like_real, run_ranks
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.parallel.layout import Parallel
-from featurize.parallel.repeated_passes import DoesNotRepeat
-from featurize.trace import TraceError, trace_step
-from featurize.training import Training
+from featurize.job.layout import Parallel
+from featurize.trace.tracer import TraceError, trace_step
+from featurize.training.repeated_passes import DoesNotRepeat
+from featurize.training.training_step import Training
 
 pytestmark = pytest.mark.needs_mode("pp")
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.device_spec import DeviceSpec, device_from_mapping, device_names, device_of_user, load_device
-from featurize.kernel_model.power import KernelLoad, load_power, under_limit
-from featurize.kernel_model.step_time import TimedStep, time_step
-from featurize.trace import trace_step
-from featurize.training_settings import Training
+from featurize.device.device_spec import DeviceSpec, device_from_mapping, device_names, device_of_user, load_device
+from featurize.job.training_settings import Training
+from featurize.timing.power import KernelLoad, load_power, under_limit
+from featurize.timing.step_time import TimedStep, time_step
+from featurize.trace.tracer import trace_step
 
 A40, BOARD = load_device("A40"), "A100-SXM4-40GB"
 

@@ -12,8 +12,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _fully_shard, fully_shard
 
-from featurize.parallel.layout import Parallel
-from featurize.trace import TraceError, trace_step
+from featurize.job.layout import Parallel
+from featurize.trace.tracer import TraceError, trace_step
 
 pytestmark = pytest.mark.needs_mode("fsdp")
 

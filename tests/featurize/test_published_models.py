@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from published_models import BATCH, MODELS
 from torch import nn
 
-from featurize import detection
-from featurize.batches import arguments, call, own_loss, tensors_of
-from featurize.library_calls import LIBRARY_CALLS
-from featurize.replacing import replaced
-from featurize.trace import trace_step
-from featurize.vision import mend_torchvision
+from featurize.nets.vision import mend_torchvision
+from featurize.operators import detection
+from featurize.operators.library_calls import LIBRARY_CALLS
+from featurize.operators.replacing import replaced
+from featurize.recording.batches import arguments, call, own_loss, tensors_of
+from featurize.trace.tracer import trace_step
 
 PACKAGES = {"unet2d": "diffusers", "dit": "diffusers", "faster_rcnn": "torchvision", "mask_rcnn": "torchvision"}
 DETECTORS = ("faster_rcnn", "mask_rcnn")

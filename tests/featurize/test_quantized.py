@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.kernel_model.calls import operator_kernels
-from featurize.quantized import Linear4Bit, Linear8Bit, quantize, replace_bitsandbytes
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.operators.quantized import Linear4Bit, Linear8Bit, quantize, replace_bitsandbytes
+from featurize.timing.calls import operator_kernels
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 BATCH, WIDTH, LAYERS, CLASSES = 64, 512, 3, 8
 ELEMENTS = WIDTH * WIDTH

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conf.errors import EnvironmentProblem
-from featurize.releases import require_torch
+from featurize.operators.torch_releases import require_torch
 
 # An older release's torch has no meta kernel of `aten::_convolution`: its registration is skipped here.
 TRACE = """
@@ -21,9 +21,9 @@ if sys.argv[1] == "older":
     library = Library("aten", "IMPL", "Meta")
     # As these releases do: the backend is chosen by the device, and meta tensors have none.
     library.m.impl("_convolution", "Meta", lambda *args: torch.ops.aten.convolution_overrideable(*args[:9]), False)
-from featurize.light_imports import without_compiler
-from featurize.trace import trace_config
-from featurize.trial import config_from_mapping
+from featurize.trace.light_imports import without_compiler
+from featurize.trace.tracer import trace_config
+from featurize.configs.trial import config_from_mapping
 
 without_compiler()
 config = config_from_mapping({"family": "cnn", "batch_size": 4, "optimizer": "sgd", "image_size": 16, "channels": 3,

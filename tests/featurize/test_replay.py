@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import load_device
-from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
-from featurize.replay import MIB, outside_mib, replay
-from featurize.step_trace import BLOCK_KINDS, Block, Event, StepTrace
-from featurize.trace import trace_step
+from featurize.device.device_spec import load_device
+from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.replay import MIB, outside_mib, replay
+from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.recording.step_trace import BLOCK_KINDS, Block, Event, StepTrace
+from featurize.trace.tracer import trace_step
 
 A100 = load_device("A100-SXM4-40GB")
 H100 = load_device("H100-SXM5-80GB")

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from featurize import tracing
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.trace import tracing
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 TARGET = torch.zeros(4, dtype=torch.long)
 

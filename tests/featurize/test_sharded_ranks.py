@@ -16,12 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from uneven_net import BATCH, WIDTH, Net
 
 from conf.errors import UsageError
-from featurize.parallel.experts import divide_experts, expert_mesh
-from featurize.parallel.layout import Parallel
-from featurize.parallel.ring_attention import part_of_sequence, ring_attention, sequence_mesh
-from featurize.parallel.sharding import shard
-from featurize.trace import TraceError, trace_step
-from featurize.training import Training, TrainingStep
+from featurize.job.layout import Parallel
+from featurize.trace.tracer import TraceError, trace_step
+from featurize.training.experts import divide_experts, expert_mesh
+from featurize.training.ring_attention import part_of_sequence, ring_attention, sequence_mesh
+from featurize.training.sharding import shard
+from featurize.training.training_step import Training, TrainingStep
 
 pytestmark = pytest.mark.needs_mode("fsdp")
 

@@ -6,10 +6,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from featurize.device_spec import load_device
-from featurize.simulate import simulate
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.device.device_spec import load_device
+from featurize.timing.simulate import simulate
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 A100 = load_device("A100-SXM4-40GB")
 RATIOS = ("smact", "smocc", "drama", "gpu_util")

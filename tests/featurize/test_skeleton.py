@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from featurize.skeleton import build_on_meta, on_meta
+from featurize.recording.skeleton import build_on_meta, on_meta
 
 
 def all_meta(model):
@@ -185,7 +185,7 @@ def test_reading_a_large_parameter_back_is_refused_by_torchs_own_words():
 SEVEN_BILLION = """
 import torch
 from torch import nn
-from featurize.skeleton import build_on_meta
+from featurize.recording.skeleton import build_on_meta
 
 class Layer(nn.Module):
     def __init__(self, width=4096, inner=11008):

@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 from small_configs import small_config
 
-from featurize.device_spec import device_names, load_device
+from featurize.configs.step_features import step_features
+from featurize.device.device_spec import device_names, load_device
 from featurize.families import cnn, mlp, transformer
-from featurize.replay import replay
-from featurize.step_features import step_features
-from featurize.trace import trace_config
+from featurize.memory.replay import replay
+from featurize.trace.tracer import trace_config
 from tests.family_cases import FAMILIES
 
 A100 = load_device("A100-SXM4-40GB")

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from featurize import tracing
-from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import load_device
-from featurize.replay import replay
-from featurize.step_mix import StepSequence
-from featurize.trace import trace_step
-from featurize.training import Training, TrainingStep
-from featurize.vision import import_library
+from featurize.device.device_spec import load_device
+from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.replay import replay
+from featurize.nets.vision import import_library
+from featurize.trace import tracing
+from featurize.trace.step_mix import StepSequence
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training, TrainingStep
 
 transformers = import_library("transformers")
 A100 = load_device("A100-SXM4-40GB")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from featurize.device_spec import load_device
+from featurize.device.device_spec import load_device
 from featurize.families import get_family, loss_of
-from featurize.replay import replay
-from featurize.trace import trace_step
-from featurize.workspace_scenarios import reserved_by_scenario
+from featurize.memory.replay import replay
+from featurize.memory.workspace_scenarios import reserved_by_scenario
+from featurize.trace.tracer import trace_step
 from tests.featurize.small_configs import small_config
 
 A100 = load_device("A100-SXM4-40GB")

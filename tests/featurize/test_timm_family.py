@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize import vision
+from featurize.configs.features import group_key, scalar_features
 from featurize.families import timm
-from featurize.features import group_key, scalar_features
-from featurize.layers import totals
-from featurize.plan_of_module import plan_of_module
-from featurize.trace import trace_config
-from featurize.training import TrainingStep
+from featurize.job.layers import totals
+from featurize.nets import vision
+from featurize.recording.plan_of_module import plan_of_module
+from featurize.trace.tracer import trace_config
+from featurize.training.training_step import TrainingStep
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 
@@ -132,7 +132,7 @@ def test_a_missing_timm_says_how_to_get_it(monkeypatch):
 
 def test_the_group_key_needs_no_model():
     code = (
-        "import sys; from featurize.families import timm; from featurize.features import group_key\n"
+        "import sys; from featurize.families import timm; from featurize.configs.features import group_key\n"
         "a, b, c = (timm.Config(model=m, batch_size=n) for m, n in (('a', 1), ('a', 2), ('b', 1)))\n"
         "assert group_key(a) == group_key(b) != group_key(c)\n"
         "assert not {'torch', 'timm'} & set(sys.modules)"

@@ -58,12 +58,14 @@ def test_a_program_does_not_find_what_is_kept_aside(place):
 
 
 def test_models_of_the_library_and_of_a_user_find_it(place):
-    done = run("from featurize.vision import import_library\nprint(import_library('torchvision.models').net())", place)
+    done = run(
+        "from featurize.nets.vision import import_library\nprint(import_library('torchvision.models').net())", place
+    )
     assert done.stdout == "a model\n", done.stderr
     code = """
 sys.path.append(sys.argv[1])
 import importlib
-from featurize.vision import mending
+from featurize.nets.vision import mending
 print(mending(lambda: importlib.import_module("a_users_models")).net())
 """
     done = run(code, place)
@@ -71,7 +73,7 @@ print(mending(lambda: importlib.import_module("a_users_models")).net())
 
 
 def test_without_any_the_message_says_how_to_get_one(tmp_path):
-    code = "from featurize.vision import import_library\nimport_library('torchvision.models')"
+    code = "from featurize.nets.vision import import_library\nimport_library('torchvision.models')"
     said = run(code, tmp_path / "empty").stderr
     assert "torchvision is not installed" in said and "--index-url that torch came from" in said
 
@@ -79,7 +81,7 @@ def test_without_any_the_message_says_how_to_get_one(tmp_path):
 def test_its_version_is_known_as_if_it_were_installed(place, monkeypatch):
     import importlib.metadata
 
-    from conf import identity
+    from conf.files import identity
 
     def not_installed(name):
         raise importlib.metadata.PackageNotFoundError(name)

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
+from featurize.device.device_spec import load_device
 from featurize.families import get_family
-from featurize.library_calls import workspace_bytes
-from featurize.step_trace import BLOCK_KINDS
-from featurize.trace import TraceError, trace_config, trace_step
-from featurize.training import Training
+from featurize.operators.library_calls import workspace_bytes
+from featurize.recording.step_trace import BLOCK_KINDS
+from featurize.trace.tracer import TraceError, trace_config, trace_step
+from featurize.training.training_step import Training
 from tests.family_cases import FAMILIES
 
 A100 = load_device("A100-SXM4-40GB")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from featurize.step_trace import BATCH
-from featurize.trace import trace_step
+from featurize.recording.step_trace import BATCH
+from featurize.trace.tracer import trace_step
 
 N, WIDTH, CLASSES = 4, 8, 3
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.trace import TraceError, trace_step
+from featurize.trace.tracer import TraceError, trace_step
 
 WIDTH = 8
 INPUTS = (torch.empty(4, WIDTH, device="meta"),)

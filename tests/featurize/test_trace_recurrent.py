@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from featurize.device_spec import load_device
-from featurize.library_calls import workspace_bytes
-from featurize.trace import trace_step
+from featurize.device.device_spec import load_device
+from featurize.operators.library_calls import workspace_bytes
+from featurize.trace.tracer import trace_step
 
 A100 = load_device("A100-SXM4-40GB")
 STEPS, BATCH, INPUT, HIDDEN, LAYERS = 250, 100, 123, 320, 4

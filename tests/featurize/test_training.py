@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from featurize.training import Training, TrainingStep, cross_entropy
-from featurize.trial import OPTIMIZERS
+from featurize.configs.trial import OPTIMIZERS
+from featurize.training.training_step import Training, TrainingStep, cross_entropy
 
 
 def make_step(**settings):
@@ -84,7 +84,7 @@ def test_after_preload_a_forked_child_imports_nothing_for_its_first_steps():
     out = run_python(
         """
         import os, sys
-        from featurize.training import Training, TrainingStep, preload
+        from featurize.training.training_step import Training, TrainingStep, preload
         preload()
         if child := os.fork():
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -125,7 +125,7 @@ def test_preload_starts_no_thread_runs_no_operator_and_asks_nothing_of_cuda():
         class NoOperator(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                 raise AssertionError(f"preload ran {func}")
-        from featurize.training import preload
+        from featurize.training.training_step import preload
         threads = len(os.listdir("/proc/self/task"))
         with NoOperator():
             preload()

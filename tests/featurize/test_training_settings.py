@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.checkpointing import repeated_blocks
-from featurize.device_spec import load_device
-from featurize.optimizers import MovingAverage, OptimizerOnHost, make_optimizer
-from featurize.replay import replay
-from featurize.trace import trace_step
-from featurize.training import Training, TrainingStep
-from featurize.training_settings import LOW_PRECISIONS
-from featurize.trial_config import OPTIMIZERS
-from featurize.vision import import_library
+from featurize.device.device_spec import load_device
+from featurize.job.training_settings import LOW_PRECISIONS
+from featurize.job.trial_config import OPTIMIZERS
+from featurize.memory.replay import replay
+from featurize.nets.checkpointing import repeated_blocks
+from featurize.nets.vision import import_library
+from featurize.trace.tracer import trace_step
+from featurize.training.optimizers import MovingAverage, OptimizerOnHost, make_optimizer
+from featurize.training.training_step import Training, TrainingStep
 
 BATCH, WIDTH, BLOCKS, CLASSES = 256, 128, 4, 8
 

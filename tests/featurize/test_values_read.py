@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize import values
-from featurize.trace import TraceError, trace_step
+from featurize.recording import values
+from featurize.trace.tracer import TraceError, trace_step
 from learn import estimate
 
 X = torch.empty(2, 6, device="meta")

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
-from featurize.parallel.deepspeed_config import read_deepspeed
-from featurize.parallel.layout import Parallel, parse_parallel
-from featurize.parallel.overlap import communication_of
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.device.device_spec import load_device
+from featurize.job.deepspeed_config import read_deepspeed
+from featurize.job.layout import Parallel, parse_parallel
+from featurize.timing.overlap import communication_of
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 A100 = load_device("A100-SXM4-40GB")
 WIDTH, LAYERS, RANKS = 512, 8, 8

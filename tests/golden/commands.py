@@ -14,10 +14,10 @@ import zlib
 from pathlib import Path
 from unittest import mock
 
-from conf.commands import COMMANDS
+from conf.cli.commands import COMMANDS
 from tests import test_documented_commands as documented_tests
 from tests.conf import test_hostile_arguments as hostile_tests
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 HOSTILE = (10, 5, 4)  # of each command: refused values, spellings and arguments
 

@@ -11,16 +11,16 @@ import json
 from pathlib import Path
 
 import warehouse
-from farm.journal import Journal
+from farm.nights.journal import Journal
 from tests.farm.canary_nights import Lab, of, usual, where
 from tests.farm.test_compare import CONFIGS, land
 from tests.golden.commands import invoked
 from tests.golden.record import steady
 from tests.warehouse.test_publish import fill
 from tests.warehouse.warehouse_rows import run_row, samples
-from warehouse.folder import DataFolder
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter
 
 NIGHT = (
     "device=A100-SXM4-40GB",

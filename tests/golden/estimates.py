@@ -225,7 +225,7 @@ def answer(asked):
 
 def estimates():
     """Yield the full estimate of each case."""
-    from featurize.vision import mend_torchvision
+    from featurize.nets.vision import mend_torchvision
 
     mend_torchvision()
     for name, asked in cases().items():
@@ -251,10 +251,10 @@ def allocator_events():
 
 
 def _moments(config):
-    from featurize.device_spec import load_device
-    from featurize.own_code import config_of_user
-    from featurize.replay import replay
-    from featurize.trace import trace_config
+    from featurize.configs.own_code import config_of_user
+    from featurize.device.device_spec import load_device
+    from featurize.memory.replay import replay
+    from featurize.trace.tracer import trace_config
 
     spec, trial = load_device(DEVICE), config_of_user(config)
     trace = trace_config(trial, device=spec)

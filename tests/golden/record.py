@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from conf.identity import version_of
+from conf.files.identity import version_of
 from conf.plain_text import exception_line
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from planted_histories import recorded_segments
 
-from featurize.allocator_history import replay_history
-from featurize.allocator_settings import AllocatorSettings
+from featurize.memory.allocator_history import replay_history
+from featurize.memory.allocator_settings import AllocatorSettings
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from featurize.device_spec import load_device
-from featurize.trial import TrialConfig
+from featurize.configs.trial import TrialConfig
+from featurize.device.device_spec import load_device
 from learn import estimate
 from tests.learn.learn_rows import runs_of
 from tests.planted_histories import planted_history
 from tests.warehouse.warehouse_rows import collocations, kernels
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 DEVICE, DRIVER_NAME = "H100-SXM5-80GB", "NVIDIA H100 80GB HBM3"
 CONTEXT_MIB = 200.0  # by which the planted context is larger than assumed

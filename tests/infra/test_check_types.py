@@ -46,7 +46,7 @@ def test_the_committed_numbers_name_every_package_and_the_configuration_every_st
     assert sorted(allowed) == sorted(check_types.PACKAGES)
     pyproject = (check_types.ROOT / "pyproject.toml").read_text()
     assert sorted(tomllib.loads(pyproject)["tool"]["mypy"]["files"]) == sorted(check_types.PACKAGES)
-    assert "farm.executors" in check_types.strict_patterns(pyproject)
+    assert "farm.dispatch.executors" in check_types.strict_patterns(pyproject)
 
 
 def run(monkeypatch, tmp_path, allowed, *arguments):

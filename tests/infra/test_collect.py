@@ -9,11 +9,11 @@ import pytest
 
 import warehouse
 from conf.errors import UsageError
-from farm.jobs import Queue
-from farm.space import space_of_mapping
+from farm.queue.jobs import Queue
+from farm.sampling.space import space_of_mapping
 from featurize.families import family_names
-from warehouse.dataset import find_parts
-from warehouse.folder import DataFolder
+from warehouse.exchange.dataset import find_parts
+from warehouse.files.folder import DataFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,9 +5,9 @@ import lzma
 
 import pytest
 
-from featurize import trace
-from featurize.device_spec import load_device
-from featurize.trace import trace_config
+from featurize.device.device_spec import load_device
+from featurize.trace import tracer as trace
+from featurize.trace.tracer import trace_config
 from infra.offline.probe_sections import comparisons_of
 from tests.planted_histories import planted_history
 

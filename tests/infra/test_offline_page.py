@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from conf.overrides import load_settings
+from conf.cli.overrides import load_settings
 from conf.reports.render import render_page
-from farm.cluster_settings import ClusterSettings
-from farm.jobs import Queue
-from farm.settings import SubmitSettings
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.queue.jobs import Queue
+from farm.submission.settings import SubmitSettings
 from farm.submit import submit
 from farm.work import work as run_tasks
 from featurize.families import cnn, mlp
@@ -24,9 +24,9 @@ from infra.offline.run_sections import is_corrected, memory_blocks
 from learn.estimation.loops import PIPELINE
 from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
 from tests.parsed_page import ParsedPage
-from warehouse.folder import DataFolder
-from warehouse.published_groups import NOT_TOGETHER
-from warehouse.writer import RunWriter
+from warehouse.exchange.published_groups import NOT_TOGETHER
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 CONFIGS = [
     *(mlp.Config(batch_size=32, input_size=256 * k, depth=2, classes=10) for k in range(1, 6)),

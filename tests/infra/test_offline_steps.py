@@ -16,12 +16,12 @@ import pytest
 
 import warehouse
 from conf.errors import EnvironmentProblem, UsageError
-from farm.jobs import Job, Queue
+from farm.queue.jobs import Job, Queue
 from infra.offline import call, plan, results, steps
 from infra.offline.plan import STEPS
 from infra.offline.results import Series
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 

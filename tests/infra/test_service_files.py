@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.cli import load_config
-from conf.overrides import load_settings
+from conf.cli.command_line import load_config
+from conf.cli.overrides import load_settings
 from farm.monitoring.health import Pulse
 from farm.monitoring.metrics import FarmMetrics
 from farm.work import WorkSettings
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"

@@ -9,12 +9,12 @@ import json
 import numpy as np
 import pyarrow as pa
 
+from featurize.configs.features import scalar_features
+from featurize.configs.trial import config_hash
 from featurize.families import cnn, mlp
-from featurize.features import scalar_features
-from featurize.trial import config_hash
-from learn.artifact_files import stamped
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from learn.fitting.artifact_files import stamped
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 DEVICE = "A100-SXM4-40GB"
 MEMORY_MIB = 40_326.0

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from learn_rows import make_configs, write_runs
 
-from featurize.device_spec import load_device
-from featurize.kernel_model.calls import kernel_calls
-from featurize.kernel_model.step_time import load_efficiencies, time_step
-from featurize.trace import trace_config
-from learn.kernels.activity_fit import ActivityFit, MeasuredActivity, judged_activity
-from learn.kernels.judging import score_text
-from learn.kernels.rows import measured_activity
+from featurize.device.device_spec import load_device
+from featurize.timing.calls import kernel_calls
+from featurize.timing.step_time import load_efficiencies, time_step
+from featurize.trace.tracer import trace_config
+from learn.fitting.activity_fit import ActivityFit, MeasuredActivity, judged_activity
+from learn.fitting.kernel_judging import score_text
+from learn.fitting.kernel_rows import measured_activity
 
 A100 = load_device("A100-SXM4-40GB")
 LEARNED = load_efficiencies()

@@ -9,8 +9,8 @@ import pytest
 
 from conf.errors import UsageError
 from learn import GpuState, JobProfile, admit, estimate
-from learn.admission.memory_need import MemoryNeed, overflow_probability
-from learn.collocation.slowdown import Slowdown
+from learn.sharing.memory_need import MemoryNeed, overflow_probability
+from learn.sharing.slowdown import Slowdown
 
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 784, "classes": 10, "depth": 3}
 

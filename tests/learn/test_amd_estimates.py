@@ -3,12 +3,12 @@
 import pytest
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
-from farm.choosing.forecast import Forecaster
-from featurize.device_spec import load_device
+from farm.sampling.forecast import Forecaster
+from featurize.device.device_spec import load_device
+from featurize.device.machine import MachineProfile
 from featurize.families import cnn, mlp
-from featurize.machine import MachineProfile
 from learn import devices_that_fit, estimate, estimate_many, estimate_script
 from learn.estimation.memory_causes import CONTEXT, KERNELS, WORKSPACES
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn

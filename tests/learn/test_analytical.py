@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.device_spec import describe_device
+from featurize.device.device_spec import describe_device
 from featurize.families import mlp, transformer
-from featurize.training import Training
+from featurize.training.training_step import Training
 from learn import estimate
-from learn.estimators import get_estimator, make_estimator
-from learn.job import TrainingJob, of_config
+from learn.estimators.protocol import get_estimator, make_estimator
+from learn.job.training_job import TrainingJob, of_config
 from learn.peers.base import CannotEstimate, analyse
 from learn.peers.deepspeed import DeepSpeed
 from learn.peers.dnnmem import DNNMem
@@ -415,8 +415,8 @@ def test_estimate_by_an_estimator_without_an_answer_says_why():
 
 
 def test_an_estimator_says_row_by_row_what_it_refuses():
-    from learn.cases import of_configs
-    from learn.data import make_rows
+    from learn.rows.cases import of_configs
+    from learn.rows.data import make_rows
 
     adam, sgd = CONFIG, mlp.Config(**{**vars(CONFIG), "optimizer": "sgd"})
     fitted = make_estimator("deepspeed").fit(make_rows("memory", [adam, sgd], [1000.0, 900.0]))
@@ -429,9 +429,9 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
     import numpy as np
     from learn_rows import labels_of, make_configs
 
-    from learn.data import make_rows
-    from learn.evaluation.evaluate import evaluate
-    from learn.targets import make_bins
+    from learn.judging.evaluate import evaluate
+    from learn.rows.data import make_rows
+    from learn.rows.targets import make_bins
 
     configs = make_configs(60, families=("mlp",))
     rows = make_rows("memory", configs, labels_of(configs)["peak_memory_mib"])

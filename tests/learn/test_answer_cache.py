@@ -12,17 +12,17 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-import featurize.trace
+import featurize.trace.tracer
 from conf.errors import UsageError
-from featurize import trace_cache
-from featurize.device_spec import load_device
-from featurize.disk_cache import DiskCache
+from conf.files.disk_cache import DiskCache
+from featurize.device.device_spec import load_device
 from featurize.families import cnn
-from featurize.trace import trace_step
+from featurize.trace import trace_cache
+from featurize.trace.tracer import trace_step
 from learn import estimate
 from learn.estimation import answers
-from learn.job import of_module
-from learn.traced import key_of
+from learn.job.traced import key_of
+from learn.job.training_job import of_module
 
 A100, V100 = load_device("A100-SXM4-40GB"), load_device("V100-SXM2-32GB")
 CONFIG = cnn.Config(batch_size=2, image_size=16, channels=3, classes=4, base_filters=8, depth=2)
@@ -45,7 +45,7 @@ def traced(monkeypatch):
         steps.append(args)
         return trace_step(*args, **kwargs)
 
-    monkeypatch.setattr(featurize.trace, "trace_step", counted)
+    monkeypatch.setattr(featurize.trace.tracer, "trace_step", counted)
     return steps
 
 

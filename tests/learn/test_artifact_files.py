@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from learn_rows import make_configs, write_batch
 
-from learn import FitSettings, artifact_files, estimate, fit
-from learn.artifact_files import checked, read_json, stamped
-from learn.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest, newest, versions
+from learn import FitSettings, estimate, fit
+from learn.fitting import artifact_files
+from learn.fitting.artifact_files import checked, read_json, stamped
+from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest, newest, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = make_configs(80)
@@ -168,7 +169,7 @@ def test_without_any_whole_version_the_model_that_comes_along_answers(data, caps
 def test_a_damaged_model_of_the_projects_own_leaves_the_trace(data, tmp_path, monkeypatch, capsys):
     home = tmp_path / "defaults"
     shutil.copytree(DEFAULT_MODELS, home)
-    monkeypatch.setattr("learn.artifacts.DEFAULT_MODELS", home)
+    monkeypatch.setattr("learn.fitting.artifacts.DEFAULT_MODELS", home)
     damaged(home, "memory/model/correction.npz", flipped)
     assert default_artifact("memory") is None
     assert "memory is damaged: model/correction" in capsys.readouterr().err

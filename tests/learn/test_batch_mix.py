@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.families import mlp
 from learn import devices_that_fit, estimate, estimate_many, largest_batch
-from learn.batch_lengths import STEPS_DRAWN, batches_of
+from learn.job.batch_lengths import STEPS_DRAWN, batches_of
 
 
 class Tokens(nn.Module):

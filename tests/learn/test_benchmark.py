@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 from learn import benchmark as benchmark_module
-from learn import estimators
 from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
-from learn.evaluation.benchmark_figures import Scored, by_group, figures_of, sample, worst_of
-from learn.targets import memory_bins
+from learn.estimators import protocol as estimators
+from learn.judging.benchmark_figures import Scored, by_group, figures_of, sample, worst_of
+from learn.rows.targets import memory_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -299,11 +299,11 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
 ORPHAN = """
 import sys, threading, time
 from multiprocessing import Pipe
-from learn.evaluation.benchmark_answers import PoolJob, answer
-from learn.processes import _serve
+from learn.commands.benchmark_answers import PoolJob, answer
+from learn.rows.processes import _serve
 from featurize.families.mlp import Config
-from learn.cases import Case
-from featurize.device_spec import describe_device
+from learn.rows.cases import Case
+from featurize.device.device_spec import describe_device
 
 ours, theirs = Pipe()
 case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))

@@ -8,13 +8,13 @@ import pytest
 from learn_rows import make_configs, write_runs
 
 from conf.errors import UsageError
-from learn import estimators
 from learn.benchmark import BenchmarkSettings, benchmark
-from learn.data import load_rows
-from learn.estimators import Estimator
-from learn.evaluation.evaluate import classes_of, hold_out
-from learn.targets import make_bins
-from learn.traced import step_of
+from learn.estimators import protocol as estimators
+from learn.estimators.protocol import Estimator
+from learn.job.traced import step_of
+from learn.judging.evaluate import classes_of, hold_out
+from learn.rows.data import load_rows
+from learn.rows.targets import make_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 OK = "SUCCESSFUL"
@@ -204,8 +204,8 @@ def test_a_row_is_traced_once_for_all_estimators_and_figures_come_as_they_are_do
         traced.append(job)
         return step_of(job, *args, **options)
 
-    monkeypatch.setattr("learn.traced.step_of", counted)
-    monkeypatch.setattr("learn.evaluation.benchmark_answers.SLOW", ("hundreds",))
+    monkeypatch.setattr("learn.job.traced.step_of", counted)
+    monkeypatch.setattr("learn.commands.benchmark_answers.SLOW", ("hundreds",))
     path = write(tmp_path / "some.csv", [mlp(8 * (i + 1), depth=1 + i) for i in range(18)])
     shown = []
     chosen = settings(path, estimators=("hundreds", "trace", "hybrid"), data=str(tmp_path / "data"))

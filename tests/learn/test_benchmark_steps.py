@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from learn_rows import make_configs, write_llm_foundry, write_runs
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.device_spec import load_device
-from featurize.kernel_model.step_time import load_efficiencies, time_step
-from featurize.trace import trace_config
+from featurize.device.device_spec import load_device
+from featurize.timing.step_time import load_efficiencies, time_step
+from featurize.trace.tracer import trace_config
 from learn import benchmark as benchmark_command
 from learn.benchmark import BenchmarkSettings, benchmark
-from learn.kernels.fitting import TimeFit
+from learn.estimators.kernel_fitting import TimeFit
 from warehouse.ingest import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")

@@ -6,11 +6,11 @@ import json
 import pytest
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device_spec import load_device
+from featurize.device.device_spec import load_device
+from featurize.device.machine import MachineProfile
 from featurize.families import cnn, mlp
-from featurize.machine import MachineProfile
 from learn import devices_that_fit, estimate, estimate_many, largest_batch
 from learn.estimation.known_runs import KINDS
 from tests.learn.learn_rows import write_runs
@@ -226,7 +226,7 @@ def test_of_the_folders_runs_the_same_batch_counts_alone_and_else_its_neighbours
 
 
 def test_a_measured_batch_that_cannot_be_traced_is_a_note(measured_folder, monkeypatch):
-    from learn import traced
+    from learn.job import traced
 
     real = traced.step_of
 

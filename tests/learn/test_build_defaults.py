@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from learn_rows import write_runs
 
-from conf import cli
+from conf.cli import command_line as cli
 from featurize.families import mlp
 from learn import build_defaults
 from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
-from learn.cases import of_configs
-from learn.estimators import get_estimator
-from learn.learned import hybrid
+from learn.estimators import hybrid
+from learn.estimators.protocol import get_estimator
+from learn.rows.cases import of_configs
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
-from warehouse import dataset
+from warehouse.exchange import dataset
 from warehouse.export import ExportSettings, export
 
 ROOT = Path(__file__).resolve().parents[2]

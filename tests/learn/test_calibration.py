@@ -7,14 +7,14 @@ import pytest
 from torch import nn
 
 import learn.calibrate as calibrate_command
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device_spec import load_device
-from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile, machine, read_machine
+from featurize.device.device_spec import load_device
+from featurize.device.machine import CURRENT, DESCRIBED, EAGER, MachineProfile, machine, read_machine
 from learn import estimate
 from learn.calibrate import MeasuredMemory, calibrate, measured_in_csv, to_mapping
 from tests.learn.learn_rows import make_configs, write_runs
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
 TRUE = MachineProfile(name="x", context_mib=520, kernels_mib=90, cudnn_mib=130, other_mib=310)

@@ -9,8 +9,7 @@ from learn_rows import make_configs, write_runs
 
 from featurize.families import mlp
 from learn import estimate, estimate_many
-from learn.cases import of_configs
-from learn.config_models import (
+from learn.estimation.config_models import (
     BOUND,
     DEVICES,
     FAMILIES,
@@ -20,8 +19,9 @@ from learn.config_models import (
     sampled_cases,
     sampled_configs,
 )
-from learn.fitting import FitSettings, fit
-from learn.step_record import compute
+from learn.fitting.fit_call import FitSettings, fit
+from learn.rows.cases import of_configs
+from learn.rows.step_record import compute
 
 CONFIG = mlp.Config(batch_size=64, input_size=300, classes=4, depth=2)
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from featurize.families import cnn, layers_of, mlp, transformer
-from featurize.layers import totals
-from featurize.version import FEATURES_STAMP
+from featurize.job.layers import totals
+from featurize.job.version import FEATURES_STAMP
 from learn import estimate
-from learn.artifacts import DEFAULT_MODELS, default_artifact, open_artifact
 from learn.build_defaults import LIMIT_MIB, TARGETS
-from learn.cases import of_configs
-from learn.config_models import BOUND, DEVICES, FAST_LOOPS
-from learn.targets import TARGETS as KNOWN_TARGETS
+from learn.estimation.config_models import BOUND, DEVICES, FAST_LOOPS
+from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, open_artifact
+from learn.rows.cases import of_configs
+from learn.rows.targets import TARGETS as KNOWN_TARGETS
 
 A100 = "A100-SXM4-40GB"
 FILES = sorted(path for path in DEFAULT_MODELS.rglob("*") if path.is_file())

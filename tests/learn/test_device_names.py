@@ -11,22 +11,22 @@ from torch import nn
 
 import conf
 import warehouse
-from conf import cli
+from conf.cli import command_line as cli
 from conf.device_names import resolve_device
 from conf.errors import UsageError
-from conf.identity import version_of
+from conf.files.identity import version_of
 from farm.serving.problems import Problem
 from farm.serving.questions import device_at
 from farm.submit import entry as submit_entry
-from featurize.device_spec import describe_device, device_names, load_device
+from featurize.configs.trial import config_from_mapping
+from featurize.device.device_spec import describe_device, device_names, load_device
 from featurize.families import zoo
-from featurize.trial import config_from_mapping
 from learn import devices_that_fit, estimate
-from learn.cases import Case
 from learn.commands.estimate import entry
 from learn.estimation.model_names import load_factory
+from learn.rows.cases import Case
 from tests.learn.learn_rows import write_batch
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 CONFIG = {"family": "mlp", "batch_size": 8, "input_size": 64, "classes": 10, "depth": 2}
 NAMES = [

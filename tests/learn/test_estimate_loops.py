@@ -6,19 +6,19 @@ import pytest
 from learn_rows import make_configs, write_runs
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.device_spec import describe_device
+from featurize.device.device_spec import describe_device
 from featurize.families import mlp
-from featurize.input_pipeline import input_ms
-from featurize.kernel_model.step_time import time_step
-from featurize.simulate import simulate
-from featurize.trace import trace_config
+from featurize.timing.input_pipeline import input_ms
+from featurize.timing.simulate import simulate
+from featurize.timing.step_time import time_step
+from featurize.trace.tracer import trace_config
 from learn import FitSettings, estimate, fit
-from learn.artifacts import default_artifact
-from learn.cases import Case
 from learn.estimation.loops import LOOPS, PIPELINE, RESIDENT
-from learn.step_record import compute
+from learn.fitting.artifacts import default_artifact
+from learn.rows.cases import Case
+from learn.rows.step_record import compute
 
 DEVICE = describe_device("A100-SXM4-40GB")
 CONFIGS = make_configs(6, seed=3)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.families import mlp
-from featurize.training import Training
+from featurize.training.training_step import Training
 from learn import estimate
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 
@@ -68,7 +68,7 @@ def test_other_methods_refuse_settings_that_they_do_not_know(name, value):
         ({"accumulate": 2}, "unknown keyword 'accumulate'; known: .*accumulation"),
         ({"accumulation": 0}, "accumulation must be an integer >= 1, got 0"),
         ({"settings": Training(), "accumulation": 2}, "accumulation and settings= exclude each other"),
-        ({"settings": {"accumulation": 2}}, "settings is a featurize.training.Training, got dict"),
+        ({"settings": {"accumulation": 2}}, "settings is a featurize.training.training_step.Training, got dict"),
     ],
 )
 def test_wrong_settings_are_named(given, message):
@@ -106,7 +106,7 @@ def test_a_run_is_not_estimated_with_its_own_measurement(capsys):
 
 
 def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces(monkeypatch):
-    from featurize.cudnn.workspaces import GUESSED
+    from featurize.memory.cudnn_workspaces import GUESSED
 
     convolutions = nn.Sequential(
         nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(64 * 64, 4)

@@ -7,9 +7,9 @@ import pytest
 from learn_rows import make_configs
 
 from conf.errors import UsageError
-from learn.data import make_rows
-from learn.evaluation.scores import bound_scores, class_scores
-from learn.evaluation.splits import parts_of
+from learn.judging.scores import bound_scores, class_scores
+from learn.judging.splits import parts_of
+from learn.rows.data import make_rows
 
 
 def rows_of(n=60, copies=2):

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
-from learn.bounds import BoundShares, bound_shares, group_score, held_of
 from learn.estimation.memory_causes import CONTEXT, KERNELS, WORKSPACES
+from learn.estimators.bounds import BoundShares, bound_shares, group_score, held_of
 from learn.fit_bound import MOST_OVER, entry, fit_bound, read_answers
 
 

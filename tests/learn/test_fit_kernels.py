@@ -10,14 +10,14 @@ import pytest
 from learn_rows import make_configs, write_llm_foundry, write_runs
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
-from featurize.kernel_model.calls import kernel_calls
-from featurize.kernel_model.step_time import efficiencies_text, read_efficiencies, time_step
-from featurize.trace import trace_config
+from featurize.device.device_spec import load_device
+from featurize.timing.calls import kernel_calls
+from featurize.timing.step_time import efficiencies_text, read_efficiencies, time_step
+from featurize.trace.tracer import trace_config
+from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, held_out_by
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
-from learn.kernels.judging import judged, score_of, score_text
-from learn.kernels.rows import kernel_times, measured_times
+from learn.fitting.kernel_judging import judged, score_of, score_text
+from learn.fitting.kernel_rows import kernel_times, measured_times
 from warehouse.ingest import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import learn
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.device_spec import device_names, load_device
+from featurize.device.device_spec import device_names, load_device
 from featurize.families import mlp
 from learn import devices_that_fit, estimate, largest_batch
 from learn.estimation.fits import MOST_SAMPLES, largest_fitting
-from learn.inputs import with_batch_size
+from learn.job.inputs import with_batch_size
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 
 A100 = load_device("A100-SXM4-40GB")
@@ -227,7 +227,7 @@ def test_a_job_that_cannot_be_traced_is_tried_on_one_gpu_model_only():
 
 @pytest.mark.parametrize("job", [(net, [64, 256]), (CONFIG, None)], ids=["module", "config"])
 def test_devices_share_a_traced_step_for_each_loop(job, monkeypatch):
-    from featurize import trace
+    from featurize.trace import tracer as trace
 
     loops_traced = []
     real = trace.trace_step

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from learn_rows import DEVICE, labels_of, make_configs
 
-from learn.cases import Case
-from learn.data import make_rows
-from learn.estimators import make_estimator
+from learn.estimators.protocol import make_estimator
+from learn.rows.cases import Case
+from learn.rows.data import make_rows
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_device_features_are_among_the_columns(fitted, tmp_path):
 def test_a_module_is_refused_and_the_others_are_answered(name, rows):
     from torch import nn
 
-    from learn.job import of_module
+    from learn.job.training_job import of_module
 
     job = of_module(lambda: nn.Linear(8, 2), [((4, 8), None)])
     answer = make_estimator(name).fit(rows).predict([rows.cases[0], Case(device=DEVICE, module=job)])

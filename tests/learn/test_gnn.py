@@ -7,12 +7,12 @@ from learn_rows import DEVICE
 from torch import nn
 
 from featurize.families import mlp
-from learn.cases import Case
-from learn.data import make_rows
-from learn.estimators import make_estimator
-from learn.job import of_module
-from learn.step_record import StepRecord
-from learn.step_store import StepStore
+from learn.estimators.protocol import make_estimator
+from learn.job.training_job import of_module
+from learn.rows.cases import Case
+from learn.rows.data import make_rows
+from learn.rows.step_record import StepRecord
+from learn.rows.step_store import StepStore
 
 STEPS = StepStore()  # of the cases that the tests share
 BATCH, WIDTH = 64, 512

@@ -12,11 +12,11 @@ import pytest
 from golden_features import differences, golden, same_libraries
 
 from featurize.families import family_names
-from featurize.kernel_model.power import INSTRUCTIONS_PER_ELEMENT
-from featurize.version import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
-from learn.artifact_files import stamped
-from learn.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
-from learn.step_record import record_version
+from featurize.job.version import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
+from featurize.timing.power import INSTRUCTIONS_PER_ELEMENT
+from learn.fitting.artifact_files import stamped
+from learn.fitting.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
+from learn.rows.step_record import record_version
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = golden()
@@ -42,7 +42,7 @@ def test_every_family_has_a_golden_case_and_modules_have_some():
 
 @pytest.mark.skipif(not TRACED_HERE, reason="other releases")
 def test_a_constant_of_kernels_that_differs_moves_golden_values(monkeypatch):
-    monkeypatch.setattr("featurize.kernel_model.power.INSTRUCTIONS_PER_ELEMENT", 1.01 * INSTRUCTIONS_PER_ELEMENT)
+    monkeypatch.setattr("featurize.timing.power.INSTRUCTIONS_PER_ELEMENT", 1.01 * INSTRUCTIONS_PER_ELEMENT)
     moved = list(differences("mlp", CASES["mlp"]))
     assert moved and all("mlp: step " in line for line in moved)
 
@@ -89,9 +89,9 @@ def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
         path.write_text(path.read_text(encoding="utf-8").replace('"""', '""" ', 1), encoding="utf-8")
     program = (
         "import featurize\n"
-        "from featurize.version import FEATURES_STAMP\n"
-        "from learn.artifacts import DEFAULT_MODELS, open_artifact, require_current\n"
-        "from learn.step_record import record_version\n"
+        "from featurize.job.version import FEATURES_STAMP\n"
+        "from learn.fitting.artifacts import DEFAULT_MODELS, open_artifact, require_current\n"
+        "from learn.rows.step_record import record_version\n"
         "require_current(open_artifact(DEFAULT_MODELS / 'memory'))\n"
         "print(featurize.__file__, FEATURES_STAMP, record_version(), sep='\\n')\n"
     )

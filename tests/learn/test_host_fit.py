@@ -5,14 +5,14 @@ import math
 
 import pytest
 
-from featurize.kernel_model.host import HostTime
-from featurize.kernel_model.step_time import load_efficiencies, overlapped
-from featurize.training_settings import EAGER, MEGATRON
-from learn.kernels import host_fit
-from learn.kernels.host_fit import fitted_hosts
-from warehouse.folder import DataFolder
+from featurize.job.training_settings import EAGER, MEGATRON
+from featurize.timing.host import HostTime
+from featurize.timing.step_time import load_efficiencies, overlapped
+from learn.fitting import host_fit
+from learn.fitting.host_fit import fitted_hosts
+from warehouse.exchange.published_tables import TABLES
+from warehouse.files.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.published_tables import TABLES
 
 PACKAGED = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRON)}
 

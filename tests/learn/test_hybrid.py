@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from featurize.families import cnn, mlp, transformer
-from learn.cases import Case, of_configs
-from learn.data import make_rows
-from learn.job import of_config
-from learn.learned.hybrid import HybridEstimator
-from learn.step_store import StepStore
+from learn.estimators.hybrid import HybridEstimator
+from learn.job.training_job import of_config
+from learn.rows.cases import Case, of_configs
+from learn.rows.data import make_rows
+from learn.rows.step_store import StepStore
 
 STEPS = StepStore()  # of the cases that the tests share
 CARD = 40_960.0

@@ -7,10 +7,10 @@ import pytest
 from learn_rows import labels_of, make_configs, write_runs
 
 from conf.errors import UsageError
-from learn.data import LabelledRow, load_rows, make_rows
-from learn.evaluation.benchmark_figures import Scored, described, told_classes
-from learn.evaluation.evaluate import classes_of
-from learn.targets import memory_bins
+from learn.judging.benchmark_figures import Scored, described, told_classes
+from learn.judging.evaluate import classes_of
+from learn.rows.data import LabelledRow, load_rows, make_rows
+from learn.rows.targets import memory_bins
 
 
 @pytest.fixture

@@ -15,22 +15,23 @@ import torch
 from learn_rows import make_configs, restamp, write_runs
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import describe_device
+from featurize.device.device_spec import describe_device
 from featurize.families import get_family, mlp
-from featurize.trace import TraceError
-from featurize.version import FEATURES_STAMP
-from learn import FitSettings, estimate, fit, step_record
-from learn.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest
-from learn.cases import Case, of_configs
-from learn.data import load_rows
-from learn.estimators import TRAINING_FREE, get_estimator
-from learn.job import of_module
+from featurize.job.version import FEATURES_STAMP
+from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.trace.tracer import TraceError
+from learn import FitSettings, estimate, fit
+from learn.estimators.protocol import TRAINING_FREE, get_estimator
+from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest
+from learn.job.training_job import of_module
 from learn.peers.base import analyse
-from learn.step_store import StepStore
-from warehouse.folder import DataFolder
+from learn.rows import step_record
+from learn.rows.cases import Case, of_configs
+from learn.rows.data import load_rows
+from learn.rows.step_store import StepStore
+from warehouse.files.folder import DataFolder
 
 DEVICE = "A100-SXM4-40GB"
 ROOT = Path(__file__).resolve().parents[2]
@@ -542,7 +543,7 @@ def test_what_only_the_trace_knows_is_missing_where_it_fails_and_the_rest_is_ans
     def failing(*_args, **_settings):
         raise TraceError("the model cannot be traced: it fails", "aten::odd", "layers.3", NotImplementedError("meta"))
 
-    monkeypatch.setattr("featurize.trace.trace_step", failing)
+    monkeypatch.setattr("featurize.trace.tracer.trace_step", failing)
     done = estimate(CONFIG, data=data)
     assert done.answered_by["memory"].startswith("lightgbm ") and done.upper_mib > 0 and done.step_time_ms is None
     said = " ".join(done.warnings)

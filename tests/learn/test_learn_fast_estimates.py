@@ -9,13 +9,13 @@ import pytest
 from learn_rows import make_configs, write_runs
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.device_spec import load_device
+from featurize.device.device_spec import load_device
 from featurize.families import cnn, layers_of, mlp, timm, transformer
-from featurize.layers import totals
+from featurize.job.layers import totals
 from learn import estimate, estimate_many
-from learn.config_models import sampled_configs
+from learn.estimation.config_models import sampled_configs
 
 A100 = load_device("A100-SXM4-40GB")
 STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights
@@ -80,7 +80,7 @@ def test_a_config_is_answered_without_tracing_it(monkeypatch):
     def never(*_args, **_settings):
         raise AssertionError("traced")
 
-    monkeypatch.setattr("featurize.trace.trace_step", never)
+    monkeypatch.setattr("featurize.trace.tracer.trace_step", never)
     done = estimate(CONFIG, method="fast")
     assert done.estimator == "fast" and set(done.answered_by.values()) == {"lightgbm (default)"}
     assert set(done.answered_by) == {"memory", "smact", "smocc", "drama", "step_time"}

@@ -8,19 +8,19 @@ from datetime import UTC, datetime
 import pytest
 from learn_rows import make_configs, restamp, write_batch, write_runs
 
-from conf import cli
-from conf.bars import StepBar
+from conf.cli import command_line as cli
+from conf.cli.bars import StepBar
 from conf.errors import UsageError
-from featurize.version import FEATURES_STAMP
+from featurize.job.version import FEATURES_STAMP
 from learn import FitSettings, fit
-from learn.artifacts import StaleArtifact, find_latest, load_latest, versions
 from learn.commands import fit as fit_module
-from learn.data import load_rows, make_rows
-from learn.estimators import default_estimator
-from learn.evaluation.evaluate import classes_of, hold_out, split
-from learn.targets import TARGETS, make_bins
-from warehouse.folder import DataFolder
-from warehouse.snapshots import take_snapshot
+from learn.estimators.protocol import default_estimator
+from learn.fitting.artifacts import StaleArtifact, find_latest, load_latest, versions
+from learn.judging.evaluate import classes_of, hold_out, split
+from learn.rows.data import load_rows, make_rows
+from learn.rows.targets import TARGETS, make_bins
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import take_snapshot
 
 N = 120
 
@@ -160,7 +160,7 @@ def test_a_snapshots_rows_are_fitted_on_and_the_artifact_names_it(tmp_path, fitt
 
 
 def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):
-    from learn.evaluation import report
+    from learn.judging import report
 
     def full(*_args):
         raise OSError(28, "No space left on device")
@@ -224,7 +224,7 @@ def test_no_data_folder_is_one_line(capsys, tmp_path):
 def test_importing_learn_loads_neither_torch_nor_lightgbm():
     code = (
         "import sys, learn; from learn import estimate; "
-        "import learn.commands.fit, learn.artifacts, learn.evaluation.report; "
+        "import learn.commands.fit, learn.fitting.artifacts, learn.judging.report; "
         "print([m for m in ('torch', 'lightgbm', 'sklearn', 'matplotlib') if m in sys.modules], callable(estimate))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,13 +5,13 @@ import pytest
 from learn_rows import make_configs
 
 from conf.errors import UsageError
-from learn.bounds import conformal_rank, too_few_for
-from learn.data import make_rows
-from learn.estimators import ResidualPrediction
-from learn.evaluation.benchmark_figures import Given, Scored, described, figures_of
-from learn.evaluation.evaluate import classes_of, metrics_of
-from learn.learned.tabular import group_folds
-from learn.targets import TARGETS, get_target, make_bins, memory_bins
+from learn.estimators.bounds import conformal_rank, too_few_for
+from learn.estimators.protocol import ResidualPrediction
+from learn.estimators.tabular import group_folds
+from learn.judging.benchmark_figures import Given, Scored, described, figures_of
+from learn.judging.evaluate import classes_of, metrics_of
+from learn.rows.data import make_rows
+from learn.rows.targets import TARGETS, get_target, make_bins, memory_bins
 
 
 def test_memory_bins_are_gb_wide_and_open_at_the_top():
@@ -38,7 +38,7 @@ def test_utilization_is_classed_by_each_rows_own_family():
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_every_target_is_a_column_of_the_runs_with_bins(name):
-    from warehouse.schema import RUN_SCHEMA
+    from warehouse.tables.schema import RUN_SCHEMA
 
     target = get_target(name)
     assert target.column in RUN_SCHEMA.names

@@ -43,7 +43,7 @@ def test_the_first_trace_of_a_process_holds_no_more_than_the_next_where_checkpoi
     run(
         """
 from featurize.families import loss_of, transformer
-from featurize.trace import trace_step
+from featurize.trace.tracer import trace_step
 
 config = transformer.Config(
     batch_size=2, activation_checkpointing=True, vocabulary_size=50, sequence_length=16, embedding_size=32, heads=2,
@@ -75,7 +75,7 @@ def test_what_was_left_out_comes_when_it_is_needed(tmp_path):
     code = f"""
 import os
 import torch
-from featurize.light_imports import without_compiler
+from featurize.trace.light_imports import without_compiler
 without_compiler()
 model = torch.nn.Linear(2, 2, device="meta")
 torch.optim.Adam(model.parameters(), foreach=True).step()
@@ -102,14 +102,14 @@ print("done")
 def test_simulated_trials_of_our_own_families_need_no_compiler(tmp_path):
     code = """
 import sys
-from featurize.light_imports import without_compiler
+from featurize.trace.light_imports import without_compiler
 without_compiler()
-from featurize.training import preload
+from featurize.training.training_step import preload
 preload()
 import dataclasses
-from farm.sampling import sample_range
-from farm.space import default_space, parse_space
-from featurize.trace import trace_config
+from farm.sampling.draws import sample_range
+from farm.sampling.space import default_space, parse_space
+from featurize.trace.tracer import trace_config
 for family in ("cnn", "gpt"):
     (config,) = sample_range(parse_space(family, default_space(family)), 0, 0, 1)
     config = dataclasses.replace(config, activation_checkpointing=False, optimizer="adamw", precision="bf16")
@@ -124,7 +124,7 @@ def test_it_leaves_alone_what_is_imported_already(tmp_path):
     code = """
 import torch, torch._dynamo
 real = torch._dynamo
-from featurize.light_imports import without_compiler
+from featurize.trace.light_imports import without_compiler
 without_compiler()
 import sys
 assert sys.modules["torch._dynamo"] is real

@@ -7,14 +7,14 @@ import pytest
 
 from learn import FitSettings, fit
 from learn.benchmark import BenchmarkSettings, benchmark
-from learn.data import load_rows
-from learn.estimators import make_estimator
-from learn.evaluation.evaluate import judged
-from learn.evaluation.paired import compare
-from learn.evaluation.report import metric_rows
-from learn.evaluation.scores import bound_scores, exceeds, labels_are_its_own
-from learn.promotion import refit
-from learn.targets import make_bins
+from learn.estimators.protocol import make_estimator
+from learn.fitting.promotion import refit
+from learn.judging.evaluate import judged
+from learn.judging.paired import compare
+from learn.judging.report import metric_rows
+from learn.judging.scores import bound_scores, exceeds, labels_are_its_own
+from learn.rows.data import load_rows
+from learn.rows.targets import make_bins
 from tests.learn.learn_rows import make_configs, write_batch
 
 CONFIGS = make_configs(70, seed=11)
@@ -81,7 +81,7 @@ def test_a_fit_on_labels_of_the_trace_says_not_informative(traced, estimator, ta
 
 @pytest.mark.slow
 def test_a_benchmark_on_labels_of_the_trace_says_not_informative(traced, capsys):
-    from learn.evaluation.benchmark_view import classes_table, errors_table
+    from learn.judging.benchmark_view import classes_table, errors_table
 
     settings = BenchmarkSettings(target="memory", data=str(traced), estimators=["trace", "dnnmem"], workers=0)
     done = benchmark(settings)

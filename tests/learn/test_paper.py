@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from conf import cli
+from conf.cli import command_line as cli
 from learn import benchmark as benchmark_module
-from learn import estimators
-from learn.evaluation import paper
+from learn.commands import paper
+from learn.estimators import protocol as estimators
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 

@@ -7,12 +7,12 @@ from functools import partialmethod
 import numpy as np
 import pytest
 
-from featurize.device_spec import load_device
-from featurize.kernel_model.calls import FP32, TENSOR, as_calls, product, stream
-from featurize.kernel_model.times import clock_ghz
-from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit
-from learn.kernels.formulas import FORMULAS, RooflineByKind
-from learn.kernels.judging import left_out_ratios
+from featurize.device.device_spec import load_device
+from featurize.timing.calls import FP32, TENSOR, as_calls, product, stream
+from featurize.timing.times import clock_ghz
+from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit
+from learn.fitting.formulas import FORMULAS, RooflineByKind
+from learn.fitting.kernel_judging import left_out_ratios
 from learn.peers.habitat import WaveScaling
 from learn.peers.neusight import TilesAndWaves
 

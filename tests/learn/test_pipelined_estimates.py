@@ -6,7 +6,7 @@ import json
 import pytest
 from torch import nn
 
-from featurize.device_spec import load_device
+from featurize.device.device_spec import load_device
 from learn import estimate, largest_batch
 from learn.estimation.estimate_view import print_table
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.device_spec import describe_device
+from featurize.device.device_spec import describe_device
 from featurize.families import mlp
-from featurize.parallel.layout import Parallel
-from featurize.training_settings import Training
+from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
 from learn import LayoutPlan, PlanRow, estimate, plan
 from learn.commands.plan import entry
 from learn.planning import meshes, plans

@@ -8,10 +8,10 @@ import dataclasses
 import pytest
 
 import warehouse
-from featurize.kernel_model.step_time import load_efficiencies
-from learn.kernels import power_fit
+from featurize.timing.step_time import load_efficiencies
+from learn.fitting import power_fit
+from warehouse.exchange.published_tables import TABLES
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.published_tables import TABLES
 
 LIMITS = {"A40": (300, 200, 125), "V100": (250, 175, 125)}
 

@@ -10,16 +10,16 @@ import pytest
 from learn_rows import labels_of, make_configs, restamp, write_batch
 
 from conf.errors import UsageError
-from featurize.features import group_key
+from featurize.configs.features import group_key
 from learn import FitSettings, fit
-from learn.artifacts import find_latest, versions
-from learn.data import load_rows, make_rows
-from learn.estimators import ResidualPrediction
-from learn.evaluation.evaluate import judged
-from learn.evaluation.paired import compare as compare_evaluations
-from learn.evaluation.paired import limits
-from learn.promotion import is_held_out, refit
-from learn.targets import make_bins
+from learn.estimators.protocol import ResidualPrediction
+from learn.fitting.artifacts import find_latest, versions
+from learn.fitting.promotion import is_held_out, refit
+from learn.judging.evaluate import judged
+from learn.judging.paired import compare as compare_evaluations
+from learn.judging.paired import limits
+from learn.rows.data import load_rows, make_rows
+from learn.rows.targets import make_bins
 
 NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
 POOL = make_configs(500)
@@ -186,8 +186,8 @@ def test_a_model_of_other_features_is_replaced_as_it_cannot_answer(fitted):
 
 
 def test_rows_of_a_snapshot_are_fitted_on_whatever_came_later(fitted):
-    from warehouse.folder import DataFolder
-    from warehouse.snapshots import take_snapshot
+    from warehouse.files.folder import DataFolder
+    from warehouse.files.snapshots import take_snapshot
 
     data, old = fitted
     take_snapshot(DataFolder.resolve(data), "2026-11-21")
@@ -222,7 +222,7 @@ def test_users_mistakes_are_said_before_anything_is_read(data):
 
 
 def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitted, monkeypatch):
-    from learn.learned import tabular
+    from learn.estimators.protocol import tabular
 
     data, _ = fitted
     write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)

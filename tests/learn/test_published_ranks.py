@@ -7,13 +7,13 @@ import pytest
 from learn_rows import LLM_FOUNDRY, make_configs, write_llm_foundry, write_runs
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
+from featurize.device.device_spec import load_device
 from featurize.families import gpt
 from learn import estimate
 from learn.benchmark import BenchmarkSettings, benchmark
-from learn.evaluation.benchmark_steps import rank_job_of
-from learn.kernels.fitting import TimeFit
-from learn.kernels.mpt import fused_mpt_loss
+from learn.commands.benchmark_steps import rank_job_of
+from learn.estimators.kernel_fitting import TimeFit
+from learn.fitting.mpt import fused_mpt_loss
 from warehouse.ingest import IngestSettings, ingest
 
 H100 = load_device("H100-SXM5-80GB")

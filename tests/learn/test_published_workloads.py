@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize import vision
 from featurize.families import timm
-from featurize.skeleton import build_on_meta
-from featurize.training import cross_entropy
-from learn.published import KNOWN_MODELS, config_of, known_workload, workload_of
-from warehouse.published import PublishedRow
+from featurize.nets import vision
+from featurize.recording.skeleton import build_on_meta
+from featurize.training.training_step import cross_entropy
+from learn.rows.published import KNOWN_MODELS, config_of, known_workload, workload_of
+from warehouse.exchange.published import PublishedRow
 
 needs = {
     name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")

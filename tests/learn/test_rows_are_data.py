@@ -15,19 +15,19 @@ import pytest
 from learn_rows import make_configs, runs_of, write_batch, write_runs
 from omegaconf import OmegaConf
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.code_names import CodeName, NotTrusted, TrustedName, library_problem
+from featurize.configs.own_code import config_of_user, named_by_user, trusting
+from featurize.configs.row_config import UnreadableConfig, config_of_row
 from featurize.families import zoo
-from featurize.own_code import config_of_user, named_by_user, trusting
-from featurize.row_config import UnreadableConfig, config_of_row
+from featurize.job.code_names import CodeName, NotTrusted, TrustedName, library_problem
 from learn import estimate
-from learn.cases import Case
 from learn.commands import estimate as estimate_module
-from learn.data import load_rows
-from learn.step_store import StepStore
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from learn.rows.cases import Case
+from learn.rows.data import load_rows
+from learn.rows.step_store import StepStore
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIL = """

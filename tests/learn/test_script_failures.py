@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from conf.errors import UsageError
-from featurize.parallel.layout import Parallel
-from featurize.step_trace import Block, Collective, Event, Operator, StepTrace
+from featurize.job.layout import Parallel
+from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
 from learn import estimate_script
 from learn.commands import estimate as command_module
 from learn.script.records import BadRecord, ScriptRecord, read_record, write_record
@@ -106,7 +106,7 @@ def test_an_estimator_that_needs_a_module_is_refused(tmp_path):
 
 
 def test_keys_of_other_jobs_are_refused_beside_a_script(monkeypatch, capsys):
-    from conf.cli import run
+    from conf.cli.command_line import run
 
     code = run("estimate", lambda cfg: command_module.entry_of_script(cfg, ["python", "train.py"]), ["optimizer=sgd"])
     assert code == 2

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from featurize.device_spec import describe_device
+from featurize.device.device_spec import describe_device
 from learn import estimate_script
 from learn.estimation import answers
 from learn.script import estimating, records

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from featurize.compiled import MODELLED
-from featurize.cuda_graphs import GRAPHED
-from featurize.vision import mend_torchvision
+from featurize.nets.vision import mend_torchvision
+from featurize.recording.compiled import MODELLED
+from featurize.recording.cuda_graphs import GRAPHED
 from learn import estimate, estimate_script
 from tests.featurize.published_models import detections
 
@@ -309,7 +309,7 @@ for step in range(5):
 
 
 def test_values_from_the_host_decide_shapes_and_the_report_is_written(tmp_path):
-    from featurize import values
+    from featurize.recording import values
 
     (tmp_path / "train.py").write_text(VALUES)
     report = tmp_path / "report.html"

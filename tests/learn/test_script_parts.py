@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import UsageError
 from featurize.cudnn import oracle
-from featurize.device_spec import describe_device
+from featurize.device.device_spec import describe_device
 from learn.commands.estimate import EstimateSettings, entry_of_script
 from learn.estimation import answers, estimate_view
 from learn.estimation.known_runs import known_runs

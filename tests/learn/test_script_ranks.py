@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.compiled import MODELLED
-from featurize.parallel.layout import Parallel
+from featurize.job.layout import Parallel
+from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
 from learn.commands.estimate import entry_of_script
 from learn.script.command_line import ScriptCommand

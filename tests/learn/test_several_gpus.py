@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.families import gpt, mlp, moe
-from featurize.parallel.layout import Parallel
-from featurize.parallel.world import pretended_mesh
+from featurize.job.layout import Parallel
+from featurize.training.world import pretended_mesh
 from learn import devices_that_fit, estimate
 from learn.commands.estimate import entry
 from learn.estimation.estimate_view import print_table

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from torch.cuda import _memory_viz
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.families import mlp
 from learn import estimate, estimate_many

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 from conf.reports.render import render_for_notebook
-from featurize.device_spec import describe_device
+from featurize.device.device_spec import describe_device
 from featurize.families import mlp, zoo
-from featurize.input_pipeline import input_ms
-from featurize.kernel_model.step_time import time_step
-from featurize.training_settings import Training
+from featurize.job.training_settings import Training
+from featurize.timing.input_pipeline import input_ms
+from featurize.timing.step_time import time_step
 from learn import estimate
 from learn.estimation.step_report import (
     BANDS,
@@ -29,10 +29,10 @@ from learn.estimation.step_report import (
     time_text,
     tree_of,
 )
-from learn.job import name_of, of_module
-from learn.traced import step_of
+from learn.job.traced import step_of
+from learn.job.training_job import name_of, of_module
 from tests.parsed_page import ParsedPage
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 MIB = 2**20
 DEVICE = describe_device("A100-SXM4-40GB")

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from torch import nn
 
-import learn.traced
-from featurize.device_spec import device_names, load_device
-from featurize.trace import trace_step
+import learn.job.traced
+from featurize.device.device_spec import device_names, load_device
+from featurize.trace.tracer import trace_step
 from learn import devices_that_fit, estimate
-from learn.job import of_module
+from learn.job.training_job import of_module
 
 NAMES = ("A100-SXM4-40GB", "H100-SXM5-80GB", "V100-SXM2-32GB", "T4", "RTX-4060", "P100-PCIE-16GB")
 
@@ -59,7 +59,7 @@ def test_gpus_share_a_trace_where_none_can_differ(monkeypatch):
         traced.append(args)
         return trace_step(*args, **kwargs)
 
-    monkeypatch.setattr("featurize.trace.trace_step", counting)
+    monkeypatch.setattr("featurize.trace.tracer.trace_step", counting)
     devices_that_fit(Block, (16, 3, 32, 32), devices=device_names())
     assert len(traced) == 2  # an MI100 alone has no fused attention
     devices_that_fit(Block, (16, 3, 32, 32), devices=(*NAMES, "MI210", "MI300X"), precision="fp16")
@@ -72,7 +72,7 @@ def test_what_is_kept_of_a_trace_ends_with_it():
     calls = []
 
     def traced():
-        return learn.traced.step_of(of_module(nn.Linear(4, 4), [((2, 4), None)]), load_device("T4")).trace
+        return learn.job.traced.step_of(of_module(nn.Linear(4, 4), [((2, 4), None)]), load_device("T4")).trace
 
     one, other = traced(), traced()
     for asked in (one, other, one):

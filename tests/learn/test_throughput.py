@@ -8,15 +8,15 @@ from learn_rows import make_configs, write_runs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from featurize.device_spec import describe_device
+from featurize.device.device_spec import describe_device
 from featurize.families import gpt, mlp
-from featurize.model_flops import seconds_at_peak
+from featurize.timing.model_flops import seconds_at_peak
 from learn import FitSettings, devices_that_fit, estimate, fit
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import LOOPS
-from learn.job import of_module
-from learn.traced import step_of
+from learn.job.traced import step_of
+from learn.job.training_job import of_module
 
 BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 4, 1024, 768, 12, 50_257
 A100 = describe_device("A100-SXM4-40GB")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from sklearn.ensemble import ExtraTreesRegressor
 
-from learn.artifacts import DEFAULT_MODELS
-from learn.learned.trees import Boosters, Trees
+from learn.estimators.trees import Boosters, Trees
+from learn.fitting.artifacts import DEFAULT_MODELS
 
 SHIPPED = [
     (DEFAULT_MODELS / target / "model", name) for target in ("memory", "smact") for name in ("correction", "scale")
@@ -102,8 +102,8 @@ def test_answering_imports_neither_lightgbm_nor_scikit_learn():
     code = """
 import sys
 import numpy as np
-from learn.artifacts import default_artifact
-from learn.learned.trees import Trees
+from learn.fitting.artifacts import default_artifact
+from learn.estimators.trees import Trees
 Trees.load(default_artifact("memory").path / "model", "scale").predict(np.zeros((3, 99)))
 print("lightgbm" in sys.modules, "sklearn" in sys.modules)
 """

@@ -9,8 +9,8 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import mlp
-from featurize.parallel import layout
-from featurize.parallel.deepspeed_config import read_deepspeed
+from featurize.job import layout
+from featurize.job.deepspeed_config import read_deepspeed
 from learn import estimate, plan
 
 INPUTS = [4, 2048]

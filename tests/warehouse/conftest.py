@@ -2,7 +2,7 @@
 
 import pytest
 
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 
 @pytest.fixture

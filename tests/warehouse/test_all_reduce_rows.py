@@ -8,8 +8,8 @@ import pytest
 
 import warehouse
 from conf.errors import UsageError
+from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.published_kernels import KERNEL_TABLES
 
 CELLS = {
     "gpu": "A100-SXM4",

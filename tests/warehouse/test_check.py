@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import run_row, samples
 
-from conf.cli import run
+from conf.cli.command_line import run
 from warehouse.check import entry
 from warehouse.compact import CompactionSettings, compact
-from warehouse.integrity import examine
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter, run_table
+from warehouse.files.integrity import examine
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter, run_table
 
 NOW_S = 4_000_000_000.0
 

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
-from warehouse.checksum import (
+from warehouse.compact import CompactionSettings, compact
+from warehouse.files.checksum import (
     CHECKSUM_KEY,
     checksum_problem,
     content_problem,
@@ -17,12 +18,11 @@ from warehouse.checksum import (
     verify,
     write_sealed,
 )
-from warehouse.compact import CompactionSettings, compact
-from warehouse.layout import COMPRESSION
-from warehouse.listings import read_listings
-from warehouse.merged import Listing
-from warehouse.stale import Mark, write_marks
-from warehouse.writer import RunWriter, run_table
+from warehouse.files.layout import COMPRESSION
+from warehouse.files.listings import read_listings
+from warehouse.files.merged import Listing
+from warehouse.files.stale import Mark, write_marks
+from warehouse.files.writer import RunWriter, run_table
 
 NOW_S = 4_000_000_000.0
 

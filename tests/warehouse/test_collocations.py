@@ -10,15 +10,15 @@ from warehouse_rows import collocations, run_row, samples
 
 import warehouse
 from conf.errors import UsageError
-from warehouse.checks import check
 from warehouse.compact import CompactionSettings, compact
+from warehouse.exchange.published_groups import NOT_TOGETHER
 from warehouse.export import ExportSettings, export
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter
 from warehouse.ingest import IngestSettings, ingest, print_report
 from warehouse.publish import PublishSettings, publish
-from warehouse.published_groups import NOT_TOGETHER
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter
+from warehouse.reading.checks import check
 
 NOW_S = 4_000_000_000.0
 UUID = "GPU-11111111-2222-3333-4444-555555555555"

@@ -16,12 +16,12 @@ import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import UsageError
 from warehouse.compact import CompactionSettings, compact, entry, is_open_somewhere
-from warehouse.folder import DataFolder
-from warehouse.layout import KINDS, OF_RUNS
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import KINDS, OF_RUNS
+from warehouse.files.writer import RunWriter
 
 NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock
 HOUR_S = 3600.0
@@ -250,7 +250,7 @@ def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
 COMPACT_AND_DIE = """
 import os, signal, sys
 from warehouse.compact import CompactionSettings, compact
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 left = int(sys.argv[3])
 def dying(call):
     def wrapped(*arguments, **keywords):

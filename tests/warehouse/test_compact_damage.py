@@ -11,15 +11,15 @@ import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
-from warehouse.believed import lost_merged_files
-from warehouse.checksum import write_sealed
 from warehouse.compact import CompactionSettings, compact
-from warehouse.counting import counting_files
-from warehouse.layout import COMPRESSION, KINDS
-from warehouse.listings import read_listings
-from warehouse.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name
-from warehouse.schema import RUN_SCHEMA
-from warehouse.writer import RunWriter
+from warehouse.files.believed import lost_merged_files
+from warehouse.files.checksum import write_sealed
+from warehouse.files.counting import counting_files
+from warehouse.files.layout import COMPRESSION, KINDS
+from warehouse.files.listings import read_listings
+from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name
+from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import RUN_SCHEMA
 
 NOW_S = 4_000_000_000.0
 HOUR_S = 3600.0

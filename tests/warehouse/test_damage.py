@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import run_row, samples
 
-from warehouse.damage import DamagedFile, damage_of, damaged_among, parquet_files, report
-from warehouse.writer import RunWriter
+from warehouse.files.damage import DamagedFile, damage_of, damaged_among, parquet_files, report
+from warehouse.files.writer import RunWriter
 
 
 def torn(path, how):

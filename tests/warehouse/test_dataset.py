@@ -12,20 +12,20 @@ import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row
 
 import warehouse
-from conf import cli
+from conf.cli import command_line as cli
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from warehouse import dataset
 from warehouse import export as export_command
 from warehouse import ingest as ingest_command
 from warehouse.compact import CompactionSettings, compact
-from warehouse.dataset import DatasetPart, find_parts, read_part, repository_folder, to_bytes
-from warehouse.dataset_card import card
+from warehouse.exchange import dataset
+from warehouse.exchange.dataset import DatasetPart, find_parts, read_part, repository_folder, to_bytes
+from warehouse.exchange.dataset_card import card
+from warehouse.exchange.public_rows import scrubbed, thin
 from warehouse.export import ExportSettings, export
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.public_rows import scrubbed, thin
-from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
-from warehouse.writer import RunWriter
+from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 
 DAY = datetime.datetime(2026, 3, 4, 5, 6, 7, 891011, tzinfo=datetime.UTC)
 TRACEBACK = """Traceback (most recent call last):

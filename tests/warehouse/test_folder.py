@@ -7,9 +7,9 @@ import os
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.outputs import replacing
-from warehouse.folder import DataFolder
-from warehouse.schema import SCHEMA_VERSION
+from conf.files.outputs import replacing
+from warehouse.files.folder import DataFolder
+from warehouse.tables.schema import SCHEMA_VERSION
 
 
 def contents(root):
@@ -95,7 +95,7 @@ def test_a_folder_that_is_full_is_named(folder, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     folder.format_marker.unlink()
-    monkeypatch.setattr("warehouse.folder.write_bytes", refuse)
+    monkeypatch.setattr("warehouse.files.folder.write_bytes", refuse)
     with pytest.raises(EnvironmentProblem, match="cannot be written: No space left"):
         folder.create()
 

@@ -9,10 +9,10 @@ import tempfile
 import pytest
 from warehouse_rows import run_row, samples
 
-from conf.cli import run
+from conf.cli.command_line import run
 from warehouse import compact, export, ingest, publish, snapshot
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 DISK_KIB = 4096
 LEFT_KIB = (0, 4, 12, 24, 48, 96, 160)

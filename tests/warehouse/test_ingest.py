@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 import warehouse
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
-from conf.identity import mapping_hash
+from conf.files.identity import mapping_hash
+from featurize.configs.trial import ACTIVATIONS, config_from_mapping, config_hash
 from featurize.families import cnn, layers_of
-from featurize.layers import totals
-from featurize.trial import ACTIVATIONS, config_from_mapping, config_hash
+from featurize.job.layers import totals
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse import ingest as command
 from warehouse.compact import CompactionSettings, compact
-from warehouse.folder import DataFolder
-from warehouse.gpumemnet import dense_parameters, pool_intervals
+from warehouse.exchange.gpumemnet import dense_parameters, pool_intervals
+from warehouse.files.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest
 
 OLD_HEADER = HEADER[:5]

@@ -12,17 +12,17 @@ import pytest
 from warehouse_rows import kernels, run_row, samples
 
 import warehouse
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
-from warehouse.checks import check
 from warehouse.compact import CompactionSettings, compact
 from warehouse.diff import diff
 from warehouse.diff import entry as diff_entry
+from warehouse.exchange.neusight import COLUMNS
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter
 from warehouse.ingest import IngestSettings, ingest, print_report
-from warehouse.neusight import COLUMNS
 from warehouse.publish import PublishSettings, publish
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter
+from warehouse.reading.checks import check
 
 NOW_S = 4_000_000_000.0
 
@@ -280,7 +280,7 @@ def test_a_damaged_file_of_kernels_is_one_message_and_nothing_lands(folder, tmp_
 
 def test_kernels_of_an_importing_that_was_killed_do_not_count_and_come_again(folder, tmp_path, monkeypatch):
     path = kernel_file(tmp_path / "k.parquet", CELLS)
-    monkeypatch.setattr("warehouse.merged.Listing.write", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("warehouse.files.merged.Listing.write", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         take_in(folder, path)
     monkeypatch.undo()

@@ -5,7 +5,7 @@ import contextlib
 import duckdb
 import pytest
 
-from warehouse.pairing import paired, shift_of, shift_text, summed_up
+from warehouse.reading.pairing import paired, shift_of, shift_text, summed_up
 
 KEY = ("config_hash", "device_name")
 LABELS = {"peak_memory_mib": "peak_memory_mib", "smact": "smact"}

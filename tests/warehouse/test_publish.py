@@ -15,16 +15,16 @@ import duckdb
 import pytest
 
 import warehouse
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from tests.warehouse.warehouse_rows import run_row, samples
-from warehouse.columns import TABLES, described
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import sha256_of, snapshot_names, take_snapshot
+from warehouse.files.writer import RunWriter
 from warehouse.publish import PublishSettings, entry, publish
-from warehouse.schema import STATUSES
-from warehouse.schema import TABLES as SCHEMAS
-from warehouse.snapshots import sha256_of, snapshot_names, take_snapshot
-from warehouse.writer import RunWriter
+from warehouse.tables.columns import TABLES, described
+from warehouse.tables.schema import STATUSES
+from warehouse.tables.schema import TABLES as SCHEMAS
 
 DAY = datetime.datetime(2026, 3, 4, 5, 6, 7, tzinfo=datetime.UTC)
 PRIVATE = ("host17", "example.org", "someone", "10.1.2.3", "GPU-0a1b2c3d", "secret-folder", platform.node())
@@ -265,7 +265,9 @@ def test_every_published_column_is_described():
 
 
 def test_the_example_imports_nothing_of_the_project():
-    source = importlib.util.find_spec("warehouse.load_example").loader.get_source("warehouse.load_example")
+    source = importlib.util.find_spec("warehouse.exchange.load_example").loader.get_source(
+        "warehouse.exchange.load_example"
+    )
     assert "warehouse" not in source and "conf" not in source
 
 

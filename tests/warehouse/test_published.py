@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from conf.errors import UsageError
-from warehouse.gpumemnet import parse_filename
-from warehouse.published import read_published
+from warehouse.exchange.gpumemnet import parse_filename
+from warehouse.exchange.published import read_published
 
 MLP = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT")
 CNN = (*MLP, "Avg DRAMA", "Status")
@@ -209,7 +209,7 @@ def test_cells_longer_than_the_csv_modules_limit_are_read_and_the_limit_is_left(
 
 
 def test_reading_needs_no_torch():
-    code = "import sys, warehouse.published; sys.exit(any(m in sys.modules for m in ('torch', 'featurize')))"
+    code = "import sys, warehouse.exchange.published; sys.exit(any(m in sys.modules for m in ('torch', 'featurize')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from learn.kernels.fitting import LIGER, SAILOR
-from learn.kernels.layers import layer_calls
-from learn.kernels.rows import kernel_times
+from learn.estimators.kernel_fitting import LIGER, SAILOR
+from learn.fitting.kernel_rows import kernel_times
+from learn.fitting.timed_layers import layer_calls
 from warehouse.ingest import IngestSettings, ingest
 
 CONFIG = json.dumps({"bsz": 2, "hidden_size": 512, "intermediate_size": 1024, "dtype": "torch.bfloat16"})
@@ -102,6 +102,6 @@ def test_a_rank_computes_its_part_of_a_block(a100):
 
 @pytest.fixture
 def a100():
-    from featurize.device_spec import load_device
+    from featurize.device.device_spec import load_device
 
     return load_device("A100-SXM4-40GB")

@@ -8,11 +8,11 @@ import pytest
 
 import warehouse
 from conf.errors import UsageError
-from featurize.trial import config_from_mapping, config_hash
-from learn.data import load_rows
+from featurize.configs.trial import config_from_mapping, config_hash
+from learn.rows.data import load_rows
+from warehouse.exchange.published_tables import TABLES
 from warehouse.ingest import IngestSettings, ingest
-from warehouse.published_tables import TABLES
-from warehouse.schema import SCHEMA_VERSION
+from warehouse.tables.schema import SCHEMA_VERSION
 
 TIMM = {
     "model": "resnet18",

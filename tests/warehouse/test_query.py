@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import run_row, samples
 
-from conf.cli import run
+from conf.cli.command_line import run
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter
 from warehouse.query import QuerySettings, entry, run_query
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 from warehouse_rows import ranks, run_row, samples
 
 import warehouse
-from warehouse.checks import check
 from warehouse.compact import CompactionSettings, compact
 from warehouse.export import ExportSettings, export
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import take_snapshot
+from warehouse.files.writer import RunWriter
 from warehouse.ingest import IngestSettings, ingest
 from warehouse.publish import PublishSettings, publish
-from warehouse.snapshots import take_snapshot
-from warehouse.writer import RunWriter
+from warehouse.reading.checks import check
 
 NOW_S = 4_000_000_000.0
 UUIDS = ["GPU-11111111-2222-3333-4444-555555555555", "GPU-66666666-7777-8888-9999-000000000000"]

@@ -9,10 +9,10 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
-from conf.cli import run
+from conf.cli.command_line import run
+from warehouse.files.writer import RunWriter
 from warehouse.query import entry
-from warehouse.sql_text import sql_text
-from warehouse.writer import RunWriter
+from warehouse.tables.sql_text import sql_text
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_sort_larger_than_memory_spills_outside_the_folder(folder, monkeypatch
     RunWriter(folder).write(run_row(0), samples())
     plain = duckdb.connect
     monkeypatch.setattr(
-        "warehouse.connection.duckdb.connect",
+        "warehouse.reading.connection.duckdb.connect",
         lambda path, **options: plain(path, **options, config={"memory_limit": "120MB", "threads": 2}),
     )
     before = state_of(folder.root)

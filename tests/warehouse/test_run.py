@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from warehouse import connect
-from warehouse.folder import DataFolder
-from warehouse.run import JSON_COLUMNS, Run, reasons_of
-from warehouse.schema import RUN_SCHEMA
-from warehouse.writer import REQUIRED, RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import REQUIRED, RunWriter
+from warehouse.tables.run import JSON_COLUMNS, Run, reasons_of
+from warehouse.tables.schema import RUN_SCHEMA
 
 NO_SAMPLES = pa.table({"t_ms": pa.array([], pa.float64())})
 RUN = Run(

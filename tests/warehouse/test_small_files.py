@@ -6,8 +6,8 @@ import threading
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from warehouse import small_files
-from warehouse.small_files import read_files
+from warehouse.files import small_files
+from warehouse.files.small_files import read_files
 
 SCHEMA = pa.schema([("run_id", pa.string()), ("x", pa.float64()), ("at", pa.timestamp("us", tz="UTC"))])
 AT = datetime.datetime(2026, 3, 4, 5, 6, 7, 891011, tzinfo=datetime.UTC)

@@ -15,16 +15,16 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
-from warehouse.checks import SEVERITIES, check
 from warehouse.compact import CompactionSettings, compact, compaction_lock
 from warehouse.diff import diff, named_arguments
 from warehouse.diff import entry as diff_entry
-from warehouse.schema import TELEMETRY_SCHEMA
+from warehouse.files.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
+from warehouse.files.writer import RunWriter
+from warehouse.reading.checks import SEVERITIES, check
 from warehouse.snapshot import entry
-from warehouse.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
-from warehouse.writer import RunWriter
+from warehouse.tables.schema import TELEMETRY_SCHEMA
 
 NOW_S = 4_000_000_000.0
 DAY_S = 86_400.0
@@ -162,7 +162,7 @@ def test_a_damaged_manifest_is_named(folder):
 
 KILLED = """
 import os, signal, sys
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 from warehouse.snapshot import take_snapshot
 calls = 0
 def dying(call):
@@ -213,7 +213,7 @@ def test_a_snapshot_can_be_read_where_nothing_can_be_written(folder, monkeypatch
     def refused(*_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("warehouse.views.write_bytes", refused)
+    monkeypatch.setattr("warehouse.files.views.write_bytes", refused)
     assert len(rows(folder, snapshot="s")) == 1
 
 
@@ -396,7 +396,7 @@ def test_a_manifest_that_names_what_is_no_file_of_the_snapshot_is_told_and_nothi
     manifest["files"].append({"path": path, "bytes": 6, "rows": 1, "sha256": "0" * 64, "modified_ns": 0})
     (root / MANIFEST).write_text(json.dumps(manifest))
     read = []
-    monkeypatch.setattr("warehouse.snapshots.sha256_of", lambda file: read.append(file) or "0" * 64)
+    monkeypatch.setattr("warehouse.files.snapshots.sha256_of", lambda file: read.append(file) or "0" * 64)
     (problem,) = [line for line in find_snapshot(folder, "s").problems() if path in line and "SHA" not in line]
     assert "is no plain file of the snapshot" in problem
     assert not [file for file in read if "secret" in str(file) or "passwd" in str(file) or "pipe" in str(file)]

@@ -6,13 +6,13 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
-from conf.cli import run
+from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from warehouse.compact import CompactionSettings, compact
-from warehouse.merged import Listing, listing_file
+from warehouse.files.merged import Listing, listing_file
+from warehouse.files.snapshots import find_snapshot, take_snapshot
+from warehouse.files.writer import RunWriter
 from warehouse.snapshot import entry
-from warehouse.snapshots import find_snapshot, take_snapshot
-from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0
 

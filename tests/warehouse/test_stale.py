@@ -13,11 +13,11 @@ from warehouse_rows import run_row, samples
 
 import warehouse
 from warehouse.diff import diff
-from warehouse.folder import DataFolder
-from warehouse.schema import ENVIRONMENT
-from warehouse.snapshots import find_snapshot, take_snapshot
-from warehouse.stale import Mark, stale_now, write_marks
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import find_snapshot, take_snapshot
+from warehouse.files.stale import Mark, stale_now, write_marks
+from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import ENVIRONMENT
 
 OLD = {"torch_version": "2.12", "cuda_version": "12.6", "cudnn_version": "9.1", "driver_version": "550"}
 NEW = OLD | {"driver_version": "560"}
@@ -148,7 +148,7 @@ def test_a_folder_from_before_that_may_only_be_read_is_read(folder, monkeypatch)
 
     land(folder, 0, OLD, 1)
     without_marks(folder)
-    monkeypatch.setattr("warehouse.views.write_bytes", refuse)
+    monkeypatch.setattr("warehouse.files.views.write_bytes", refuse)
     assert shown(folder) == []
     assert not folder.stale.exists()
 

@@ -8,8 +8,8 @@ import pytest
 from warehouse_rows import collocations, kernels, run_row, samples
 
 from tests.parsed_page import ParsedPage
+from warehouse.files.writer import RunWriter
 from warehouse.publish import PublishSettings, publish
-from warehouse.writer import RunWriter
 
 SECRET = "/home/someone/secret-folder"
 

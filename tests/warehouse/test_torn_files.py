@@ -15,11 +15,11 @@ from warehouse_rows import collocations, kernels, ranks, run_row, samples
 import warehouse
 from conf.errors import EnvironmentProblem
 from warehouse.compact import CompactionSettings, compact
-from warehouse.folder_files import FolderFiles, files_of
-from warehouse.layout import COMPRESSION, KINDS
-from warehouse.merged import Listing, listing_file, new_merged_name
-from warehouse.schema import RUN_SCHEMA
-from warehouse.writer import RunWriter
+from warehouse.files.folder_files import FolderFiles, files_of
+from warehouse.files.layout import COMPRESSION, KINDS
+from warehouse.files.merged import Listing, listing_file, new_merged_name
+from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import RUN_SCHEMA
 
 NOW_S = 4_000_000_000.0
 EVERY_RUN = "SELECT run_id FROM runs ORDER BY run_id"
@@ -294,8 +294,8 @@ def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(folder, k
 LOOP = """
 import sys, time
 from warehouse.compact import CompactionSettings, compact
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 sys.path.insert(0, sys.argv[2])
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 folder, seconds = DataFolder.resolve(sys.argv[1]), float(sys.argv[3])
@@ -355,7 +355,7 @@ def test_readers_beside_compaction_without_grace_see_every_run_once(folder):
 @pytest.mark.slow
 def test_files_that_go_away_under_a_planned_query_are_planned_again(folder, monkeypatch):
     """Also where they are opened by name, as there are too many to keep open."""
-    monkeypatch.setattr("warehouse.folder_files._PINNED", 2)
+    monkeypatch.setattr("warehouse.files.folder_files._PINNED", 2)
     assert read_beside_compaction(folder, seconds=3) > 0
 
 
@@ -374,7 +374,9 @@ def test_an_open_connection_keeps_replaced_files_and_closing_one_of_two_does_not
 
 def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monkeypatch):
     fill(folder, range(2))
-    monkeypatch.setattr("warehouse.damage.damaged_among", lambda *_args, **_options: pytest.fail("files are checked"))
+    monkeypatch.setattr(
+        "warehouse.files.damage.damaged_among", lambda *_args, **_options: pytest.fail("files are checked")
+    )
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for sql in (
             "SELECT nope FROM runs",
@@ -494,7 +496,7 @@ def test_a_file_that_is_being_closed_is_not_handed_to_another_query(folder, monk
             again.append(files.open(files.glob(files_of("runs"))[1]))
         close(descriptor)
 
-    monkeypatch.setattr("warehouse.folder_files.os.close", close_while_another_thread_opens)
+    monkeypatch.setattr("warehouse.files.folder_files.os.close", close_while_another_thread_opens)
     files = FolderFiles(folder)
     _, name = files.glob(files_of("runs"))
     content = files.open(name).read()
@@ -506,9 +508,9 @@ def test_a_file_that_is_being_closed_is_not_handed_to_another_query(folder, monk
 def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch):
     fill(folder, range(3))
     checks = []
-    plain = warehouse.damage.damaged_among
+    plain = warehouse.files.damage.damaged_among
     monkeypatch.setattr(
-        "warehouse.damage.damaged_among", lambda paths, **how: checks.extend(paths) or plain(paths, **how)
+        "warehouse.files.damage.damaged_among", lambda paths, **how: checks.extend(paths) or plain(paths, **how)
     )
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for _ in range(3):

@@ -14,11 +14,11 @@ from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from conf.errors import UsageError
-from warehouse.folder import DataFolder
-from warehouse.layout import KINDS
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
-from warehouse.views import refresh
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import KINDS
+from warehouse.files.views import refresh
+from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_read_through_views_elsewhere(folder,
     def refuse(_folder):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("warehouse.views.refresh", refuse)
+    monkeypatch.setattr("warehouse.files.views.refresh", refuse)
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)
         assert connection.execute("SELECT count(*) FROM telemetry").fetchone() == (3,)

@@ -14,11 +14,11 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
-from warehouse.folder import DataFolder
-from warehouse.merged import Listing, listing_file, new_merged_name
-from warehouse.merged_index import MergedIndex
-from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.merged import Listing, listing_file, new_merged_name
+from warehouse.files.merged_index import MergedIndex
+from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
 
 def ask(folder, sql):
@@ -131,8 +131,8 @@ WRITE_FOREVER = """
 import itertools, sys
 sys.path.insert(0, sys.argv[2])
 from warehouse_rows import run_row, samples
-from warehouse.folder import DataFolder
-from warehouse.writer import RunWriter
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 writer = RunWriter(DataFolder.resolve(sys.argv[1]))
 for index in itertools.count():
     writer.write(run_row(index % 50), samples(500))

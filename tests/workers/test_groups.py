@@ -11,12 +11,12 @@ from hostile_models import FOR_EVER  # noqa: F401  the trials import it from thi
 from test_hostile_trials import hostile
 from test_worker import LONG, InBackground, mlp, task
 
-from featurize.device_spec import load_device
-from featurize.shared_gpu import GpuLoad, speeds_of_loads
+from featurize.device.device_spec import load_device
+from featurize.timing.shared_gpu import GpuLoad, speeds_of_loads
 from workers.alone import AloneRun
 from workers.devices import DeviceChoice
-from workers.reports import BrokenReport, ReportReader, Warm
 from workers.settings import WindowSettings
+from workers.trial.reports import BrokenReport, ReportReader, Warm
 from workers.worker import Worker
 
 HERE = str(Path(__file__).parent)

@@ -8,10 +8,10 @@ import psutil
 import pytest
 
 from conf.children.memory import TreeMemory, resident_bytes, shares_bytes, tree_memory_bytes
-from workers.labels import label_run
-from workers.outcome import Observed
+from workers.labels.run_labels import label_run
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.process import ProcessSensor
+from workers.trial.outcome import Observed
 
 MIB = 2**20
 SIZE = 200 * MIB

@@ -5,12 +5,12 @@ import os
 import pytest
 from recorded_nvml import A100_UUID, FakeGpmNvml
 
-from workers.labels import label_run
-from workers.outcome import Observed
+from workers.labels.run_labels import label_run
 from workers.telemetry import gpu_processes
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.gpm import GpmSensor
 from workers.telemetry.nvml import NvmlSensor, memory_before
+from workers.trial.outcome import Observed
 
 MIB = 2**20
 S = 1_000_000_000

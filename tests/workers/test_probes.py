@@ -17,8 +17,8 @@ from recorded_nvml import A100_UUID, FakeGpmNvml, RecordedNvml
 from standing_in_gpu import standing_in
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
-from featurize.trial import config_from_mapping
+from featurize.configs.trial import config_from_mapping
+from featurize.device.device_spec import load_device
 from infra.offline.block_comparison import compare_blocks
 from learn.calibrate import calibrate, measured_in_csv
 from workers.devices import Slot
@@ -433,7 +433,7 @@ def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
     monkeypatch.setattr(questions, "_kernels", lambda call: ["kernel"])
     shapes = {4: (1, 128, 2, 2), 2: (4, 4)}
     monkeypatch.setattr(torch, "randn", lambda *shape, **options: torch.ones(shapes[len(shape)]))
-    monkeypatch.setattr("featurize.tf32.allow_tf32", lambda **allowed: None)
+    monkeypatch.setattr("featurize.device.tf32.allow_tf32", lambda **allowed: None)
     with standing_in():
         rows = list(questions.tf32_under_half("GPU-1"))
     assert len(rows) == 16 and len({tuple(map(str, list(row.values())[:4])) for row in rows}) == 16

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from conf.errors import UsageError
-from featurize.trial import config_from_mapping
+from featurize.configs.trial import config_from_mapping
 from workers.devices import DeviceChoice, profiling
 from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
-from workers.reports import BrokenReport, KernelsSeen, Profiled, ReportReader, TrialResult
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
 from workers.task import Task
+from workers.trial.reports import BrokenReport, KernelsSeen, Profiled, ReportReader, TrialResult
 from workers.worker import Worker, kernel_rows
 
 MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}

@@ -7,12 +7,12 @@ import os
 import pytest
 from recorded_nvml import A100_UUID, RecordedNvml
 
-from warehouse.schema import QUALITIES, RUN_SCHEMA, SAMPLE_QUALITIES
-from workers.labels import counter_growth, label_run, peak_memory_mib
-from workers.outcome import Observed
-from workers.quality import REASONS, judge
+from warehouse.tables.schema import QUALITIES, RUN_SCHEMA, SAMPLE_QUALITIES
+from workers.labels.quality import REASONS, judge
+from workers.labels.run_labels import counter_growth, label_run, peak_memory_mib
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
+from workers.trial.outcome import Observed
 
 S = 1_000_000_000
 PERIOD_NS = S // 10

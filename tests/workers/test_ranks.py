@@ -11,10 +11,10 @@ from hostile_models import FOR_EVER  # noqa: F401  the trials import it from thi
 from test_hostile_trials import await_gone, hostile
 from test_worker import LONG, InBackground, mlp, task
 
-from featurize.device_spec import load_device
+from featurize.device.device_spec import load_device
 from workers.devices import DeviceChoice
-from workers.reports import BrokenReport, ReportReader
 from workers.settings import KernelSettings
+from workers.trial.reports import BrokenReport, ReportReader
 from workers.worker import Worker
 
 HERE = str(Path(__file__).parent)

@@ -10,9 +10,9 @@ import statistics
 
 import pytest
 
+from workers.devices.steadiness import TARGETS, TargetFollower, mean_half_width, student_t
 from workers.settings import WindowSettings
 from workers.telemetry.base import Sample
-from workers.telemetry.steadiness import TARGETS, TargetFollower, mean_half_width, student_t
 
 WINDOW = WindowSettings(kind="adaptive")
 TICK_S = 0.1

@@ -11,7 +11,7 @@ from dcgm_server import DcgmServer
 from recorded_nvml import A100_UUID, RecordedNvml
 
 from conf.errors import UsageError
-from warehouse.schema import METRICS, TELEMETRY_SCHEMA
+from warehouse.tables.schema import METRICS, TELEMETRY_SCHEMA
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
 from workers.telemetry.nvml import NvmlSensor

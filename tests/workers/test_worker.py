@@ -13,14 +13,14 @@ import pytest
 from recorded_nvml import A100_UUID, RecordedNvml
 
 import workers
+from featurize.configs.trial import config_from_mapping
 from featurize.families import get_family, layers_of
-from featurize.trial import config_from_mapping
 from workers.devices import DeviceChoice
-from workers.failure import is_device_fault
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
 from workers.telemetry.sampler import TelemetrySettings
-from workers.trial import classify
+from workers.trial.body import classify
+from workers.trial.failure import is_device_fault
 from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.05, warmup_steps=1, warmup_max_seconds=0)

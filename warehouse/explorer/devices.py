@@ -16,9 +16,9 @@ from conf.reports.charts import against
 from conf.reports.svg import Svg
 from warehouse.explorer.pages import LABELS
 from warehouse.explorer.reading import ExplorerReader, QueryRows
-from warehouse.pairing import Pair, summed_up
-from warehouse.schema import SOURCES
-from warehouse.sql_text import sql_text
+from warehouse.reading.pairing import Pair, summed_up
+from warehouse.tables.schema import SOURCES
+from warehouse.tables.sql_text import sql_text
 
 SAMPLED_RUNS = 300  # of one device page: their estimates take a good tenth of a second
 RATIOS = ("smact", "smocc", "drama")  # whose errors are differences, in points; of others they are relative

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from conf.errors import UsageError, unknown_name
 from warehouse.explorer.listings import RUNS, ListedTable
-from warehouse.sql_text import sql_text
+from warehouse.tables.sql_text import sql_text
 
 ROWS_OF_A_PAGE = 50
 NULL = "(null)"  # a facet's value where the column is NULL

@@ -23,17 +23,17 @@ import pyarrow as pa
 from conf.children.memory import resident_bytes
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import first_line
-from warehouse.connection import ReadingLimits, connect, make_views_file
 from warehouse.explorer.reading import TooLong
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 from warehouse.query import arrow_batches, only_statement
-from warehouse.reader import WarehouseConnection, is_of_the_statement
+from warehouse.reading.connection import ReadingLimits, connect, make_views_file
+from warehouse.reading.reader import WarehouseConnection, is_of_the_statement
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 PAGE, CSV, PARQUET = "page", "csv", "parquet"
-_PRELOADED = ["warehouse.explorer.limited_query", "warehouse.folder_files"]
+_PRELOADED = ["warehouse.explorer.limited_query", "warehouse.files.folder_files"]
 _THREADS = 2
 _DUCKDB_SHARE = 0.75  # of the memory limit: DuckDB's own limit has the clearer message, and comes first where it holds
 _BASE_BYTES = 2**28  # a child's memory before its query runs

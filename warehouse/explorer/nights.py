@@ -11,7 +11,7 @@ from typing import Any
 from conf.errors import UsageError
 from conf.reports.charts import columns
 from conf.reports.svg import Svg
-from warehouse.folder import DataFolder
+from warehouse.files.folder import DataFolder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHOWN = 400  # nights, the newest

@@ -11,12 +11,12 @@ from typing import Any
 from conf.errors import UsageError
 from conf.reports.heat_map import heat_map
 from conf.reports.svg import Svg
-from warehouse.coverage import USABLE, memory_grid
 from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, Filters
 from warehouse.explorer.listings import RUNS
 from warehouse.explorer.plot import LOG_BIN, RATIO_BIN, histogram, over_time
 from warehouse.explorer.reading import ExplorerReader, QueryRows
-from warehouse.sql_text import sql_text
+from warehouse.reading.coverage import USABLE, memory_grid
+from warehouse.tables.sql_text import sql_text
 
 RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")

@@ -12,7 +12,7 @@ import duckdb
 
 from conf.errors import UsageError
 from conf.plain_text import first_line
-from warehouse.reader import WarehouseConnection
+from warehouse.reading.reader import WarehouseConnection
 
 
 class TooLong(UsageError):

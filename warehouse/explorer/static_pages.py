@@ -25,9 +25,9 @@ from warehouse.explorer.listings import LISTINGS
 from warehouse.explorer.pages import list_page, overview, run_page
 from warehouse.explorer.reading import ExplorerReader
 from warehouse.explorer.render import POLICY, rendered
-from warehouse.schema import JOB_SCHEMA, STALE_SCHEMA, TABLES
-from warehouse.sql_text import sql_text
-from warehouse.views import typed_nulls
+from warehouse.files.views import typed_nulls
+from warehouse.tables.schema import JOB_SCHEMA, STALE_SCHEMA, TABLES
+from warehouse.tables.sql_text import sql_text
 
 FOLDER = "pages"
 FIRST_PAGE = "index.html"

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from conf.settings import Checked, key
+from conf.cli.settings import Checked, key
 
 if TYPE_CHECKING:
-    from featurize.trial import TrialConfig
+    from featurize.configs.trial import TrialConfig
     from workers.settings import TrialSettings
 
 BACKENDS = ("auto", "cuda", "cpu", "simulated")
@@ -49,13 +49,13 @@ class Together:
 
 
 class Link(Protocol):
-    """A trial's connection to its worker; `workers.trial.TrialLink` implements it."""
+    """A trial's connection to its worker; `workers.trial.body.TrialLink` implements it."""
 
     together: Together | None  # the group that the trial runs in; None: it has the device to itself
     ahead: bool  # the trial is made ready while another one runs, so it must not touch the device before the go
 
     def report(self, event: str, **values: Any) -> None:
-        """Send an event to the worker (see `workers.trial`)."""
+        """Send an event to the worker (see `workers.trial.body`)."""
         ...
 
     def received(self, word: str) -> bool:
@@ -83,7 +83,7 @@ class DeviceUnavailable(RuntimeError):
 class DeviceChoice(Checked, section="device"):
     """The `device` key of a command: backend, number of workers, and description of the device to model.
 
-    `spec` holds the fields of `featurize.device_spec.DeviceSpec`; only `simulated` needs it (`auto` may).
+    `spec` holds the fields of `featurize.device.device_spec.DeviceSpec`; only `simulated` needs it (`auto` may).
     `memory_limit_mib` is for `cpu`: the host memory that one trial may take. `memory_fraction` is for GPUs: a trial's
     caching allocator may take this share of the card's memory, so that the card plays a smaller one; 1 becomes None.
     """
@@ -141,7 +141,7 @@ class Device(Protocol):
     """A device backend. The worker calls `slots` and `environment`; `measure` runs in the trial's child process."""
 
     backend: str
-    source: str  # warehouse.schema.SOURCES: what its rows say of themselves
+    source: str  # warehouse.tables.schema.SOURCES: what its rows say of themselves
     sampled: bool  # whether the worker samples telemetry while the trial runs; otherwise the trial reports its own
     prepares: bool  # whether the next trial's process can be made ready on the host without touching what is measured
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from workers.devices.base import DeviceChoice, Link, Place, Slot
 
 if TYPE_CHECKING:
-    from featurize.trial import TrialConfig
+    from featurize.configs.trial import TrialConfig
     from workers.settings import TrialSettings
 
 
@@ -49,8 +49,8 @@ class CpuDevice:
     ) -> None:
         import torch
 
+        from workers.devices.environment import core_count
         from workers.devices.training import measure_training
-        from workers.environment import core_count
 
         ranks = 1 if place is None else place.ranks  # which share the worker's part of cores and memory
         torch.set_num_threads(max(1, core_count() // (self.count * ranks)))
@@ -62,7 +62,7 @@ class CpuDevice:
     def _limit_mib(self) -> float:
         if self.choice.memory_limit_mib is not None:
             return self.choice.memory_limit_mib
-        from workers.environment import host_memory_share_mib
+        from workers.devices.environment import host_memory_share_mib
 
         return host_memory_share_mib(self.count)
 

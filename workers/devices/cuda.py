@@ -10,7 +10,7 @@ from workers.devices.base import DeviceChoice, DeviceUnavailable, Link, Place, S
 if TYPE_CHECKING:
     import torch
 
-    from featurize.trial import TrialConfig
+    from featurize.configs.trial import TrialConfig
     from workers.settings import TrialSettings
 
 

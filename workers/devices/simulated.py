@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from featurize.shared_gpu import GpuLoad, speeds_of_loads
+from featurize.timing.shared_gpu import GpuLoad, speeds_of_loads
 from workers.devices.base import DeviceChoice, Link, MemberAlone, Place, Slot, Together
-from workers.environment import TRACES_ONLY
+from workers.devices.environment import TRACES_ONLY
 
 if TYPE_CHECKING:
-    from featurize.device_spec import DeviceSpec
-    from featurize.parallel.overlap import RankStep
-    from featurize.simulate import SimulatedStep
-    from featurize.step_trace import StepTrace
-    from featurize.trial_config import TrialConfig
+    from featurize.device.device_spec import DeviceSpec
+    from featurize.job.trial_config import TrialConfig
+    from featurize.recording.step_trace import StepTrace
+    from featurize.timing.overlap import RankStep
+    from featurize.timing.simulate import SimulatedStep
 
 _SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
 
@@ -34,7 +34,7 @@ class SimulatedDevice:
     prepares = False  # tracing the step is the whole work, and every core has a trial already
 
     def __init__(self, choice: DeviceChoice):
-        from featurize.device_spec import DEFAULT_DEVICE, device_from_mapping, load_device
+        from featurize.device.device_spec import DEFAULT_DEVICE, device_from_mapping, load_device
 
         self.spec = device_from_mapping(dict(choice.spec)) if choice.spec else load_device(DEFAULT_DEVICE)
         self.choice = choice
@@ -61,9 +61,9 @@ class SimulatedDevice:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
 
-        from featurize.parallel.overlap import RankStep, ranks_of_stages, simulate_rank
-        from featurize.simulate import simulate
-        from featurize.trace import trace_config
+        from featurize.timing.overlap import RankStep, ranks_of_stages, simulate_rank
+        from featurize.timing.simulate import simulate
+        from featurize.trace.tracer import trace_config
 
         torch.set_num_threads(1)
         torch.manual_seed(seed)
@@ -112,8 +112,8 @@ class SimulatedDevice:
 
     def _report_priced(self, trace: StepTrace, config: TrialConfig, link: Link) -> None:
         """Report the operators of one step at the price that the modelled time is made of."""
-        from featurize.kernel_model.costs import operator_costs
-        from warehouse.schema import KERNEL_PHASES  # with pyarrow, whose threads the trial server must not have
+        from featurize.timing.costs import operator_costs
+        from warehouse.tables.schema import KERNEL_PHASES  # with pyarrow, whose threads the trial server must not have
         from workers.devices.profiling import dims_text, report_rows
 
         priced = zip(trace.operators, operator_costs(trace, self.spec, config), strict=True)
@@ -247,8 +247,8 @@ def _limited(trace, spec, config, fraction: float | None):
     """Replay in an allocator that may take `fraction` of the device, as on a real one; None: no limit."""
     if fraction is None:
         return None
-    from featurize.allocator_settings import AllocatorSettings
-    from featurize.replay import replay
+    from featurize.memory.allocator_settings import AllocatorSettings
+    from featurize.memory.replay import replay
 
     settings = AllocatorSettings(per_process_memory_fraction=fraction)
     return replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from featurize.trial import TrialConfig
+    from featurize.configs.trial import TrialConfig
     from workers.devices.lockstep import Lockstep
     from workers.settings import TrialSettings, WindowSettings
 
@@ -57,8 +57,8 @@ def measure_training(
     import torch
 
     from featurize.families import get_family, layers_of, loss_of
-    from featurize.layers import totals
-    from featurize.training import TrainingStep
+    from featurize.job.layers import totals
+    from featurize.training.training_step import TrainingStep
 
     family = get_family(config.family)
 
@@ -176,7 +176,7 @@ def _wrapper(config: TrialConfig) -> Callable[[nn.Module], nn.Module] | None:
     layout = config.layout
     if layout is None:
         return None
-    from featurize.parallel.sharding import wrapped
+    from featurize.training.sharding import wrapped
 
     return lambda model: wrapped(model, layout)
 

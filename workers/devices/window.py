@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.telemetry.steadiness import mean_half_width, parts
+from workers.devices.steadiness import mean_half_width, parts
 
 if TYPE_CHECKING:
     from workers.settings import WindowSettings

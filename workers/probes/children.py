@@ -15,7 +15,7 @@ from typing import Any
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
 from conf.errors import EnvironmentProblem, UsageError
-from conf.outputs import write_file
+from conf.files.outputs import write_file
 from conf.plain_text import exception_line, one_line
 from workers.devices.base import DeviceChoice, DeviceUnavailable, Slot
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from conf.outputs import write_file
+from conf.files.outputs import write_file
 from conf.units import MIB
 from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all, read_json
 from workers.probes.gpu import first_gpu, memory_reading, trial_step
@@ -102,7 +102,7 @@ def stage(device_uuid: str, stage: str, module_loading: str) -> Iterator[Row]:
     elif stage == "cudnn":
         alive.append(torch.nn.Conv2d(8, 8, 3, device=device)(torch.ones(8, 8, 32, 32, device=device)))
     elif stage.startswith("training"):
-        from featurize.trial import config_from_mapping
+        from featurize.configs.trial import config_from_mapping
 
         _, step = trial_step(config_from_mapping(_TRAINED[STAGES[stage]]), device)
         for _ in range(3):

@@ -15,7 +15,7 @@ from workers.telemetry.nvml import NvmlSensor
 if TYPE_CHECKING:
     import torch
 
-    from featurize.trial_config import TrialConfig
+    from featurize.job.trial_config import TrialConfig
 
 
 def memory_reading(device_uuid: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def trial_step(
     import torch
 
     from featurize.families import get_family, loss_of
-    from featurize.training import TrainingStep
+    from featurize.training.training_step import TrainingStep
 
     family = get_family(config.family)
     torch.manual_seed(0)

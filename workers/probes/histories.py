@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.outputs import write_file
+from conf.files.outputs import write_file
 from workers.probes import recording
 from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
 from workers.probes.gpu import first_gpu, trial_step
@@ -207,7 +207,7 @@ def record(device_uuid: str, config: Mapping[str, Any], conf: str) -> Iterator[R
     recording.start()
     import torch
 
-    from featurize.trial import config_from_mapping
+    from featurize.configs.trial import config_from_mapping
 
     phase = "setup"
 

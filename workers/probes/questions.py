@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.outputs import write_file
+from conf.files.outputs import write_file
 from conf.plain_text import counted, first_line
 from conf.units import MIB
 from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
@@ -71,7 +71,7 @@ def tf32_under_half(device_uuid: str) -> Iterator[Row]:
     """
     import torch
 
-    from featurize.tf32 import allow_tf32
+    from featurize.device.tf32 import allow_tf32
 
     device = first_gpu()
     x = torch.randn(32, 128, 56, 56, device=device)
@@ -252,7 +252,7 @@ def answer_nvml(rows: Sequence[Row]) -> str:
 
 def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
     """Yield what NVML lists while two clients of an MPS server hold memory, as each of them reads it."""
-    from workers.mps import MpsDaemon
+    from workers.trial.mps import MpsDaemon
 
     daemon = MpsDaemon({"CUDA_VISIBLE_DEVICES": device_uuid})
     try:

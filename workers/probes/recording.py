@@ -1,6 +1,6 @@
 """The allocator's own history of a process: recorded from its first allocation, and read in few, plain values.
 
-Start reading at `start`; `featurize.allocator_history` replays what `recorded` gives.
+Start reading at `start`; `featurize.memory.allocator_history` replays what `recorded` gives.
 """
 
 from __future__ import annotations

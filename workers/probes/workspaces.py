@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from featurize.device_spec import DeviceSpec
+    from featurize.device.device_spec import DeviceSpec
 
 COLUMNS = (
     "operator",
@@ -82,8 +82,8 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
     recording.start()
     import torch
 
-    from featurize.device_spec import known_device, load_device
-    from featurize.tf32 import allow_tf32
+    from featurize.device.device_spec import known_device, load_device
+    from featurize.device.tf32 import allow_tf32
 
     name = known_device(torch.cuda.get_device_name(0))
     spec = None if name is None else load_device(name)
@@ -224,9 +224,9 @@ def assumed_bytes(
     import torch
     from torch import Tensor, nn
 
-    from featurize.library_calls import CUBLAS, workspace_bytes
-    from featurize.trace import trace_step
-    from featurize.training_settings import Training
+    from featurize.job.training_settings import Training
+    from featurize.operators.library_calls import CUBLAS, workspace_bytes
+    from featurize.trace.tracer import trace_step
 
     class Shifted(nn.Module):
         """The layer behind a parameter, so that its inputs get gradients."""

@@ -1,6 +1,6 @@
 """The sensor Protocol: what every telemetry source offers, and the one error family it may raise.
 
-A sensor declares its metrics (keys of `warehouse.schema.METRICS`) and its period, and converts units once, here.
+A sensor declares its metrics (keys of `warehouse.tables.schema.METRICS`) and its period, and converts units once, here.
 Constructing a sensor must raise `SensorUnavailable` with a reason a person can act on when the hardware, driver,
 library or exporter is not there; after that `sample` returns what it has, without the metrics it could not read.
 """
@@ -22,9 +22,9 @@ class Sample:
     """One reading. `t_ns` is `time.monotonic_ns()` at the moment the values are of; no key means not measured.
 
     Averages end at `t_ns`, which a source that lags has put back, and begin at `since_ns` (None: at the sample before).
-    `quality` is one of `warehouse.schema.SAMPLE_QUALITIES`: a sensor says `repeated` for what it had served before and
-    `unavailable`, without values, for a reading that failed; `workers.quality` finds what is suspect. `reasons` say
-    why.
+    `quality` is one of `warehouse.tables.schema.SAMPLE_QUALITIES`: a sensor says `repeated` for what it had served
+    before and `unavailable`, without values, for a reading that failed; `workers.labels.quality` finds what is suspect.
+    `reasons` say why.
     """
 
     t_ns: int

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from conf.settings import Checked, key
+from conf.cli.settings import Checked, key
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.patience import call_within
 
@@ -241,14 +241,14 @@ def to_table(
     window_ns: int | None,
     window_end_ns: int | None,
 ) -> pa.Table:
-    """Return rows of `telemetry` (warehouse.schema.TELEMETRY_SCHEMA), by time; metrics not measured are NULL.
+    """Return rows of `telemetry` (warehouse.tables.schema.TELEMETRY_SCHEMA), by time; metrics not measured are NULL.
 
     All times are of `time.monotonic_ns`: the run's start, the warm-up's, the window's start and end. None: the trial
     never came that far, so that the phase before it lasts to the end.
     """
     import pyarrow as pa
 
-    from warehouse.schema import METRICS, TELEMETRY_SCHEMA
+    from warehouse.tables.schema import METRICS, TELEMETRY_SCHEMA
 
     ordered = sorted(samples, key=lambda pair: pair[1].t_ns)
     columns: dict[str, list[Any]] = {

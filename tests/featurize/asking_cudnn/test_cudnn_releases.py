@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from featurize.cudnn.signature import SearchSettings
-from featurize.cudnn.workspaces import convolution_workspaces, cudnn_of, for_release, release_note
+from featurize.memory.cudnn_workspaces import convolution_workspaces, cudnn_of, for_release, release_note
 from tests.featurize.asking_cudnn.test_workspaces import A100, Answering, calls_of
 
 

@@ -21,7 +21,7 @@ from featurize.cudnn.oracle import (
     installed_libraries,
 )
 from featurize.cudnn.signature import ConvolutionSignature, SearchSettings
-from featurize.device_spec import device_names, load_device
+from featurize.device.device_spec import device_names, load_device
 from tests.featurize.asking_cudnn.cudnn_library import CHILD, VERSION, needs_cudnn
 from tests.featurize.asking_cudnn.stand_in_child import CRASHES, HANGS, NONSENSE
 

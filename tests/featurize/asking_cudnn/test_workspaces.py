@@ -6,10 +6,10 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.cudnn.signature import EnginePlan, OracleAnswer, SearchSettings, require_signature
-from featurize.cudnn.workspaces import convolution_workspaces, workspaces_note
-from featurize.device_spec import load_device
-from featurize.replay import replay
-from featurize.trace import trace_step
+from featurize.device.device_spec import load_device
+from featurize.memory.cudnn_workspaces import convolution_workspaces, workspaces_note
+from featurize.memory.replay import replay
+from featurize.trace.tracer import trace_step
 from learn import estimate
 from tests.featurize.asking_cudnn.cudnn_library import needs_cudnn
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from deepspeed_nets import CASES, NETS, batch_of, loss_of
 
-from featurize.parallel.layout import parse_parallel
-from featurize.trace import trace_step
-from featurize.training import Training
+from featurize.job.layout import parse_parallel
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 
 RECORDED = json.loads((Path(__file__).parent / "deepspeed_runs.json").read_text())
 SCALARS = 64  # bytes of norms, flags and scales, which are not all in the trace

@@ -1,0 +1,290 @@
+"""Turns a settings class into a command line: overrides in, an object of the class out, one-line errors.
+
+Start reading at `command`; `conf.cli.overrides` reads the arguments, `conf.cli.keys` the keys. Hydra's own decorator is
+not used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the
+first mistake; Hydra's compose API underneath is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from conf.cli.commands import COMMANDS, description, settings_class
+from conf.cli.extras import advice_for
+from conf.cli.keys import command_options, documented_choice, documented_keys, group_options, groups
+from conf.cli.overrides import Override, check_readable, load_config, made, parsed
+from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
+from conf.plain_text import bounded, one_line, printable
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
+
+# What the user's machine, not our code, is to blame for: printed in one line instead of a traceback.
+_ENVIRONMENT_ERRNOS = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ENXIO,
+    errno.ENODEV,
+}
+
+
+Entry: TypeAlias = "Callable[[Any], int | None]"  # takes an object of the command's settings class
+Rewrite = Callable[[Sequence[str]], list[str]]
+
+
+def command(
+    name: str,
+    entry: Entry,
+    positional: str | None = None,
+    rewrite: Rewrite | None = None,
+    entry_of_rest: Callable[..., int | None] | None = None,
+) -> NoReturn:
+    """Run `entry(settings)` with the settings that the process's arguments give, then exit with its return value.
+
+    `positional` names the key of the one argument that is no override, the one with white space. Values of text keys
+    are taken as they stand, with their commas and brackets.
+    `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`. `entry_of_rest` is called in
+    place of `entry` where there is a `--`, with what follows as `command`.
+    Exit codes: 0, what `entry` returns, 2 for anything that the user can fix, 130 after Ctrl-C.
+    """
+    if not _standard_files():
+        sys.exit(EXIT_USAGE)
+    arguments = sys.argv[1:]
+    if entry_of_rest is not None and "--" in arguments:
+        at = arguments.index("--")
+        arguments, rest = arguments[:at], arguments[at + 1 :]
+        entry = functools.partial(entry_of_rest, command=rest)
+    code = _flushed(run(name, entry, arguments, positional, rewrite))
+    if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
+        # At once, and with this code: Ray's clean-up at exit would put its own in its place.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def run(
+    name: str,
+    entry: Entry,
+    argv: Sequence[str],
+    positional: str | None = None,
+    rewrite: Rewrite | None = None,
+) -> int:
+    """Parse `argv`, run `entry` and return the exit code: `command` without the exit."""
+    try:
+        arguments = list(argv)
+        if {"-h", "--help"} & set(arguments):
+            print(help_text(name, everything="all" in arguments))
+            return 0
+        _check_current_folder()
+        show_config, arguments = _split_show_config(arguments)
+        check_readable(arguments)
+        if rewrite is not None:
+            arguments = rewrite(arguments)
+        cfg = load_config(name, _overrides(arguments, positional))
+        if show_config:
+            from omegaconf import OmegaConf
+
+            print(OmegaConf.to_yaml(cfg), end="")
+            return 0
+        settings: Any = made(settings_class(name), cfg)
+        try:
+            return entry(settings) or 0
+        except SystemExit as error:  # of a user's model
+            print_error(f"the code that was run ends the process, with exit code {shown(error.code)}")
+            return EXIT_USAGE
+    except CommandError as error:
+        print_error(error)
+        return EXIT_USAGE
+    except ModuleNotFoundError as error:
+        if (advice := advice_for(error)) is None:
+            raise
+        print_error(advice)
+        return EXIT_USAGE
+    except BrokenPipeError:  # `... | head`: what was wanted has been read
+        _discard_output()
+        return 0
+    except _OutputFails as error:
+        return _say_output_fails(error)
+    except OSError as error:
+        if error.errno not in _ENVIRONMENT_ERRNOS:
+            raise
+        where = f": {os.fsdecode(error.filename)}" if error.filename else ""
+        print_error(f"{error.strerror}{where}")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
+    """Return what the arguments set; the one with white space in it sets the key `positional`."""
+    if positional is None:
+        return parsed(arguments)
+    value, arguments = _split_positional(arguments)
+    overrides = parsed(arguments)
+    if value is not None:
+        if any(override.key == positional for override in overrides):
+            raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
+        overrides.append(Override("", positional, value, verbatim=True))
+    return overrides
+
+
+def print_error(error: CommandError | str) -> None:
+    """Print `error: ...` on standard error, in one line unless the error has lines of its own."""
+    keep_lines = isinstance(error, CommandError) and error.keep_lines
+    text = bounded(str(error))
+    print(f"error: {printable(text) if keep_lines else one_line(text)}", file=sys.stderr)
+
+
+def _standard_files() -> bool:
+    """Make the standard files safe to use. Return False, and print why, where standard output is closed.
+
+    A closed one would give its number to the next file that is opened, a database say, and whoever then prints writes
+    into that. What the terminal's encoding lacks is printed escaped.
+    """
+    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        if stream is None:
+            try:
+                os.fstat(number)  # in use again
+            except OSError:  # the lowest free number, which the next file gets, is this one
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        print_error("standard output is closed; redirect it, as in >/dev/null")
+        return False
+    for text in (sys.stderr, sys.stdout):
+        if isinstance(text, io.TextIOWrapper):
+            text.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        sys.stdout.flush()
+        unbuffered = isinstance(sys.stdout.buffer, io.RawIOBase)
+        sys.stdout = io.TextIOWrapper(
+            _Output() if unbuffered else io.BufferedWriter(_Output()),
+            encoding=sys.stdout.encoding,
+            errors="backslashreplace",
+            line_buffering=sys.stdout.line_buffering,
+            write_through=sys.stdout.write_through,
+        )
+    return True
+
+
+def _flushed(code: int) -> int:
+    """Flush standard output and return the exit code, or another one where the output cannot be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+    except OSError as error:
+        return _say_output_fails(error)
+    return code
+
+
+class _OutputFails(OSError):
+    """Standard output cannot be written, as on a full disk. Its own type, since a failed print names no file."""
+
+
+class _Output(io.FileIO):
+    """The process's standard output; closing this object does not close it."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "w", closefd=False)
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _OutputFails(error.errno, error.strerror) from error
+
+
+def _say_output_fails(error: OSError) -> int:
+    _discard_output()
+    print_error(f"standard output cannot be written: {error.strerror}")
+    return EXIT_USAGE
+
+
+def _discard_output() -> None:
+    with contextlib.suppress(OSError, ValueError):  # a stream of a program that has none of its own
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise EnvironmentProblem("the current folder has been removed; change to one that is there") from error
+
+
+def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
+    """Return whether `--cfg job`, as Hydra spells it, is among the arguments, and the other arguments."""
+    if "--cfg" not in arguments:
+        return False, arguments
+    at = arguments.index("--cfg")
+    if arguments[at + 1 : at + 2] != ["job"]:
+        given = shown(arguments[at + 1]) if at + 1 < len(arguments) else "nothing"
+        raise UsageError(f"--cfg takes job, got {given}; `--cfg job` prints the composed configuration")
+    return True, arguments[:at] + arguments[at + 2 :]
+
+
+def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Split off the positional argument: the first with white space that is no `KEY=...`; SQL may hold `=`."""
+    for at, item in enumerate(arguments):
+        if any(character.isspace() for character in item) and not re.match(r"[+~]*[\w.@/]+=", item):
+            return item, arguments[:at] + arguments[at + 1 :]
+    return None, arguments
+
+
+def help_text(name: str, everything: bool = True) -> str:
+    """Return the `--help` of a command from its settings class: description, keys and defaults, choices.
+
+    Without `everything`, only the keys in `COMMON` of the class are explained, in that order, and the others named.
+    """
+    described = []
+    for line in description(name):
+        for group in groups():  # {arch} in a description stands for the choices there are
+            line = line.replace(f"{{{group}}}", ", ".join(group_options(group)))
+        described.append(line)
+    rows: list[tuple[str, str]] = []
+    documented = {key: (default, text) for key, default, text in documented_keys(name)}
+    common = getattr(settings_class(name), "COMMON", documented)
+    for key in documented if everything else common:
+        default, text = documented[key]
+        if key not in groups():
+            rows.append((f"{key}={'(required)' if default == '???' else default}", text))
+        else:
+            rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
+            choice = documented_choice(name, key, default) if default in group_options(key) else ()
+            rows += [(f"  {key}.{inner}={value}", comment) for inner, value, comment in choice]
+    width = min(38, max(len(left) for left, _ in rows))
+    lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]
+    if others := [] if everything else [key for key in documented if key not in common]:
+        lines += ["", f"`--help all` explains {len(others)} more keys: {', '.join(others)}."]
+    if name in COMMANDS:
+        described += ["", f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command."]
+    return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])

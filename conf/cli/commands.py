@@ -1,0 +1,197 @@
+"""The commands: the module that `python -m` runs, the class of its settings, and what it does in one line.
+
+Start reading at `TABLE`. `gpufarm NAME` runs the module as `python -m` does. The classes are imported on use: listing
+the commands imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """`settings` is `MODULE:CLASS`; the class's docstring, below its first line, is the rest of the help."""
+
+    module: str
+    settings: str
+    summary: str
+
+
+TABLE = {
+    "submit": Command(
+        "farm.submit",
+        "farm.submission.settings:SubmitSettings",
+        "Sample trial configurations, queue them, run them on every GPU, and land each run in the warehouse.",
+    ),
+    "work": Command(
+        "farm.work",
+        "farm.work:WorkSettings",
+        "Run what is queued, from every job, until nothing is left: the dispatcher without a submission.",
+    ),
+    "status": Command(
+        "farm.status",
+        "farm.status:StatusSettings",
+        "How far every job is: tasks queued, running and done, runs by status, rate and time left.",
+    ),
+    "cancel": Command(
+        "farm.cancel",
+        "farm.cancel:CancelSettings",
+        "Take a job's waiting tasks out of the queue; what runs already finishes, and every run that landed stays.",
+    ),
+    "grow": Command(
+        "farm.grow",
+        "farm.nights.settings:GrowSettings",
+        "One growth cycle: canaries, choose what to measure, run it, land it, learn from it, report.",
+    ),
+    "compare": Command(
+        "farm.compare",
+        "farm.comparison.run:CompareSettings",
+        "Compare two torch releases, data folders or snapshots: memory and step time by configuration, "
+        "operator and module.",
+    ),
+    "replay": Command(
+        "farm.replay",
+        "farm.replaying.settings:ReplaySettings",
+        "Replay a cluster's trace on GPUs that jobs share, under policies and estimators: makespan, crashes, energy.",
+    ),
+    "serve": Command(
+        "farm.serve",
+        "farm.serving.settings:ServeSettings",
+        "Serve estimates over HTTP, for schedulers, and pages on the warehouse.",
+    ),
+    "slurm": Command(
+        "farm.slurm",
+        "farm.slurm:SlurmSettings",
+        "Keep the table of estimates that Slurm's job_submit plugin reads.",
+    ),
+    "sbatch": Command(
+        "farm.sbatch",
+        "farm.sbatch:SbatchSettings",
+        "Estimate the training command of a batch script, then submit it to Slurm with what it needs.",
+    ),
+    "kueue": Command(
+        "farm.kueue",
+        "farm.kueue:KueueSettings",
+        "Answer an AdmissionCheck of Kueue by the estimates of a service, also those that are traced.",
+    ),
+    "doctor": Command(
+        "farm.doctor",
+        "farm.doctor:DoctorSettings",
+        "What this machine offers: GPUs, telemetry sources, packages, memory, and the state of the data folder.",
+    ),
+    "query": Command(
+        "warehouse.query",
+        "warehouse.query:QuerySettings",
+        "Query the warehouse in SQL: its views runs, attempts, telemetry, jobs, stale; read-only, also while "
+        "the farm writes.",
+    ),
+    "snapshot": Command(
+        "warehouse.snapshot",
+        "warehouse.snapshot:SnapshotSettings",
+        "Freeze what the warehouse shows now under a name: files that compaction deletes later stay readable there.",
+    ),
+    "diff": Command(
+        "warehouse.diff",
+        "warehouse.diff:DiffSettings",
+        "What changed between two snapshots, or since one: runs added, removed and changed, labels that moved, schema.",
+    ),
+    "check": Command(
+        "warehouse.check",
+        "warehouse.check:CheckSettings",
+        "Verify every file of a data folder by its checksum, and name what is damaged or gone.",
+    ),
+    "compact": Command(
+        "warehouse.compact",
+        "warehouse.files.compaction:CompactionSettings",
+        "Merge the many small Parquet files of runs and telemetry into few large ones; readers may go on reading.",
+    ),
+    "ingest": Command(
+        "warehouse.ingest",
+        "warehouse.ingest:IngestSettings",
+        "Read other people's measurements into `runs`, with source = 'imported'. Ingesting twice adds nothing twice.",
+    ),
+    "export": Command(
+        "warehouse.export",
+        "warehouse.export:ExportSettings",
+        "Write measured runs as a data set that others can load: a pair of Parquet files for each family, "
+        "device and day.",
+    ),
+    "publish": Command(
+        "warehouse.publish",
+        "warehouse.publish:PublishSettings",
+        "Write a snapshot as a data set that others can use: Parquet by table, a card, Croissant metadata, a "
+        "loading example.",
+    ),
+    "estimate": Command(
+        "learn.estimate",
+        "learn.commands.estimate:EstimateSettings",
+        "Estimate what a training job takes from a GPU, before it runs: peak memory, utilization, step time.",
+    ),
+    "plan": Command(
+        "learn.plan",
+        "learn.commands.plan:PlanSettings",
+        "Find the quickest layout of a training job on several GPUs that fits: degrees, micro-batch, checkpointing.",
+    ),
+    "admit": Command(
+        "learn.admit",
+        "learn.commands.admit:AdmitSettings",
+        "Say whether a job may join the jobs of a GPU: risk of out-of-memory, expected slowdowns, and why.",
+    ),
+    "fit": Command(
+        "learn.fit",
+        "learn.fitting.fit_call:FitSettings",
+        "Fit one estimator of a target on the warehouse's runs, judge it on held-out rows, and keep it as an artifact.",
+    ),
+    "benchmark": Command(
+        "learn.benchmark",
+        "learn.commands.benchmark_settings:BenchmarkSettings",
+        "Every estimator on the same rows, in one table: of the warehouse's runs, or of published measurements.",
+    ),
+    "calibrate": Command(
+        "learn.calibrate",
+        "learn.calibrate:CalibrateSettings",
+        "Tell estimates what lies outside PyTorch's allocator on your machine, from one to five measured numbers.",
+    ),
+    "build_defaults": Command(
+        "learn.build_defaults",
+        "learn.build_defaults:BuildSettings",
+        "Fit the models that come with the project, on published measurements: learn/default_models/ is written anew.",
+    ),
+    "fit_kernels": Command(
+        "learn.fit_kernels",
+        "learn.fit_kernels:FitKernelsSettings",
+        "Fit the time of kernels to measured steps, and judge it on models, sources and GPUs that were left out.",
+    ),
+    "fit_bound": Command(
+        "learn.fit_bound",
+        "learn.fit_bound:FitBoundSettings",
+        "Fit the bound of memory by causes to answers beside measurements, and judge it on left-out groups of them.",
+    ),
+}
+COMMANDS = {name: command.module for name, command in TABLE.items()}
+
+
+def settings_class(name: str) -> type:
+    """Return the dataclass whose fields are the keys of a command."""
+    module, _, attribute = TABLE[name].settings.partition(":")
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    is_running = spec is not None and spec.name == module  # by `python -m`: an import would run the module again
+    settings = getattr(main if is_running else importlib.import_module(module), attribute)
+    assert isinstance(settings, type)
+    return settings
+
+
+def summary(name: str) -> str:
+    """Return one line on what the command does."""
+    return TABLE[name].summary
+
+
+def description(name: str) -> tuple[str, ...]:
+    """Return what `--help` says above the keys: the summary, and the docstring of the settings below its first line."""
+    _, _, rest = inspect.cleandoc(settings_class(name).__doc__ or "").partition("\n")
+    return (summary(name), *rest.splitlines())

@@ -1,0 +1,161 @@
+"""Keeps files of the user's working folder from standing in for this project's packages (`conf`, `workers`, ...).
+
+Start reading at `require_own_packages`. `python -m farm.submit` puts the working folder first on the path, and many
+projects hold a `conf/` or a `workers.py`. Needs the standard library alone: a package runs this file before it imports
+any other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+PACKAGES = ("conf", "farm", "featurize", "learn", "warehouse", "workers")
+ROOT = Path(__file__).parents[2]
+SAFE_PATH = "PYTHONSAFEPATH"  # Python's variable: `-m` does not put the working folder first
+_BEFORE = "GPUFARM_USERS_PATHS"  # what the user had of Python's variables, before `put_working_folder_last`
+_OF_COMMANDS = ("farm", "learn", "warehouse")
+
+
+def shadowing_files() -> dict[str, str]:
+    """Return each package of ours that an import would take from elsewhere, with the file or folder it would take.
+
+    A folder without `__init__.py` hides a package of an editable install, whose finder comes after the path.
+    """
+    shadowing = {}
+    for package in PACKAGES:
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):
+            continue
+        if spec is None:
+            continue
+        origin = spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+        if origin is not None and not _is_same(origin, ROOT / package / "__init__.py"):
+            shadowing[package] = origin
+    return shadowing
+
+
+def require_own_packages(arguments: Sequence[str] | None = None) -> None:
+    """End the process with exit code 2 and one line where another file would stand in for a package of ours.
+
+    Args:
+        arguments: How the process was started; None is `sys.orig_argv`.
+    """
+    if shadowing := shadowing_files():
+        _refuse(shadowing, sys.orig_argv if arguments is None else arguments)
+
+
+def working_folder() -> str | None:
+    """Return the working folder; None where this project itself is there, and where the folder was removed."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # the command says so
+        return None
+    return None if _is_same(here, ROOT) else here
+
+
+def search_working_folder() -> None:
+    """Make imports find modules of the working folder, last of all unless it is on the path already."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return
+    if "" not in sys.path and here not in sys.path:
+        searching_last(here)()
+
+
+def searching_last(folder: str | None) -> Callable[[], None]:
+    """Return a function that has its process search the folder last, after this project; None changes nothing.
+
+    Ray puts the driver's working folder first on a worker's path, where a `workers.py` of the user's would hide our
+    package. A function that a function defines is sent by value, so a worker can call this one before any import of
+    ours.
+    """
+    root = str(ROOT)  # named too: an editable install's own finder is asked only after the whole path
+
+    def search_last() -> None:
+        import os
+        import sys
+
+        if folder is None:
+            return
+        last = os.path.realpath(folder)
+        others = [path for path in sys.path if path and os.path.realpath(path) != last]
+        sys.path[:] = [*others, *(() if root in others else (root,)), folder]
+
+    return search_last
+
+
+def put_working_folder_last() -> None:
+    """Search the working folder after everything else, in this process and in those that it starts.
+
+    A model that the user names by `MODULE:FACTORY` is still found there. Nothing changes where the working folder holds
+    this project itself.
+    """
+    if (here := working_folder()) is None:
+        return
+    os.environ.setdefault(_BEFORE, json.dumps({name: os.environ.get(name) for name in (SAFE_PATH, "PYTHONPATH")}))
+    os.environ[SAFE_PATH] = "1"  # of the child processes
+    sys.path[:] = [path for path in sys.path if path]
+    is_hiding = bool(shadowing_files())
+    if is_hiding or here not in sys.path:
+        searching_last(here)()
+    if is_hiding and "PYTHONPATH" in os.environ:
+        paths = os.environ["PYTHONPATH"].split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path and not _is_same(path, here))
+
+
+def users_environment() -> dict[str, str]:
+    """Return this process's environment as its user set it: for programs of the user's own."""
+    environment = dict(os.environ)
+    for name, value in json.loads(environment.pop(_BEFORE, "{}")).items():
+        environment.pop(name, None)
+        if value is not None:
+            environment[name] = value
+    return environment
+
+
+def _refuse(shadowing: Mapping[str, str], arguments: Sequence[str]) -> NoReturn:
+    hidden = f"package{'s' * (len(shadowing) > 1)} {' and '.join(shadowing)}"
+    files = " and ".join(_printable(path) for path in shadowing.values())
+    hides = "hide" if len(shadowing) > 1 else "hides"
+    advice = "change to another folder, or take this one out of PYTHONPATH"
+    if "-m" in arguments[:-1]:
+        package, _, command = arguments[arguments.index("-m") + 1].partition(".")
+        if package in _OF_COMMANDS and command:
+            advice = f"run `gpufarm {_printable(command)} ...` instead, or change to another folder"
+    print(f"error: {files} {hides} gpufarm's own {hidden}; {advice}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _is_same(path: str | Path, other: str | Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return os.path.abspath(path) == os.path.abspath(other)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _require_libraries(arguments: Sequence[str]) -> None:
+    """End the process with exit code 2 and one line where the command lacks libraries that it imports at once."""
+    from conf.cli.commands import COMMANDS
+    from conf.cli.extras import missing_from
+
+    module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:-1] else ""
+    if module in COMMANDS.values() and (problem := missing_from(module.partition(".")[0])):
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":  # run by a package of ours that was started by `python -m`
+    require_own_packages()
+    _require_libraries(sys.orig_argv)

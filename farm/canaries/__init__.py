@@ -1,1 +1,0 @@
-"""Canaries: a few fixed configurations whose labels show whether the machine or its software has changed."""

@@ -1,0 +1,423 @@
+"""The dispatcher: leases tasks, hands them to workers and lands their runs; a kill at any point loses none.
+
+Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`DispatcherLock`); a task is done only
+after its run is durable in the warehouse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.executors import Completion, Executor, InlineExecutor
+from farm.dispatch.layouts import gpu_problem
+from farm.dispatch.progress import Progress
+from farm.dispatch.ray_executor import RayExecutor
+from farm.dispatch.runs_alone import RunsAlone
+from farm.dispatch.submitted_code import SubmittedCode
+from farm.dispatch.task_runs import (
+    accepted,
+    as_attempt,
+    as_final,
+    attempt_run_id,
+    doubt_of,
+    lost_run,
+    reason_lines,
+    refused_run,
+)
+from farm.monitoring.service import Service
+from farm.queue.jobs import MIXED_FAMILY, Queue, RunDoubt, UnreadableTask
+from farm.queue.outcomes import JobOutcomes
+from farm.queue.process_marker import session_marker
+from farm.queue.queue_values import device_from_key
+from farm.queue.sweep import SESSION_VARIABLE
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
+from warehouse.tables.run import reasons_of
+from workers.devices import DeviceChoice
+from workers.task import RunResult, Task, run_id_of
+
+LEASE_S = 60.0
+_RENEW_EVERY_S = LEASE_S / 3
+_WAIT_S = 0.2
+_REFUSED_AT_ONCE = 20  # tasks that land as refused before the dispatcher looks after its workers again
+_STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up to 120 s, ending a trial up to 30 s
+
+
+def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
+    """Return the executor that `cluster` asks for, with its processes marked as this dispatcher's."""
+    marker = {SESSION_VARIABLE: session_marker()}
+    environment = {**cluster.environment, **marker}
+    if cluster.kind == "inline":
+        return InlineExecutor(choice, environment)
+    os.environ.update(marker)  # Ray's own processes inherit it
+    return RayExecutor(choice, cluster, environment)
+
+
+class Dispatcher:
+    """Runs the tasks of one device, or of one of its jobs.
+
+    `clock` gives seconds since the epoch and may jump; `steady` gives seconds and never does. Deadlines, leases and
+    backoffs follow `steady`, from the epoch as it was at the start; what is written down of a run follows `clock`.
+
+    `shares`: so many workers have a share each, the tasks whose index leaves the same rest; a worker takes another's
+    only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
+
+    `trust`: modules whose code a task may name although this user did not submit it (`farm.dispatch.submitted_code`).
+    `outcomes` counts the runs that land.
+    """
+
+    def __init__(
+        self,
+        folder: DataFolder,
+        queue: Queue,
+        executor: Executor,
+        device_key: str,
+        progress: Progress,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+        service: Service | None = None,
+        job_id: str | None = None,
+        shares: int = 1,
+        trust: Sequence[str] = (),
+        outcomes: JobOutcomes | None = None,
+    ):
+        self._outcomes = outcomes or JobOutcomes()
+        self._code = SubmittedCode(trust)
+        self._job_id = job_id
+        self._shares = shares
+        self._share_of: dict[str, int] = {}  # worker -> which share is its own
+        self._service = service or Service()
+        self._queue = queue
+        self._executor = executor
+        self._device_key = device_key
+        self._progress = progress
+        self._clock = clock
+        self._steady = steady
+        self._epoch_s = clock() - steady()  # leases of this dispatcher do not end because the system's clock is set
+        self._writer = RunWriter(folder)
+        self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; what cannot be read is about to land
+        self._upcoming: dict[str, Task] = {}  # worker -> what it gets next, leased already so that it can prepare
+        self._alone = RunsAlone()
+        self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back, by `steady`
+        self._renewed_at = steady()
+
+    def run(self, stop: StopRequest) -> bool:
+        """Work until this device's tasks are done (True) or `stop` asks to leave (False).
+
+        On the way out, whatever the reason, tasks that were handed out and did not land are given back.
+        """
+        events = self._service.events
+        try:
+            self._queue.bound_waits(self._now())
+            self._executor.start()
+            events.emit("device_started", device=device_from_key(self._device_key).to_mapping())
+            stop.install()  # again: Ray has put its own handlers in their place
+            while True:
+                if not stop.requested:
+                    self._hand_out()
+                if not self._executor.running() and (stop.requested or not self._waits_for_work()):
+                    return not stop.requested
+                completions = self._executor.wait(_WAIT_S)
+                self._renew()  # first: what has just come back must not be handed out again because its lease ran out
+                if completions and not stop.requested:
+                    self._hand_out()  # before the runs are landed: meanwhile their workers need not stand idle
+                for completion in completions:
+                    self._land(completion)
+                self._restart_stuck_workers()
+                for notice in self._executor.notices():
+                    events.emit("notice", message=notice)
+                    self._progress.say(notice)
+                self._progress.update()
+                phase = "stopping" if stop.requested else "working"
+                self._service.pulse.beat(phase, len(self._executor.running()), len(self._executor.idle()))
+        finally:
+            stop.disarm()
+            try:
+                given_back = self._queue.release(list(self._leased.values()))
+            finally:  # also where a full disk lets nothing be given back
+                self._executor.close()
+                stop.install()  # Ray's end takes the handlers away: the next SIGTERM would kill us
+            events.emit("device_left", given_back=given_back)
+
+    def _hand_out(self) -> None:
+        for worker in self._executor.idle():
+            task = self._upcoming.pop(worker, None) or self._lease(worker)
+            if task is None and self._upcoming:  # a busy worker's next one need not wait for it
+                _, task = self._upcoming.popitem()
+            if task is None:
+                break
+            upcoming = self._lease(worker) if _looks_ahead(task) else None
+            if upcoming is not None:
+                self._upcoming[worker] = upcoming
+            spec = self._spec(task, worker)
+            self._expect_back(spec)
+            self._service.events.emit("handed_out", spec, worker=worker)
+            # A trial of several ranks starts elsewhere, or its ranks do: nothing of it is made ready.
+            ready = upcoming is not None and upcoming.config.ranks == 1 and not upcoming.partners
+            following = self._spec(upcoming, worker) if upcoming is not None and ready else None
+            self._executor.submit(worker, spec, following)
+        for expired in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
+            self._land_run(expired, lost_run(expired, "every attempt lost its worker or its dispatcher"))
+
+    def _spec(self, task: Task, worker: str) -> Task:
+        (config, *partners), _ = self._code.decide_all((task.config, *task.partners))
+        alone = self._alone.of(task, worker)
+        return dataclasses.replace(task, config=config, partners=tuple(partners), alone=alone)
+
+    def _lease(self, worker: str) -> Task | None:
+        """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
+        shares: list[tuple[int, int] | None] = [None]
+        if self._shares > 1:  # its own share first
+            own = self._share_of.setdefault(worker, len(self._share_of)) % self._shares
+            shares.insert(0, (own, self._shares))
+        for _ in range(_REFUSED_AT_ONCE):
+            for share in shares:
+                leased = self._queue.lease(
+                    worker,
+                    1,
+                    self._now(),
+                    LEASE_S,
+                    job_id=self._job_id,
+                    device=self._device_key,
+                    share=share,
+                    held=self._leased.values(),
+                )
+                if leased:
+                    break
+            else:
+                return None
+            (task,) = leased
+            self._leased[task.run_id] = task
+            if isinstance(task, UnreadableTask):
+                refused = refused_run(task, "UsageError", task.problem)
+            elif (refusal := self._code.decide_all((task.config, *task.partners))[1]) is not None:
+                refused = refused_run(task, "NotTrusted", refusal)
+            elif (problem := self._problem_of_ranks(task)) is not None:
+                refused = refused_run(task, "UsageError", problem)
+            else:
+                return task
+            self._land_run(task, refused)
+            del self._leased[task.run_id]
+        return None
+
+    def _problem_of_ranks(self, task: Task) -> str | None:
+        """Return why no node can run a trial of several ranks; None if one can."""
+        layout, gpus = task.config.layout, self._executor.most_gpus()
+        return None if layout is None or gpus is None else gpu_problem(layout, gpus)
+
+    def _expect_back(self, spec: Task) -> None:
+        trials = 1 + (len(spec.alone) if spec.partners else 0)  # of a group also each member alone
+        self._stuck_at[spec.run_id] = self._steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
+
+    def _waits_for_work(self) -> bool:
+        """Return whether tasks of this device are left that become due later (backoff)."""
+        return self._queue.pending(self._job_id, None if self._job_id else self._device_key) > 0
+
+    def _land(self, completion: Completion) -> None:
+        task = self._leased.get(completion.task.run_id)
+        if not isinstance(task, Task):  # not one of ours: its task was landed or given back before
+            self._service.events.emit("unexpected", completion.task, worker=completion.worker)
+            return
+        completion = accepted(completion, task)
+        result = completion.result
+        again = False
+        if result is None or result.retryable:
+            error = completion.lost or (result and result.run.error) or "no reason was given"
+            again = self._queue.retry(task, self._now(), error)
+            if again:
+                self._service.events.emit("retried", completion.task, worker=completion.worker, error=error)
+            result = result or lost_run(task, error)
+        elif result.repeat:
+            again = self._land_for_repeat(task, result)
+            if again:
+                reasons = sorted(result.run.quality_reasons or ())
+                self._service.events.emit("repeated", completion.task, worker=completion.worker, reasons=reasons)
+        if not again:
+            self._land_run(task, result, completion.worker)
+        del self._stuck_at[completion.task.run_id]
+        del self._leased[completion.task.run_id]  # only now: what could not be landed is given back
+
+    def _land_for_repeat(self, task: Task, result: RunResult) -> bool:
+        """Land an untrusted run as an attempt, under its own name, and queue its task again.
+
+        Returns False if it cannot be repeated any more; it then lands as the task's run. Landed attempts count, so a
+        kill between the two steps costs no further repeat: the attempt is durable and its task still open.
+        """
+        run, limit = result.run, task.settings.quality_repeats
+        names = [attempt_run_id(run.run_id, attempt) for attempt in range(1, task.attempt + 1)]
+        repeated = sum(self._writer.has_landed(run.family, name) for name in names) if limit else 0
+        if repeated >= limit or not self._queue.may_repeat(task):
+            return False
+        try:
+            for one in (*result.others, result):
+                self._write(as_attempt(one, task.attempt))
+        except (OSError, MemoryError):
+            raise
+        except Exception:
+            return False  # our own bug, which `_land_run` reports
+        why = "; ".join(reason_lines(run))
+        doubt = doubt_of(run.quality, run.quality_reasons or ())
+        return self._queue.repeat(task, self._now(), f"labels not trusted: {why}", doubt.reasons if doubt else ())
+
+    def _land_run(self, task: Task | UnreadableTask, result: RunResult, worker: str | None = None) -> None:
+        """Write the run, then mark its task as done; `reconcile` repairs a kill in between."""
+        if self._queue.is_done(task):
+            return  # another dispatcher was quicker, after this one's lease had run out
+        try:
+            for one in (*result.others, result):  # the task's own run is the last: with it the task is done
+                self._write(as_final(one))
+        except (OSError, MemoryError):  # the machine's, not the run's
+            raise
+        except Exception as error:  # whatever a worker sent: one task's business, not the job's
+            result = lost_run(task, f"its run was refused by the warehouse: {error}")
+            for one in (*result.others, result):
+                self._write(as_final(one))
+        if isinstance(task, Task) and worker is not None:
+            self._alone.landed(task, worker, result.others)
+        run = result.run
+        doubt = doubt_of(run.quality, run.quality_reasons or ())
+        self._queue.finish(task, run.status, self._clock(), error=run.error, doubt=doubt)
+        self._progress.landed(run)
+        self._outcomes.landed(run)
+        self._service.samples(run, result.telemetry)
+        self._service.events.emit(
+            "landed",
+            task,
+            worker=worker,
+            status=run.status,
+            family=run.family,
+            quality=run.quality,
+            wall_s=run.wall_s,
+            error=run.error,
+        )
+
+    def _write(self, result: RunResult) -> None:
+        self._writer.write(result.run, result.telemetry, result.kernels, result.ranks, result.collocations)
+
+    def _restart_stuck_workers(self) -> None:
+        """Restart workers long past their trial's deadline, which hang themselves, as in a wedged driver."""
+        now = self._steady()
+        waiting = self._executor.waiting()
+        for worker, task in self._executor.running().items():
+            if worker in waiting:
+                self._expect_back(task)  # its time begins when it has its GPUs
+            elif now > self._stuck_at[task.run_id]:
+                self._service.events.emit("stuck", task, worker=worker)
+                self._progress.say(f"{worker} is stuck at {task.run_id}; it is restarted")
+                self._expect_back(task)  # it comes back as lost; should it not, the worker is restarted again
+                self._executor.restart(worker)
+
+    def _renew(self) -> None:
+        now = self._steady()
+        if now - self._renewed_at >= _RENEW_EVERY_S and self._leased:
+            self._queue.renew(list(self._leased.values()), self._now(), LEASE_S)
+            self._renewed_at = now
+
+    def _now(self) -> float:
+        """Return this dispatcher's seconds since the epoch, which changes of the system's clock do not affect."""
+        return self._epoch_s + self._steady()
+
+
+def _looks_ahead(task: Task) -> bool:
+    """Return whether the worker may prepare the next trial while it runs this one; `Worker.prepares` decides."""
+    if task.config.ranks > 1 or task.partners:
+        return False
+    wish = task.settings.prepare_ahead
+    return wish == "always" or (wish == "auto" and task.device.backend == "cuda")
+
+
+class StopRequest:
+    """Signal handling: the first Ctrl-C or SIGTERM finishes running trials, the second raises `KeyboardInterrupt`."""
+
+    def __init__(self, announce: Callable[[], None]):
+        self.asked = False  # by a signal
+        self._announce = announce
+
+    @property
+    def requested(self) -> bool:
+        return self.asked
+
+    def install(self) -> None:
+        """Take over SIGINT and SIGTERM."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopRequest]:
+        """Take over the signals, and give them back at the end."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.install()
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def disarm(self) -> None:
+        """Cancel later interrupts, since running tasks are being given back and that must complete."""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            self.disarm()
+            raise KeyboardInterrupt
+        self.asked = True
+        self._announce()
+
+
+def reconcile(folder: DataFolder, queue: Queue) -> int:
+    """Finish tasks whose runs are durable and void the other leases of a killed dispatcher. Call with the lock.
+
+    After a lost queue, or one restored from an older copy, tasks whose runs are in the warehouse do not run again
+    either. An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks were
+    done.
+    """
+    left = queue.leased()
+    tasks = {task.run_id: (task.job_id, task.task_index) for task in left}
+    tasks |= _landed_unawares(folder, queue)
+    if not tasks:
+        return 0
+    import pyarrow as pa
+
+    from warehouse.reading.connection import connect
+
+    with contextlib.closing(connect(folder.root)) as connection:
+        connection.register("wanted", pa.table({"run_id": list(tasks)}))
+        rows = connection.execute(
+            "SELECT run_id, status, quality, quality_reasons FROM runs JOIN wanted USING (run_id)"
+        ).fetchall()
+    landed: dict[str, dict[int, str]] = {}
+    doubts: dict[str, dict[int, RunDoubt]] = {}
+    for run_id, status, quality, reasons in rows:
+        job_id, index = tasks[run_id]
+        landed.setdefault(job_id, {})[index] = status
+        if (doubt := doubt_of(quality, reasons_of(reasons))) is not None:
+            doubts.setdefault(job_id, {})[index] = doubt
+    for job_id, statuses in landed.items():
+        queue.mark_done(job_id, statuses, doubts.get(job_id))
+    queue.void_leases()
+    return len(rows)
+
+
+def _landed_unawares(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
+    """Return (job_id, index) by run_id of tasks that are open in the queue but have landed in the warehouse."""
+    from warehouse.files.presence import landed_tasks
+
+    families: set[str] = set()
+    for job in queue.jobs():
+        if queue.counts(job.job_id).queued:
+            families |= {job.family} if job.family != MIXED_FAMILY else set(queue.families(job.job_id).values())
+    if not families:
+        return {}
+    waiting = queue.indexes("queued", "waiting")
+    return {
+        run_id_of(job_id, index): (job_id, index)
+        for job_id, indexes in landed_tasks(folder, families).items()
+        for index in waiting.get(job_id, set()).intersection(indexes.tolist())
+    }

@@ -1,0 +1,149 @@
+"""Decides which code of a task may run: a data folder can come from anybody, so its queue alone allows none.
+
+Start reading at `SubmittedCode`. `record_submitted` records the code that this user queues, in the user's own state
+folder; the dispatcher calls `SubmittedCode.decide` before it hands out a task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from conf.files.own_files import open_own_file, open_own_folder
+from conf.plain_text import one_line
+from featurize.configs.own_code import code_entries, code_fields, refusal, trusting
+from featurize.configs.trial import TrialConfig
+from featurize.job.code_names import CodeName, TrustedName
+
+_FILE = "submitted_code"  # one JSON string a line
+_LIMIT_BYTES = 64 << 20  # of a record that is read
+_of_this_process: set[str] = set()  # what this process queued itself, also where no record can be written
+
+
+class SubmittedCode:
+    """Code that the dispatcher's user has submitted or trusts. `trust`: modules, as `code_names.parse_trust`
+    returns them."""
+
+    def __init__(self, trust: Sequence[str] = ()):
+        self._trust = tuple(trust)
+        self._recorded: frozenset[str] = frozenset()
+        self._read_at: tuple[int, ...] | None = None
+
+    def decide(self, config: TrialConfig) -> tuple[TrialConfig, str | None]:
+        """Return a task's config, its names of code marked as they may run, and why the task must not run (None: it
+        may).
+
+        A task that is neither the user's nor of a trusted module runs under the rules for data: models of known
+        libraries alone.
+        """
+        fields = code_fields(config.family)
+        if fields and all(self._knows(entry) for entry in code_entries(config).values()):
+            return trusting(config, [getattr(config, field) for field in fields]), None
+        config = trusting(config, self._trust)
+        problem = refusal(config)
+        if problem is None or any(isinstance(getattr(config, field), TrustedName) for field in fields):
+            return config, problem
+        name = getattr(config, fields[0])
+        module = name.partition(":")[0]
+        return config, (
+            f"{one_line(name)} is code that this user has not submitted, so it is not imported; "
+            f"submit the job yourself, or start farm.work with trust=[{one_line(module)}]"
+        )
+
+    def decide_all(self, configs: Iterable[TrialConfig]) -> tuple[tuple[TrialConfig, ...], str | None]:
+        """Return the same of trials that run together: all their configs, and the first refusal."""
+        decisions = [self.decide(config) for config in configs]
+        problem = next((problem for _, problem in decisions if problem is not None), None)
+        return tuple(config for config, _ in decisions), problem
+
+    def _knows(self, entry: str) -> bool:
+        if entry in _of_this_process or entry in self._recorded:
+            return True
+        self._read_again()
+        return entry in self._recorded
+
+    def _read_again(self) -> None:
+        """Reread the record if it has changed, since others may submit while this dispatcher runs."""
+        with _state_folder() as folder:
+            if folder is None:
+                return
+            with (
+                contextlib.suppress(OSError),
+                os.fdopen(open_own_file(folder, _FILE, private=True), "rb") as file,
+            ):
+                status = os.fstat(file.fileno())
+                version = (status.st_ino, status.st_size, status.st_mtime_ns)
+                if version != self._read_at:
+                    self._recorded = frozenset(_entries(file.read(_LIMIT_BYTES)))
+                    self._read_at = version
+
+
+def record_submitted(configs: Iterable[TrialConfig]) -> Iterator[TrialConfig]:
+    """Yield configs that the user queues, after recording the code of each.
+
+    Without a writable folder, only this process knows the code.
+    """
+    for config in configs:
+        record_code(entry for name, entry in code_entries(config).items() if isinstance(name, CodeName))
+        yield config
+
+
+def record_code_of(configs: Iterable[TrialConfig]) -> None:
+    """Record the code of configs that the user queues."""
+    for _ in record_submitted(configs):
+        pass
+
+
+def record_code(entries: Iterable[str]) -> None:
+    """Record names of code that the user typed, as `code_entries` spells them."""
+    new = [entry for entry in dict.fromkeys(entries) if entry not in _of_this_process]
+    if not new:
+        return
+    _of_this_process.update(new)
+    # A line end before each: a line that a full disk tore spoils no other.
+    lines = "".join(f"\n{json.dumps(entry)}\n" for entry in new).encode()
+    with _state_folder(create=True) as folder, contextlib.suppress(OSError):
+        if folder is None:
+            return
+        descriptor = open_own_file(folder, _FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, private=True)
+        try:
+            os.write(descriptor, lines)
+        finally:
+            os.close(descriptor)
+
+
+def state_path() -> Path | None:
+    """Return the user's state folder: `$XDG_STATE_HOME/gpufarm`, else `~/.local/state/gpufarm`; None: no home."""
+    given = os.environ.get("XDG_STATE_HOME")
+    if given and os.path.isabs(given):
+        return Path(given, "gpufarm")
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    return home / ".local" / "state" / "gpufarm" if home.is_absolute() else None
+
+
+@contextlib.contextmanager
+def _state_folder(create: bool = False) -> Iterator[int | None]:
+    path = state_path()
+    if path is not None and create:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700)
+    folder = None if path is None else open_own_folder(path, private=True)
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            os.close(folder)
+
+
+def _entries(data: bytes) -> Iterator[str]:
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(entry := json.loads(line), str):
+                yield entry

@@ -1,1 +1,0 @@
-"""The growth cycle: the steps of a night and their records. Start reading at `cycle`."""

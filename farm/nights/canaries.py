@@ -1,0 +1,471 @@
+"""Canaries: a few fixed configurations, run every night to check that the machine measures as before.
+
+Start reading at `canary_configs`, which lists them, then at `compare`, which judges them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from farm.nights.canary_runs import LABELS, CanaryNight, CanaryRun, causes, read_nights
+from farm.nights.journal_payloads import CanariesPayload, ComparedLabel, DriftPayload
+from featurize.configs.trial import TrialConfig, config_from_mapping
+from featurize.families import layers_of
+from featurize.job.layers import rough_memory_mib
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RUN_RATIOS
+from warehouse.tables.schema import ENVIRONMENT
+
+MEMORY = "peak_memory_mib"
+
+# Never change an entry, nor a default that it leaves open: its hash is what ties tonight to the nights before. Each is
+# small, and which operator families each has, and which not, tells later what moved (`farm.nights.drift`): batch norm
+# without convolutions, convolutions without batch norm, embeddings without attention, half precision in two of them.
+_CANARIES = (
+    {
+        "family": "mlp",
+        "batch_size": 256,
+        "optimizer": "sgd",
+        "input_size": 1536,
+        "classes": 100,
+        "depth": 3,
+        "topology": "uniform",
+    },
+    {
+        "family": "mlp",
+        "batch_size": 256,
+        "optimizer": "momentum",
+        "input_size": 1024,
+        "classes": 100,
+        "depth": 4,
+        "topology": "uniform",
+        "batch_norm": True,
+    },
+    {
+        "family": "cnn",
+        "batch_size": 32,
+        "optimizer": "adam",
+        "precision": "bf16",
+        "image_size": 32,
+        "channels": 3,
+        "classes": 10,
+        "base_filters": 48,
+        "depth": 4,
+        "topology": "uniform",
+        "pooling": True,
+        "pool_interval": 2,
+    },
+    {
+        "family": "transformer",
+        "batch_size": 8,
+        "optimizer": "adamw",
+        "vocabulary_size": 8000,
+        "sequence_length": 128,
+        "embedding_size": 256,
+        "heads": 4,
+        "depth": 2,
+        "feed_forward": 1024,
+        "classes": 10,
+        "dropout": 0.1,
+    },
+    {
+        "family": "gpt",
+        "batch_size": 4,
+        "optimizer": "adamw",
+        "precision": "bf16",
+        "vocabulary_size": 8000,
+        "sequence_length": 128,
+        "embedding_size": 256,
+        "heads": 4,
+        "depth": 2,
+        "feed_forward": 1024,
+        "dropout": 0.0,
+    },
+    {
+        "family": "rnn",
+        "batch_size": 32,
+        "optimizer": "sgd",
+        "vocabulary_size": 8000,
+        "sequence_length": 64,
+        "embedding_size": 256,
+        "hidden_size": 256,
+        "depth": 2,
+    },
+    {
+        "family": "gnn",
+        "batch_size": 4,
+        "optimizer": "adam",
+        "nodes": 1000,
+        "degree": 10,
+        "features": 128,
+        "classes": 40,
+        "hidden": 128,
+        "depth": 3,
+    },
+    {
+        "family": "unet",
+        "batch_size": 4,
+        "optimizer": "adam",
+        "image_size": 64,
+        "channels": 3,
+        "classes": 4,
+        "base_channels": 32,
+        "depth": 3,
+    },
+)
+
+# What a context, libraries' workspaces and the allocator's rounding take beside the rough figure, on any GPU.
+_BESIDE_MIB = 1024.0
+
+MEMORY_SHARE, MEMORY_MIB = 0.01, 2.0  # the larger of the two
+SHARED_MEMORY_SHARE = 0.25  # of host memory, where it moved by up to 11 % on a busy machine
+RATIO = 0.05
+TIME_AND_POWER_SHARE = 0.10
+_OF_SHARED = (MEMORY,)  # what is compared on a device that serves other programs too
+UNKNOWN = "unknown: neither the runs' quality nor their telemetry says why"
+DEVIATIONS = 4.0  # robust standard deviations of the history that are no move, whatever the tolerance
+_TO_DEVIATION = 1.4826  # of a median absolute deviation, for normal noise
+_LEAST_FOR_DEVIATION = 3  # runs: of two, one that was off would hide the next
+
+
+def canary_configs(capacity_mib: float) -> tuple[TrialConfig, ...]:
+    """Return the canaries that fit a device with that much memory in MiB, always in this order.
+
+    None takes more than 0.3 GiB beside its context, and a training step of each takes a CPU core under 0.2 s.
+    """
+    configs = [config_from_mapping(values) for values in _CANARIES]
+    return tuple(config for config in configs if _rough_mib(config) + _BESIDE_MIB <= capacity_mib)
+
+
+def _rough_mib(config: TrialConfig) -> float:
+    plan = layers_of(config)
+    return rough_memory_mib(plan, config.batch_size, config.optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryVerdict:
+    """The verdict of tonight's canaries on the machine.
+
+    verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
+                 environment; `sick`: a canary failed, or something moved that no change of the environment explains
+    environment  tonight's; before: the one compared with; newest: that of the night before. Columns of `ENVIRONMENT`
+    runs         of canaries tonight, whatever came of them
+    shared       as in `compare`
+    configs      config_hash -> canary; job_ids: tonight's
+    """
+
+    verdict: str
+    said: str
+    device_name: str
+    source: str
+    environment: Mapping[str, str | None]
+    before: Mapping[str, str | None] | None
+    newest: Mapping[str, str | None] | None
+    runs: int
+    shared: bool
+    compared: tuple[ComparedLabel, ...]
+    causes: tuple[str, ...]
+    configs: Mapping[str, TrialConfig]
+    job_ids: tuple[str, ...]
+
+    @property
+    def moved(self) -> tuple[ComparedLabel, ...]:
+        return tuple(entry for entry in self.compared if entry.moved)
+
+    def payload(self, drift: DriftPayload | None = None) -> CanariesPayload:
+        """Return the verdict as the journal stores it, with the drift."""
+        return CanariesPayload(
+            verdict=self.verdict,
+            said=self.said,
+            environment=dict(self.environment),
+            runs=self.runs,
+            device_name=self.device_name,
+            source=self.source,
+            before=None if self.before is None else dict(self.before),
+            compared=self.compared,
+            causes=self.causes,
+            drift=drift,
+        )
+
+
+def compare(
+    data: str | os.PathLike | DataFolder,
+    device_name: str,
+    source: str,
+    job_ids: Collection[str],
+    *,
+    forget: Collection[str] = (),
+    shared: bool = False,
+    accepted: Collection[str] = (),
+) -> CanaryVerdict:
+    """Compare the canaries of the jobs `job_ids` with those of earlier jobs on the same device and source.
+
+    The history is that of the very same environment, however long ago, else that of the newest night. Compared are
+    the median of all GPUs, and each GPU for itself, since one of several may be sick. A canary that fails has moved,
+    also where it has no history; failed runs are no history.
+    `forget`: earlier jobs that are no history, as those of nights that were sick. Untrusted runs never are.
+    `shared`: the device serves other programs too, as a CPU does, whose times say nothing of it.
+    `accepted`: hashes of the canaries that the user lets fail, until they run to their end once.
+    """
+    tonight, nights = read_nights(data, device_name, source, job_ids, forget)
+    earlier = [night for night in nights if history_of(night.runs)]
+    verdict = CanaryVerdict(
+        verdict="none",
+        said="no canary ran",
+        device_name=device_name,
+        source=source,
+        environment=_named(tonight.environment if tonight else (None,) * len(ENVIRONMENT)),
+        before=None,
+        newest=_named(earlier[-1].environment) if earlier else None,
+        runs=len(tonight.runs) if tonight else 0,
+        shared=shared,
+        compared=(),
+        causes=(),
+        configs={run.config_hash: run.config for run in tonight.runs} if tonight else {},
+        job_ids=tuple(job_ids),
+    )
+    if tonight is None:
+        return verdict
+    now, runs = tonight.environment, finals(tonight)
+    environments = [night.environment for night in earlier]
+    reference = now if now in environments else environments[-1] if environments else None
+    history = history_of([run for night in earlier if night.environment == reference for run in night.runs])
+    together = compare_canaries(runs, history, shared, accepted)
+    alone = _of_single_gpus(runs, history, together, shared, accepted)
+    verdict = replace(verdict, compared=(*together, *alone))
+    if reference is None:
+        return _first_night(data, verdict, runs)
+    verdict = replace(verdict, before=_named(reference))
+    if not verdict.moved:
+        sentence = _steady(
+            runs, history, verdict.compared, "" if now == environments[-1] else _change(environments[-1], now)
+        )
+        return replace(verdict, verdict="steady", said=sentence)
+    # A run that failed or has untrusted labels shows nothing about a new environment.
+    figures_only = all(entry.now is not None and entry.before is not None for entry in verdict.moved)
+    is_drift = now != reference and figures_only and not alone
+    why = _causes(data, runs, history, verdict.moved) or (() if is_drift else (UNKNOWN,))
+    change = f"with {_change(reference, now)}" if now != reference else "in an unchanged environment"
+    more = f"; {len(verdict.moved) - 3} more" if len(verdict.moved) > 3 else ""
+    examples = "; ".join(entry.said for entry in verdict.moved[:3])
+    sentence = f"{len(_names(verdict.moved))} of {_canaries(runs)} moved ({examples}{more}) {change}"
+    if is_drift:
+        return replace(verdict, verdict="drift", said=sentence, causes=why)
+    return replace(verdict, verdict="sick", said=f"{sentence}: {why[0]}", causes=why)
+
+
+def unconfirmed(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
+    """Return the canaries that moved and ran only once tonight, or once on the GPU where they moved.
+
+    They run twice more before the verdict counts."""
+    once = {entry.config_hash for entry in verdict.moved if len(entry.run_ids) == 1}
+    return tuple(config for config_hash, config in verdict.configs.items() if config_hash in once)
+
+
+def _first_night(
+    data: str | os.PathLike | DataFolder, verdict: CanaryVerdict, runs: Mapping[str, Sequence[CanaryRun]]
+) -> CanaryVerdict:
+    """Return the verdict on canaries that no earlier night can be compared with."""
+    ended = [run for of_canary in runs.values() for run in of_canary]
+    if ended and not any(run.status == "ok" for run in ended):
+        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
+        return replace(
+            verdict, verdict="sick", said=f"none of the {_canaries(runs)} ran to its end: {why[0]}", causes=why
+        )
+    if failed := verdict.moved:
+        why = _causes(data, runs, {}, failed)
+        sentence = f"{len(_names(failed))} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
+        return replace(verdict, verdict="sick", said=sentence, causes=why)
+    doubted = [entry for entry in verdict.compared if entry.label == "quality"]
+    sentence = f"the first {_canaries(runs)} of this device; there is nothing to compare them with yet"
+    sentence += _accepted_failures(verdict.compared)
+    if doubted:
+        sentence += f"; {len(doubted)} of them cannot be trusted"
+    why = causes(data, [(runs[entry.config_hash], (), ()) for entry in doubted]) if doubted else ()
+    return replace(verdict, verdict="first", said=sentence, causes=why)
+
+
+def _steady(runs: Mapping, history: Mapping, entries: Sequence[ComparedLabel], change: str) -> str:
+    failing = {entry.config_hash for entry in entries if entry.label == "status"}
+    known, new = (failing ^ runs.keys()) & history.keys(), runs.keys() - failing - history.keys()
+    sentence = f"{_canaries(known)} as before{f', with {change}' if change else ''}"
+    sentence += f"; {_canaries(new)} for the first time" if new else ""
+    return sentence + _accepted_failures(entries)
+
+
+def _causes(
+    data: str | os.PathLike | DataFolder, runs: Mapping, history: Mapping, moved: Sequence[ComparedLabel]
+) -> tuple[str, ...]:
+    cases = []
+    for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
+        lost = [e.label for e in moved if e.config_hash == config_hash and e.label in LABELS and e.now is None]
+        cases.append((runs[config_hash], history.get(config_hash, ()), lost))
+    return causes(data, cases)
+
+
+def _names(entries: Sequence[ComparedLabel]) -> dict[str, None]:
+    return dict.fromkeys(entry.name for entry in entries)
+
+
+def _named(environment: Sequence[str | None]) -> dict[str, str | None]:
+    return dict(zip(ENVIRONMENT, environment, strict=True))
+
+
+def finals(night: CanaryNight) -> dict[str, tuple[CanaryRun, ...]]:
+    """Return the night's runs by config_hash, without attempts that were run again."""
+    return _by_config(run for run in night.runs if run.final)
+
+
+def history_of(runs: Iterable[CanaryRun]) -> dict[str, tuple[CanaryRun, ...]]:
+    """Return the trusted `ok` runs of earlier nights by config_hash, oldest first."""
+    return _by_config(run for run in runs if run.final and run.trusted and run.status == "ok")
+
+
+def _by_config(runs: Iterable[CanaryRun]) -> dict[str, tuple[CanaryRun, ...]]:
+    by_config: dict[str, tuple[CanaryRun, ...]] = {}
+    for run in runs:
+        by_config[run.config_hash] = (*by_config.get(run.config_hash, ()), run)
+    return by_config
+
+
+def compare_canaries(
+    runs: Mapping[str, Sequence[CanaryRun]],
+    history: Mapping[str, Sequence[CanaryRun]],
+    shared: bool = False,
+    accepted: Collection[str] = (),
+) -> list[ComparedLabel]:
+    """Compare every label of each canary that ran with its history, if it has one.
+
+    `shared` and `accepted` as in `compare`."""
+    return [
+        entry
+        for config_hash in runs
+        for entry in _of_canary(
+            runs[config_hash], history.get(config_hash, ()), shared, may_fail=config_hash in accepted
+        )
+    ]
+
+
+def _of_single_gpus(
+    runs: Mapping[str, Sequence[CanaryRun]],
+    history: Mapping[str, Sequence[CanaryRun]],
+    together: Sequence[ComparedLabel],
+    shared: bool,
+    accepted: Collection[str],
+) -> list[ComparedLabel]:
+    """Return the labels that moved on one of several GPUs and not in the median of all."""
+    gpus = sorted({run.device_uuid for of_canary in runs.values() for run in of_canary if run.device_uuid})
+    if len(gpus) < 2:
+        return []
+    known = {(entry.config_hash, entry.label) for entry in together if entry.moved}
+    on_one_gpu = []
+    for gpu in gpus:
+        own = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
+        entries = compare_canaries({name: of_gpu for name, of_gpu in own.items() if of_gpu}, history, shared, accepted)
+        on_one_gpu += [
+            replace(entry, said=f"{entry.said} on {gpu} alone")
+            for entry in entries
+            if entry.moved and (entry.config_hash, entry.label) not in known
+        ]
+    return on_one_gpu
+
+
+def _of_canary(
+    runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: bool, may_fail: bool
+) -> list[ComparedLabel]:
+    entries = []
+
+    def add(label: str, sentence: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
+        first, unit = runs[0], LABELS.get(label, "")
+        entries.append(
+            ComparedLabel(
+                family=first.config.family,
+                config_hash=first.config_hash,
+                label=label,
+                unit=unit,
+                before=before,
+                now=now,
+                tolerance=tolerance,
+                moved=moved,
+                history_runs=of,
+                run_ids=tuple(run.run_id for run in runs),
+                said=f"{first.name}: {sentence}",
+            )
+        )
+
+    trusted = [run for run in runs if run.trusted]
+    status = _commonest(trusted or runs)
+    if 2 * len(trusted) < len(runs) and status == "ok":
+        reasons = dict.fromkeys(reason for run in runs for reason in run.reasons)
+        add("quality", f"untrusted ({', '.join(reasons) or 'no reason given'})", moved=bool(history), of=len(history))
+        return entries
+    if status != "ok":
+        if history:
+            add("status", f"ok before, {status} now", moved=True, of=len(history))
+        elif may_fail:
+            add("status", f"{status}, as accepted", moved=False, of=0)
+        else:
+            add("status", f"{status}, and it has never been ok here", moved=True, of=0)
+        return entries
+    for label, unit in LABELS.items():
+        if shared and label not in _OF_SHARED:
+            continue
+        known = [value for run in history if (value := run.labels[label]) is not None]
+        seen = [value for run in trusted if run.status == "ok" and (value := run.labels[label]) is not None]
+        before, now = (statistics.median(values) if values else None for values in (known, seen))
+        if before is None:
+            if now is not None:
+                add(label, f"{label} {_figure(now, unit)}", now=now, moved=False, of=0)
+            continue
+        tolerance = tolerance_of(label, known, shared)
+        if now is None:
+            always = len(known) == len(history)
+            sentence = f"{label} {_figure(before, unit)} before, NULL now"
+            add(label, sentence, before=before, tolerance=tolerance, moved=always, of=len(known))
+            continue
+        sentence = f"{label} {_figure(before, unit)} -> {_figure(now, unit)}"
+        moved = abs(now - before) > tolerance
+        add(label, sentence, before=before, now=now, tolerance=tolerance, moved=moved, of=len(known))
+    return entries
+
+
+def tolerance_of(label: str, history: Sequence[float], shared: bool = False) -> float:
+    """Return the largest difference from the history's median, in the label's unit, that does not count as moved."""
+    middle = statistics.median(history)
+    if label == MEMORY:
+        least = max((SHARED_MEMORY_SHARE if shared else MEMORY_SHARE) * abs(middle), MEMORY_MIB)
+    elif label in RUN_RATIOS:
+        least = RATIO
+    else:
+        least = TIME_AND_POWER_SHARE * abs(middle)
+    if len(history) < _LEAST_FOR_DEVIATION:
+        return least
+    deviation = _TO_DEVIATION * statistics.median(abs(value - middle) for value in history)
+    return max(least, DEVIATIONS * deviation)
+
+
+def _commonest(runs: Sequence[CanaryRun]) -> str:
+    return Counter(run.status for run in runs).most_common(1)[0][0]
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value:.3f}" if unit == "ratio" else f"{value:,.4g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+
+
+def _canaries(runs: Collection[object]) -> str:
+    return f"{len(runs)} {'canary' if len(runs) == 1 else 'canaries'}"
+
+
+def _accepted_failures(entries: Sequence[ComparedLabel]) -> str:
+    """Return the text about canaries whose failure the user accepted; they are not compared."""
+    return "".join(f"; {entry.said}" for entry in entries if entry.label == "status" and not entry.moved)
+
+
+def _change(before: tuple, now: tuple) -> str:
+    """`torch_version 2.12.0 -> 2.13.0`."""
+    changed = [f"{name} {old} -> {new}" for name, old, new in zip(ENVIRONMENT, before, now, strict=True) if old != new]
+    return ", ".join(changed)

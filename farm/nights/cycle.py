@@ -1,0 +1,396 @@
+"""One night: canaries, choose, run, land, learn, report. Each step is recorded, so a killed cycle resumes.
+
+Start reading at `NightWork.work`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import itertools
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import CommandError
+from conf.plain_text import error_line
+from farm.monitoring.service import Service
+from farm.nights.journal import Cycle, Journal, plain
+from farm.nights.journal_payloads import (
+    CanariesPayload,
+    ChoicePayload,
+    Ended,
+    LandPayload,
+    LearnPayload,
+    LearntTarget,
+    P,
+    ReportPayload,
+    RunPayload,
+)
+from farm.nights.landing import land, snapshot_taken
+from farm.nights.machine import (
+    Machine,
+    environment_now,
+    job_figures,
+    measured_s,
+    pair_figures,
+    submit_listed,
+    tasks_run,
+)
+from farm.nights.plan import Plan, code_names, make_plan, read_plan, skipped
+from farm.nights.settings import GrowSettings
+from farm.nights.stop import NightStop
+from farm.queue.jobs import Queue
+from farm.queue.outcomes import failed_before
+from farm.work import run_job
+from warehouse.files.folder import DataFolder
+
+if TYPE_CHECKING:
+    from featurize.configs.trial import TrialConfig
+    from learn.fitting.promotion import Promotion
+
+_FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
+_ERROR_CHARACTERS = 4000
+_PAIRS_AT_MOST = 5_000  # of a night without a number
+_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress meanwhile
+
+
+class Left(Exception):
+    """The cycle stays open: Ctrl-C was pressed, or a signal came before there was anything to land."""
+
+
+@dataclass
+class NightWork:
+    """One cycle at work on a data folder. `tell` updates the status line, `say` prints a line."""
+
+    folder: DataFolder
+    queue: Queue
+    journal: Journal
+    settings: GrowSettings
+    machine: Machine
+    service: Service
+    cycle: Cycle
+    tell: Callable[[str], None] = lambda _: None
+    say: Callable[[str], None] = print
+
+    @classmethod
+    def begin(
+        cls,
+        folder: DataFolder,
+        queue: Queue,
+        journal: Journal,
+        settings: GrowSettings,
+        machine: Machine,
+        service: Service,
+        tell: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> NightWork:
+        """Begin a cycle and record it in the journal."""
+        written = {**settings.written, "device": machine.choice.to_mapping()}
+        cycle = journal.begin(written, secrets.token_hex(4), lambda name: snapshot_taken(folder, name))
+        return cls(folder, queue, journal, settings, machine, service, cycle, tell, say)
+
+    def work(self) -> Cycle:
+        """Do the remaining steps, end the cycle and return it.
+
+        Raises `Left` after Ctrl-C and if a signal came before anything ran, `KeyboardInterrupt`, and the error of a
+        step that failed. The cycle then stays open, and the same call resumes it.
+        """
+        canaries = self._step(CanariesPayload, self._canaries)
+        if canaries.verdict == "sick":
+            return self._close("sick", canaries.said)
+        choice = self._step(ChoicePayload, self._choose)
+        ran = self._step(RunPayload, lambda: self._run(choice))
+        landed = self._step(LandPayload, lambda: land(self.folder, self.cycle, self.tell))
+        asked = ran.ended == "asked"
+        learnt = self._step(LearnPayload, lambda: LearnPayload() if asked else self._learn(landed))
+        all_failed = f"; {ran.failed}" if ran.failed else ""
+        if asked:
+            return self._close("cut short", f"asked to leave; {ran.runs} runs are landed{_pairs(ran)}{all_failed}")
+        return self._close("done", _night_in_a_sentence(choice, ran, learnt) + all_failed)
+
+    def _close(self, outcome: str, sentence: str) -> Cycle:
+        self._step(ReportPayload, lambda: self._report(outcome, sentence))
+        return self._end(outcome, sentence)
+
+    def _end(self, outcome: str, sentence: str) -> Cycle:
+        self.cycle = self.journal.end(self.cycle.name, outcome, sentence)
+        self.service.events.emit("cycle_ended", cycle=self.cycle.name, outcome=outcome, message=sentence)
+        return self.cycle
+
+    def _step(self, kind: type[P], work: Callable[[], P]) -> P:
+        """Do a step unless it is done, and return its payload."""
+        done = self.cycle.payload(kind)
+        if done is not None:
+            return done
+        name = kind.step
+        self.journal.start(self.cycle.name, name)
+        self.cycle = self.journal.cycle(self.cycle.name)
+        self.service.events.emit("step_started", cycle=self.cycle.name, step=name)
+        self.service.pulse.patience_s = _PATIENCE_S
+        self.service.pulse.beat("growing")
+        self.tell(name)
+        began = time.monotonic()
+        try:
+            payload = work()
+            mapping = plain(payload.to_mapping())
+        except (Left, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            self._failed(name, error)
+            raise
+        seconds = round(time.monotonic() - began, 3)
+        self.cycle = self.journal.done(self.cycle.name, name, {**mapping, "seconds": seconds})
+        self.service.events.emit("step_done", cycle=self.cycle.name, step=name, seconds=seconds)
+        return payload
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """Record the failure and write the report; a step that fails three times ends the cycle."""
+        text = str(error) if isinstance(error, CommandError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
+        self.cycle = self.journal.fail(self.cycle.name, name, text)
+        self.service.events.emit("step_failed", cycle=self.cycle.name, step=name, error=text)
+        sentence = f"{name} failed: {error_line(text)}"
+        if name != "report":
+            with contextlib.suppress(Exception):  # the user gets the step's own error
+                self._report("failed", sentence)
+        if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
+            for kind in ("pairs", "grow"):
+                self._take_out(self.cycle.job(kind))
+            self._end("failed", sentence)
+
+    # The steps
+
+    def _canaries(self) -> CanariesPayload:
+        if self.settings.canaries == "skip":
+            now = environment_now(self.folder, self.machine)
+            return CanariesPayload(verdict="none", said="left out", environment=now)
+        from farm.nights.watch import watch
+
+        return watch(self.folder, self.machine, self.cycle, self.earlier(), self._measure)
+
+    def _measure(self, kind: str, configs: Sequence[tuple[int, TrialConfig]], shares: int) -> str | None:
+        """Run these configs as a job and return its id; None if the time was up. Raises `Left` on a signal."""
+        job_id = self.cycle.job(kind)
+        ended = self._work_off(job_id, [(index, (config,)) for index, config in configs], shares)
+        if ended == "asked":
+            raise Left
+        if ended == "time":
+            self.queue.cancel(job_id, time.time())
+            return None
+        return job_id
+
+    def _work_off(
+        self, job_id: str, tasks: Sequence[tuple[int, Sequence[TrialConfig]]], shares: int = 1, of_time: float = 1.0
+    ) -> Ended:
+        """Queue the tasks as this job and run it: `all`, or why it ends before, `asked` or `time`.
+
+        `of_time`: the share of what is left of the night's hours. Raises `Left` after Ctrl-C. A signal counts also
+        where all trials have run: closing the workers takes seconds.
+        """
+        stop = self.stop(of_time)
+        submit_listed(
+            self.folder,
+            self.queue,
+            job_id,
+            tasks,
+            self.machine,
+            self.settings.trial_settings,
+            self.settings.policy,
+            self.settings.seed,
+        )
+        worked_off = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares)
+        if stop.interrupted:
+            raise Left
+        if stop.asked:
+            return "asked"
+        return "all" if worked_off else "time"
+
+    def _choose(self) -> ChoicePayload:
+        plan = self._plan(self.earlier(), "choosing")
+        if plan.again:
+            self.say(f"{self.machine.source} again first, as stale: {plan.again:,}")
+        for line in () if plan.summary is None else plan.summary.lines(self.machine.source):
+            self.say(line)
+        return plan.payload(plan.write(self.folder, self.cycle.name))
+
+    def _run(self, choice: ChoicePayload) -> RunPayload:
+        job_id = self.cycle.job("grow")
+        planned = read_plan(self.folder, choice.plan, self.settings.spaces)
+        configs = [(index, (entry.config,)) for index, entry in enumerate(planned)]
+        began = time.monotonic()
+        ended = self._run_pairs()
+        if ended == "all" and configs:
+            ended = self._work_off(job_id, configs)
+        if ended != "all":
+            self._take_out(job_id)
+        failure = failed_before(self.queue, job_id) if self._queued(job_id) else None
+        if failure is not None:
+            self.service.events.emit("job_failed", job=job_id, message=str(failure))
+        figures = job_figures(self.folder, job_id)
+        left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
+        return RunPayload(
+            job_id=job_id,
+            runs=figures.runs,
+            by_status=figures.by_status,
+            by_family=figures.by_family,
+            gpu_seconds=figures.gpu_seconds,
+            energy_j=figures.energy_j,
+            ended=ended,
+            next_index=left,
+            wall_s=round(time.monotonic() - began, 3),
+            failed=None if failure is None else str(failure),
+            pairs=pair_figures(self.folder, self.cycle.job("pairs")) if self.settings.collocate else None,
+        )
+
+    def _run_pairs(self) -> Ended:
+        """Run the night's pairs of trials on one device, before the others: their share ends by number or by time."""
+        share, wanted = self.settings.collocate, self.settings.pairs
+        job_id = self.cycle.job("pairs")
+        if not share or (self._queued(job_id) and self.queue.counts(job_id).cancelled):
+            return "all"  # none are wanted, or their time was up before the night was interrupted
+        from farm.sampling.collocating import Groups, pool_of
+
+        seed = int(self.cycle.token, 16)  # other pairs each night, and the same where the night is resumed
+        pool = pool_of(
+            self.settings.spaces,
+            self.machine.spec,
+            seed=seed,
+            policy="stratified",
+            limits=self.settings.limits,
+            progress=lambda done, of: self.tell(f"forecasting pairs: {done:,} of {of:,}"),
+        )
+        on_gpu = self.machine.choice.backend != "cpu"
+        groups = Groups(pool, 2, self.machine.capacity_mib if on_gpu else None, seed)
+        tasks = list(enumerate(itertools.islice(groups, _PAIRS_AT_MOST if wanted is None else wanted)))
+        ended = self._work_off(job_id, tasks, of_time=1.0 if wanted is not None else share) if tasks else "all"
+        if ended != "all":
+            self._take_out(job_id)
+        return "all" if ended == "time" and wanted is None else ended
+
+    def _queued(self, job_id: str) -> bool:
+        return any(job.job_id == job_id for job in self.queue.jobs())
+
+    def _take_out(self, job_id: str) -> None:
+        """Cancel what is left of a job, which may not be queued yet."""
+        if self._queued(job_id):
+            self.queue.cancel(job_id, time.time())
+
+    def _learn(self, landed: LandPayload) -> LearnPayload:
+        from learn.fitting.promotion import refit
+
+        results = []
+        for target in self.settings.learn.targets:
+            try:
+                promotion = refit(
+                    self.folder,
+                    target,
+                    self.settings.learn.estimator,
+                    cycle=self.cycle.name,
+                    source=self.machine.source,
+                    device_name=self.machine.device_name,
+                    snapshot=landed.snapshot,
+                    seed=self.settings.seed,
+                    trust=code_names(self.settings.spaces),
+                    now=datetime.datetime.now(datetime.UTC),
+                    progress=functools.partial(self._tell_learning, target),
+                )
+                results.append(self._learnt(promotion))
+            except CommandError as error:
+                results.append(self._no_result(target, "skipped", str(error)))
+            except Exception:  # one estimator's mistake must cost neither the others nor the night
+                results.append(self._no_result(target, "failed", traceback.format_exc()[-_ERROR_CHARACTERS:]))
+        return LearnPayload(results=tuple(results))
+
+    def _tell_learning(self, target: str, step: str) -> None:
+        self.tell(f"learning {target}: {step}")
+
+    def _learnt(self, promotion: Promotion) -> LearntTarget:
+        simulated = self.machine.source == "simulated"
+        caveat = "; the labels are simulated, so this says nothing about real GPUs" if simulated else ""
+        return LearntTarget(**{**promotion.to_mapping(), "why": promotion.why + caveat})
+
+    def _no_result(self, target: str, decision: str, why: str) -> LearntTarget:
+        return LearntTarget(
+            target=target,
+            estimator=self.settings.learn.estimator,
+            decision=decision,
+            why=why,
+            figures={"current": None, "candidate": None},
+        )
+
+    def _report(self, outcome: str, sentence: str) -> ReportPayload:
+        from farm.nights.report_page import write_report
+
+        ended = dataclasses.replace(self.cycle, outcome=outcome, said=sentence)
+        path = write_report(self.folder, ended, [*self.earlier(), ended], self._next_plan())
+        page = path.relative_to(self.folder.root)
+        return ReportPayload(html=str(page), json=str(page.with_suffix(".json")))
+
+    def _next_plan(self) -> Mapping[str, Any] | None:
+        """Return what the next night would measure; None if planning fails, so that the report is still written."""
+        try:
+            return plain(self._plan(self.journal.cycles(), "looking ahead").payload().to_mapping())
+        except Exception as error:
+            self.service.events.emit("notice", message=f"the next night's plan: {error}")
+            return None
+
+    # What steps share
+
+    def _plan(self, cycles: Sequence[Cycle], doing: str) -> Plan:
+        from farm.nights.watch import stale_first
+
+        canaries = self.cycle.payload(CanariesPayload)
+        environment = None if canaries is None else canaries.environment
+        return make_plan(
+            self.folder,
+            self.queue,
+            cycles,
+            self.settings,
+            self.machine,
+            environment,
+            again=stale_first(self.folder, self.machine, environment, self.settings.singles),
+            progress=lambda done, of: self.tell(f"{doing}: {done:,} of {of:,} candidates"),
+        )
+
+    def stop(self, share: float = 1.0) -> NightStop:
+        """Return the stop request that applies when a share of this cycle's remaining time is up, or on a signal."""
+        if self.settings.hours is None:
+            return NightStop(None, self.cycle.name)
+        jobs = [job.job_id for job in self.queue.jobs() if job.job_id.endswith(self.cycle.token)]
+        left_s = self.settings.hours * 3600 - measured_s(self.folder, self.cycle, jobs)
+        return NightStop(max(0.0, share * left_s), self.cycle.name)
+
+    def earlier(self) -> list[Cycle]:
+        """Return the cycles before this one."""
+        return [cycle for cycle in self.journal.cycles() if cycle.name != self.cycle.name]
+
+
+def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPayload) -> str:
+    statuses = ", ".join(f"{status} {count}" for status, count in ran.by_status.items()) or "none"
+    decisions = ", ".join(f"{result.target} {result.decision}" for result in learnt.results)
+    stale = f", up to {choice.remeasured} of them of stale rows" if choice.remeasured else ""
+    time_up = "; the time was up before all had run" if ran.ended == "time" else ""
+    return f"{ran.runs} runs ({statuses}){stale}{time_up}{_pairs(ran)}; models: {decisions or 'none fitted'}"
+
+
+def _pairs(ran: RunPayload) -> str:
+    return "" if ran.pairs is None else f"; {ran.pairs.sentence()}"
+
+
+def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:
+    """Return the message for notifications. `error`: the failure, if the journal may lack it."""
+    report = folder.reports / f"{cycle.name}.html"  # of a step that failed, there is one all the same
+    errors = [step.payload["error"] for step in cycle.steps.values() if step.state == "failed"]
+    return {
+        "cycle": cycle.name,
+        "outcome": cycle.outcome or "failed",
+        "said": cycle.said or next(iter(errors), error),
+        "report": str(report) if report.exists() else None,
+        "data": str(folder.root),
+        "run": cycle.done("run") or {},
+    }

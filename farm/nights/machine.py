@@ -1,0 +1,228 @@
+"""The devices that a cycle measures on, and its jobs of listed configurations.
+
+Start reading at `machine_of` and `submit_listed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.submitted_code import record_code_of
+from farm.nights.journal import Cycle
+from farm.nights.journal_payloads import PairsPayload
+from farm.queue.jobs import MIXED_FAMILY, Job, Queue
+from farm.queue.queue_values import device_key, text_of_settings, text_of_task
+from farm.submission.described_device import spec_of
+from featurize.configs.row_config import code_problem
+from featurize.configs.trial import TrialConfig, canonical_json
+from featurize.device.device_spec import same_device
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import ENVIRONMENT
+from workers.devices import DeviceChoice, choose_device, make_device
+from workers.settings import TrialSettings
+
+if TYPE_CHECKING:
+    from featurize.device.device_spec import DeviceSpec
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a cycle, all of one model. `workers`: their number; `source`: that of their runs."""
+
+    choice: DeviceChoice
+    device_name: str
+    source: str
+    workers: int
+    spec: DeviceSpec
+
+    @property
+    def capacity_mib(self) -> float:
+        """Return the device memory in MiB that a trial may take."""
+        return self.spec.memory_mib * (self.choice.memory_fraction or 1.0)
+
+
+def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[Cycle] = ()) -> tuple[Machine, str]:
+    """Return the machine that `device` names, and a line that describes it.
+
+    Raises `UsageError` where the device is missing, for GPUs of several models, and where `auto` finds no GPU although
+    the cycles `before` measured on one: a broken driver must not turn a measured data set into a simulated one.
+    """
+    choice, device_line = choose_device(device)
+    used = next(filter(None, ((c.settings.get("device") or {}).get("backend") for c in reversed(before))), None)
+    if device.backend == "auto" and choice.backend == "simulated" and used == "cuda":
+        raise UsageError(
+            f"{device_line}; but the last cycle here measured on GPUs: fix the driver, or pass device=simulated"
+        )
+    slots = make_device(choice).slots()
+    names = sorted({slot.device_name for slot in slots})
+    if len(names) > 1:
+        raise UsageError(f"a cycle measures on GPUs of one model, here are {', '.join(names)}; hide some from it")
+    workers = 1 if cluster.kind == "inline" else len(slots)
+    source = "simulated" if choice.backend == "simulated" else "measured"
+    return Machine(choice, names[0], source, workers, spec_of(choice, slots[0])), device_line
+
+
+def submit_listed(
+    folder: DataFolder,
+    queue: Queue,
+    job_id: str,
+    tasks: Sequence[tuple[int, Sequence[TrialConfig]]],
+    machine: Machine,
+    trial: TrialSettings,
+    policy: str,
+    seed: int,
+) -> None:
+    """Queue these tasks under their indices, as one job: a config each, or those of a group that starts together.
+
+    The same call again adds nothing.
+
+    A task may import the code that it names. So a config from the folder's data raises `UsageError` if data may not
+    name its code."""
+    configs = [config for _, members in tasks for config in members]
+    for config in configs:
+        if (problem := code_problem(config)) is not None:
+            raise UsageError(f"job {job_id}: {problem}")
+    families = sorted({config.family for config in configs})
+    job = Job(
+        job_id=job_id,
+        family=families[0] if len(families) == 1 else MIXED_FAMILY,
+        space_json=canonical_json({"listed": families}),
+        n=len(tasks),
+        seed=seed,
+        policy=policy,
+        device=device_key(machine.choice),
+        settings_json=text_of_settings(trial),
+        submitted_at=time.time(),
+    )
+    record_code_of(configs)
+    texts = ((index, text_of_task(members)) for index, members in tasks)
+    queue.submit(job, texts, time.time())
+    recorded = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
+    RunWriter(folder).write_job(
+        {
+            "job_id": job_id,
+            "family": job.family,
+            "n": job.n,
+            "seed": seed,
+            "policy": policy,
+            "priority": job.priority,
+            "space": job.space_json,
+            "config": json.dumps(recorded, sort_keys=True),
+            "submitted_at": queue.job(job_id).submitted_at,
+        }
+    )
+
+
+def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | None:
+    """Return the environment of the newest run of this device; None where there is none."""
+    rows = _ask(
+        folder,
+        f"SELECT device_name, {', '.join(ENVIRONMENT)} FROM attempts WHERE source = ? AND torch_version IS NOT NULL "
+        "ORDER BY finished_at DESC",
+        [machine.source],
+    )
+    return next(
+        (dict(zip(ENVIRONMENT, row[1:], strict=True)) for row in rows if same_device(row[0], machine.device_name)), None
+    )
+
+
+def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
+    """Return the seconds that a cycle has measured, over all attempts; a killed one counts up to its last run."""
+    finished = [
+        row[0].replace(tzinfo=datetime.UTC)
+        for row in _ask(
+            folder,
+            "SELECT finished_at FROM attempts WHERE list_contains(?::VARCHAR[], job_id) AND finished_at IS NOT NULL",
+            [list(jobs)],
+        )
+    ]
+    total = 0.0
+    for name in ("canaries", "run"):
+        step = cycle.steps.get(name)
+        if step is None:
+            continue
+        for number, began in enumerate(step.attempts):
+            last = number == len(step.attempts) - 1
+            until = None if last else step.attempts[number + 1]
+            ended = max((at for at in finished if began <= at and (until is None or at < until)), default=began)
+            if last and step.ended_at is not None:
+                ended = step.ended_at
+            total += max(0.0, (ended - began).total_seconds())  # less where the clock was put back
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFigures:
+    """Runs of a job by status and family, their workers' seconds, and the energy of their windows in J."""
+
+    by_status: Mapping[str, int]
+    by_family: Mapping[str, int]
+    gpu_seconds: float
+    energy_j: float | None  # None where no run has it
+
+    @property
+    def runs(self) -> int:
+        return sum(self.by_status.values())
+
+
+def job_figures(folder: DataFolder, job_id: str) -> JobFigures:
+    """Return the figures of a job's runs."""
+    rows = _ask(
+        folder,
+        "SELECT family, status, count(*), sum(wall_s), sum(energy_j) FROM runs WHERE job_id = ? "
+        "GROUP BY ALL ORDER BY ALL",
+        [job_id],
+    )
+    by_status: Counter[str] = Counter()
+    by_family: Counter[str] = Counter()
+    for family, status, count, *_ in rows:
+        by_status[status] += count
+        by_family[family] += count
+    energies = [row[4] for row in rows if row[4] is not None]
+    return JobFigures(
+        by_status=dict(by_status),
+        by_family=dict(by_family),
+        gpu_seconds=sum(row[3] or 0.0 for row in rows),
+        energy_j=sum(energies) if energies else None,
+    )
+
+
+def pair_figures(folder: DataFolder, job_id: str) -> PairsPayload:
+    """Return the figures of a job's groups."""
+    of_job = "FROM collocations WHERE starts_with(group_id, ? || '-')"
+    ((pairs, out_of_memory),) = _ask(
+        folder,
+        f"SELECT count(DISTINCT group_id), count(DISTINCT CASE WHEN status = 'oom' THEN group_id END) {of_job}",
+        [job_id],
+    )
+    ((median, p90),) = _ask(
+        folder, f"SELECT median(slowdown), quantile_cont(slowdown, 0.9) {of_job} AND doubt IS NULL", [job_id]
+    )
+    return PairsPayload(pairs=pairs, out_of_memory=out_of_memory, slowdown_median=median, slowdown_p90=p90)
+
+
+def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
+    """Return the indices of a job's tasks that have a run."""
+    return {
+        index
+        for (index,) in _ask(
+            folder, "SELECT task_index FROM runs WHERE job_id = ? AND task_index IS NOT NULL", [job_id]
+        )
+    }
+
+
+def _ask(folder: DataFolder, query: str, values: Sequence[Any]) -> list[tuple]:
+    from warehouse.reading.connection import connect
+
+    with contextlib.closing(connect(folder)) as connection:
+        return connection.execute(query, list(values)).fetchall()

@@ -1,0 +1,226 @@
+"""Plans a night's measurements: candidates that continue the sequences, chosen by the policy and recorded.
+
+Start reading at `make_plan`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from conf.errors import EnvironmentProblem
+from conf.files.json_file import read_json
+from farm.nights.journal import Cycle, plain
+from farm.nights.journal_payloads import ChoicePayload, RunPayload
+from farm.nights.machine import Machine
+from farm.nights.settings import GrowSettings
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import device_key
+from farm.sampling.dimensions import Space
+from farm.sampling.forecast import Forecaster
+from farm.sampling.known_runs import Known, known_runs, thinned
+from farm.sampling.plan_summary import Summary, expected_seconds, summary
+from farm.sampling.selection import TAKES_FIRST, CandidatePool, candidates, choose, joined
+from featurize.configs.own_code import trusting
+from featurize.configs.trial import TrialConfig, config_from_mapping, config_hash
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import write_bytes
+
+_AHEAD = 1.5  # where only time is given: so many times the runs that are expected to fit into it
+_ROWS_AT_MOST = 5_000  # known rows that a choice looks at: more cost minutes, and teach committees little
+_TRIED = 200  # candidates whose expected times say how many those are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Tonight's configurations in the order in which they run.
+
+    places      of each: (what it is a sequence of, index in it); None for those of `again`
+    again       of them, at the beginning: measured before, stale since
+    summary     of those chosen by the policy, None where there are none
+    next_index  of each sequence, by what it is a sequence of (`_key`)
+    """
+
+    configs: tuple[TrialConfig, ...]
+    why: tuple[str, ...]
+    places: tuple[tuple[str, int] | None, ...]
+    again: int
+    summary: Summary | None
+    next_index: Mapping[str, int]
+
+    def payload(self, path: str | None = None) -> ChoicePayload:
+        """Return the plan as the journal stores it, with its file's `path`."""
+        beside = ChoicePayload(
+            plan=path, runs=len(self.configs), remeasured=self.again, next_index=dict(self.next_index)
+        )
+        if self.summary is None:
+            return beside
+        about = {name: value for name, value in plain(self.summary.to_mapping()).items() if name != "runs"}
+        return dataclasses.replace(beside, **about)
+
+    def write(self, folder: DataFolder, cycle: str) -> str:
+        """Write `growth/plans/CYCLE.json` and return its path in the folder."""
+        entries = [
+            {"why": why, "place": place, "config": config.to_mapping()}
+            for why, place, config in zip(self.why, self.places, self.configs, strict=True)
+        ]
+        path = folder.growth / "plans" / f"{cycle}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, (json.dumps(entries, indent=1) + "\n").encode())
+        return str(path.relative_to(folder.root))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One configuration of a written plan; `place` as in `Plan.places`."""
+
+    config: TrialConfig
+    place: tuple[str, int] | None
+
+
+def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()) -> list[Planned]:
+    """Read a plan that `Plan.write` wrote. As data of the folder, it may name only code that `spaces` name."""
+    if path is None:
+        raise EnvironmentProblem(f"the journal of {folder.root} names no plan for this cycle")
+    try:
+        entries = read_json(folder.root / path)
+    except ValueError as error:
+        raise EnvironmentProblem(f"{folder.root / path} is damaged: {error}") from error
+    names = code_names(spaces)
+    configs = [trusting(config_from_mapping(entry["config"]), names) for entry in entries]
+    places = [tuple(entry["place"]) if entry["place"] else None for entry in entries]
+    return [Planned(config, place) for config, place in zip(configs, places, strict=True)]
+
+
+def code_names(spaces: Sequence[Space]) -> tuple[str, ...]:
+    """Return every `MODULE:FACTORY` that the spaces name, as chosen by the user."""
+    return tuple(dict.fromkeys(name for space in spaces for name in space.code_names()))
+
+
+def skipped(planned: Sequence[Planned], ran: Collection[int], policy: str) -> dict[str, int]:
+    """Return where sequences continue after a night that was cut off: at the first index that did not run.
+
+    Empty for policies that look at all candidates, since those left over are not offered again.
+    """
+    first_left: dict[str, int] = {}
+    if policy in TAKES_FIRST:
+        for index, entry in enumerate(planned):
+            if index not in ran and entry.place is not None:
+                sequence, place = entry.place
+                first_left[sequence] = min(place, first_left.get(sequence, place))
+    return first_left
+
+
+def make_plan(
+    folder: DataFolder,
+    queue: Queue | None,
+    cycles: Sequence[Cycle],
+    settings: GrowSettings,
+    machine: Machine,
+    environment: Mapping[str, Any] | None,
+    again: Sequence[TrialConfig] = (),
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Plan:
+    """Plan tonight's measurements: `again` first, then the policy's choice of candidates that are new.
+
+    New are candidates that are neither queued nor measured in this `environment`. Nothing is written. `queue` None:
+    there is none yet. The plan is empty if no candidate is new; the next night looks at the following ones.
+    """
+    known = _known(folder, queue, settings, machine, environment)
+    again = tuple(again)[: settings.singles]
+    taken = known.measured | {config_hash(config) for config in again}
+    known = dataclasses.replace(known, measured=frozenset(taken))
+    left = None if settings.singles is None else settings.singles - len(again)
+    if left == 0:
+        return _stale_only(again, _positions(cycles))
+    pool = _pool(settings, cycles)
+    if known.measured.issuperset(pool.hashes):
+        return _stale_only(again, _after(settings, cycles, pool.next_index))
+    forecaster = Forecaster(device=machine.spec, data=folder)
+    if left is None:
+        assert settings.hours is not None, "a night has a number of configurations or a time"
+        n = _affordable(settings, settings.hours * (1.0 - settings.collocate), machine, pool, known, forecaster)
+    else:
+        n = min(left, len(pool))
+    keys = {space.family: _key(settings, space) for space in settings.spaces}
+    choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
+    return Plan(
+        configs=(*again, *(one.config for one in choice.chosen)),
+        why=(*("stale",) * len(again), *(one.why for one in choice.chosen)),
+        places=(*(None,) * len(again), *((keys[one.config.family], one.index) for one in choice.chosen)),
+        again=len(again),
+        summary=summary(choice, known, machine.capacity_mib),
+        next_index=_after(settings, cycles, choice.next_index),
+    )
+
+
+def _stale_only(again: tuple[TrialConfig, ...], next_index: Mapping[str, int]) -> Plan:
+    return Plan(
+        configs=again,
+        why=("stale",) * len(again),
+        places=(None,) * len(again),
+        again=len(again),
+        summary=None,
+        next_index=next_index,
+    )
+
+
+def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, machine: Machine, environment) -> Known:
+    """Return the runs of these devices; configs that wait in the queue count as measured."""
+    if not folder.format_marker.exists():  # a dry run before the first submission
+        return Known.nothing()
+    known = known_runs(folder, machine.device_name, source=machine.source, environment=environment)
+    hashes = frozenset() if queue is None else queue.waiting_hashes(device_key(machine.choice))
+    known = thinned(known, _ROWS_AT_MOST, settings.seed)
+    return dataclasses.replace(known, measured=known.measured | hashes)
+
+
+def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> CandidatePool:
+    positions = _positions(cycles)
+    count = math.ceil(settings.pool / len(settings.spaces))
+    return joined(
+        [
+            candidates(
+                space, settings.policy, settings.seed, positions.get(_key(settings, space), 0), count, settings.limits
+            )
+            for space in settings.spaces
+        ]
+    )
+
+
+def _affordable(
+    settings: GrowSettings, hours: float, machine: Machine, pool: CandidatePool, known: Known, forecaster: Forecaster
+) -> int:
+    """Return how many runs to plan for the hours given: 1.5 times as many as probably fit."""
+    some = choose("stratified", pool, known, min(_TRIED, len(pool)), forecaster, settings.seed)
+    seconds, _ = expected_seconds(some, known)
+    fitting = hours * 3600 * machine.workers / max(float(np.mean(seconds)), 1e-3)
+    return max(1, min(len(pool), math.ceil(_AHEAD * fitting)))
+
+
+def _key(settings: GrowSettings, space: Space) -> str:
+    """Return the sequence that a position belongs to; uniform points and low-discrepancy ones differ."""
+    points = "uniform" if settings.policy == "uniform" else "stratified"
+    return f"{space.family}/{points}/{settings.seed}/{space.identity[:16]}"
+
+
+def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
+    """Return where each sequence continues, by all cycles that have chosen."""
+    positions: dict[str, int] = {}
+    for cycle in cycles:
+        # A night that was cut off corrects what it had chosen.
+        for payload in (cycle.payload(ChoicePayload), cycle.payload(RunPayload)):
+            positions.update({} if payload is None else payload.next_index)
+    return positions
+
+
+def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[str, int]) -> dict[str, int]:
+    """Return `next_index`: where each family's sequence continues."""
+    own = {_key(settings, space): next_index[space.family] for space in settings.spaces}
+    return {**_positions(cycles), **own}

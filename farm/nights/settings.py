@@ -1,0 +1,168 @@
+"""The settings of a growth cycle as typed frozen values. Start reading at `GrowSettings`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conf.cli.settings import Checked, added_group, given_values, key, section
+from conf.errors import UsageError
+from farm.monitoring.events import LogSettings
+from farm.monitoring.metrics import MetricsSettings
+from farm.sampling.selection import POLICIES
+from farm.sampling.space import Space, default_space, parse_space, valid_keys
+from farm.sampling.space_limits import require_within_limits
+from farm.submission.settings import TrialsSettings
+from featurize.families import family_names
+from learn.estimators.protocol import ESTIMATORS
+from learn.rows.targets import TARGETS
+
+CANARIES = ("compare", "accept", "skip")
+NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only where they are named
+# What decides a cycle and is written down with it; the other keys are of the command that works on it.
+WRITTEN = (
+    "n",
+    "hours",
+    "policy",
+    "families",
+    "space",
+    "pool",
+    "seed",
+    "canaries",
+    "limits",
+    "learn",
+    "device",
+    "window",
+    "trial",
+    "telemetry",
+    "kernels",
+    "collocate",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnSettings(Checked, section="learn"):
+    """The `learn` key: what a cycle fits on its new rows."""
+
+    targets: tuple[str, ...] = key(
+        ("memory", "smact", "smocc", "drama"), "what to fit; [] for nothing", "text | list of text", tuple(TARGETS)
+    )
+    estimator: str = key("hybrid", "what to fit it with", choices=tuple(ESTIMATORS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotifySettings(Checked, section="notify"):
+    """The `notify` key: whom to tell how a cycle ended."""
+
+    command: str | None = key(
+        None, "run in a shell when the cycle ends, with the result as JSON on its standard input", "any text"
+    )
+    webhook: str | None = key(None, "a URL that gets the same JSON by POST")
+
+    def problems(self) -> Iterator[str]:
+        if self.webhook is not None and not self.webhook.startswith(("http://", "https://")):
+            yield f"notify.webhook must begin with http:// or https://, got {self.webhook!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowSettings(TrialsSettings):
+    """One cycle. Raises `UsageError` that names every bad key together.
+
+    usage: python -m farm.grow n=N | hours=H [KEY=VALUE ...]      families: {arch}
+
+      python -m farm.grow n=500                   measure 500 configurations of all families, chosen by policy=active
+      python -m farm.grow hours=6                 measure for six hours
+      python -m farm.grow n=500 dry_run=true      what would run, what it gains and costs; nothing is run or written
+      python -m farm.grow n=500 collocate=0.2     100 of the 500 are pairs of trials that share a GPU
+      python -m farm.grow n=200 families=[gpt,vit] policy=coverage "space={precision: [fp32,bf16]}"
+
+    Killed at any point, the same command continues where it was. Ctrl-C leaves within seconds, with 130, and the same
+    command goes on. SIGTERM while trials run ends the night: what runs is finished, landed and reported without
+    learning, and it leaves with 130; twice: at once. Exit code 1: the canaries found the machine sick, or a step
+    failed. Every step is a line of growth/journal.jsonl in the data folder; the report is reports/latest.html
+    there.
+    """
+
+    n: int | None = key(None, "how many configurations to measure; canaries come on top", "int 1 to 10000000")
+    hours: float | None = key(
+        None, "how long to measure, canaries included; with n=, whichever is reached first", "number > 0 to 100000"
+    )
+    policy: str = key("active", "how to choose (docs/growth.md)", choices=POLICIES)
+    families: tuple[str, ...] | None = key(
+        None,
+        "as in [cnn,gpt]; default all but timm and zoo, which need libraries of their own",
+        "text | list of text | null",
+        family_names(),
+    )
+    space: Mapping[str, Any] | None = key(
+        None,
+        'values for the search spaces of all families that have such a key, as in "space={precision: '
+        '[fp32,bf16]}", in quotes',
+    )
+    pool: int = key(
+        10000,
+        "candidates to choose from, drawn anew every night, going on with each family's sequence",
+        "int 1 to 10000000",
+    )
+    collocate: float = key(
+        0.0, "share of the night's n, or hours, that pairs of trials on one device get", "number 0 to 0.9"
+    )
+    seed: int = key(0, "of the sequences and of ties", "int >= 0")
+    canaries: str = key(
+        "compare",
+        "compare: stop where a canary fails, or labels moved in an unchanged environment; accept: take "
+        "tonight's as the new ones",
+        choices=CANARIES,
+    )
+    dry_run: bool = key(False, "true: print what would run")
+    learn: LearnSettings = section(LearnSettings)
+    notify: NotifySettings = section(NotifySettings)
+    log: LogSettings = section(LogSettings)
+    metrics: MetricsSettings = section(MetricsSettings)
+    arch: Mapping[str, Any] | None = added_group(dict)  # refused: it names families
+    given: Mapping[str, Any] = given_values()
+    spaces: tuple[Space, ...] = field(init=False)  # one a family
+
+    def __post_init__(self) -> None:
+        if self.arch is not None:  # as farm.submit has it
+            family = self.arch["family"]
+            raise UsageError(f"farm.grow takes families=[{family}], not +arch={family}")
+        super().__post_init__()
+        object.__setattr__(self, "spaces", _spaces(self.families, self.space or {}))
+
+    def problems(self) -> Iterator[str]:
+        if self.n is None and self.hours is None:
+            yield "give n=... (configurations) or hours=... (of measuring)"
+        if self.families is not None and (not self.families or len(set(self.families)) < len(self.families)):
+            yield f"families must name some of these, each once: {', '.join(family_names())}"
+
+    @property
+    def pairs(self) -> int | None:
+        """Pairs of trials to measure; None: as many as their share of the hours allows."""
+        if not self.collocate:
+            return 0
+        return None if self.n is None else round(self.collocate * self.n)
+
+    @property
+    def singles(self) -> int | None:
+        """Configurations to measure one by one; None: as many as the hours allow."""
+        return None if self.n is None else self.n - (self.pairs or 0)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The keys that decide the cycle, as they were given, for the journal."""
+        return {name: self.given[name] for name in WRITTEN}
+
+
+def _spaces(families: Sequence[str] | None, common: Mapping[str, Any]) -> tuple[Space, ...]:
+    """Return the families' search spaces, with the values of `common` where a family has the key."""
+    names = families or [name for name in family_names() if name not in NEED_LIBRARIES]
+    own = {name: {key: spec for key, spec in common.items() if key in valid_keys(name)} for name in names}
+    if unused := [str(key) for key in common if not any(key in specs for specs in own.values())]:
+        keys = sorted(set().union(*(valid_keys(name) for name in names)))
+        raise UsageError(f"space: no family here has {', '.join(unused)}; keys: {', '.join(keys)}")
+    spaces = tuple(parse_space(name, {**(default_space(name) or {}), **specs}) for name, specs in own.items())
+    for space in spaces if common else ():
+        require_within_limits(space)
+    return spaces

@@ -1,0 +1,594 @@
+"""The durable queue: jobs and their tasks in one SQLite file, leased at least once, never lost.
+
+Start reading at `Queue`; the life of a task is drawn in `farm.queue.queue_file`. Time comes in as an argument, in
+seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+from conf.errors import UsageError, unknown_name
+from farm.queue.interrupted_submission import Submission
+from farm.queue.job_records import (
+    JOB_COLUMNS,
+    MIXED_FAMILY,
+    Added,
+    Counts,
+    Job,
+    JobProgress,
+    RunDoubt,
+    TaskError,
+    UnreadableTask,
+    counts_of,
+    job_id_for,
+    job_of,
+    progress_of,
+)
+from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile
+from farm.queue.queue_values import TASK_COLUMNS, config_hash_of_text, task_of_row
+from workers.task import Lease, Task
+
+__all__ = [
+    "MIXED_FAMILY",
+    "Added",
+    "Counts",
+    "Job",
+    "JobProgress",
+    "Queue",
+    "QueueError",
+    "RunDoubt",
+    "TaskError",
+    "UnreadableTask",
+    "job_id_for",
+]
+
+MAX_ATTEMPTS = 3
+BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
+MAX_BACKOFF_S = 600.0
+SUBMIT_CHUNK = 2000  # tasks per transaction of `submit`
+ERROR_CHARACTERS = 2000  # of an error kept in the queue; the whole of it lands with the run
+
+_AT = "job_seq = ? AND task_index = ?"
+_HELD = f"{_AT} AND attempt = ? AND state = 'leased'"
+_REPEATABLE = f"SELECT 1 FROM tasks JOIN jobs ON seq = job_seq WHERE {_HELD} AND cancelled_at IS NULL"
+_UNLESS_CANCELLED = (
+    "CASE WHEN (SELECT cancelled_at FROM jobs WHERE seq = job_seq) IS NULL THEN '{}' ELSE 'cancelled' END"
+)
+_FINISH = (
+    "UPDATE tasks SET state = 'done', status = ?, finished_at = ?, due = NULL, "
+    f"error = coalesce(?, error), error_at = coalesce(?, error_at) WHERE {_AT} AND state != 'done'"
+)
+_TASKS = (  # INDEXED BY: without statistics SQLite takes the primary key, and reads every task of the job
+    f"SELECT {', '.join(TASK_COLUMNS).replace('attempt', '{}')} FROM tasks INDEXED BY {{}} "
+    "JOIN configs USING (job_seq, task_index) "
+    "JOIN jobs ON seq = job_seq "
+)
+# Of one job (?1), of one device (?2), or of all.
+_OF = "(?1 IS NULL OR seq = ?1) AND (?2 IS NULL OR device = ?2)"
+
+
+class Queue:
+    """Jobs and tasks in one SQLite file (WAL). Any number of processes may have it open; each method is atomic.
+
+    Submissions and cancellations are synced to the disk before they are reported. Leases and finishes are not: they
+    survive a killed process, and after a power failure the last ones are undone, which repeats a lease or is
+    reconciled from the warehouse with `mark_done`; syncing each would cost a factor of 20.
+    Errors: `QueueError`; `UsageError` for an unknown job.
+    """
+
+    def __init__(self, file: QueueFile, max_attempts: int, backoff_s: float) -> None:
+        self._file = file
+        self._seqs: dict[str, int] = {}
+        self.max_attempts = max_attempts
+        self.backoff_s = backoff_s
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike,
+        *,
+        max_attempts: int = MAX_ATTEMPTS,
+        backoff_s: float = BACKOFF_S,
+        busy_timeout_s: float = 30.0,
+    ) -> Queue:
+        """Open the file, creating it if there is none. Its folder has to exist.
+
+        Raises `UsageError` for a file that is no queue, or one written by a newer version.
+        """
+        if max_attempts < 1:
+            raise UsageError(f"max_attempts must be >= 1, got {max_attempts}")
+        return cls(QueueFile(Path(path), busy_timeout_s), max_attempts, backoff_s)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+    # Submitting
+
+    def submit(
+        self,
+        job: Job,
+        configs: Iterable[tuple[int, str]],
+        now: float,
+        on_interrupt: Callable[[], None] = lambda: None,
+    ) -> Added:
+        """Add the job and the tasks `(index, config JSON)` that it does not hold yet.
+
+        The same submission again adds nothing; a larger n adds the difference; cancelled tasks are revived. Killed
+        in the middle, it leaves the tasks of whole chunks, and the same call completes it. After Ctrl-C it leaves the
+        queue as it was before, but for tasks that were started meanwhile; `on_interrupt` is called first. `configs` is
+        read lazily and may start at `next_index`.
+        """
+        with self._file.transaction(durable=True):
+            submission = Submission(self._file, job.job_id)
+            seq = self._upsert_job(job)
+            revived = self._file.change(
+                "UPDATE tasks SET state = 'queued', attempt = 0, due = NULL, error = NULL, error_at = NULL "
+                "WHERE job_seq = ? AND state = 'cancelled'",
+                (seq,),
+            )
+            self._file.change("UPDATE jobs SET cancelled_at = NULL, ready = 1 WHERE seq = ?", (seq,))
+        added = existing = 0
+        pairs = iter(configs)
+        try:
+            while chunk := list(islice(pairs, SUBMIT_CHUNK)):
+                with self._file.transaction(durable=True):
+                    # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
+                    (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
+                    state = "queued" if runs else "cancelled"
+                    submission.adds([index for index, _ in chunk])
+                    new = self._file.many(
+                        "INSERT INTO tasks (job_seq, task_index, state) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+                        [(seq, index, state) for index, _ in chunk],
+                    )
+                    self._file.many(
+                        "INSERT INTO configs VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+                        [(seq, index, text) for index, text in chunk],
+                    )
+                    self._file.change("UPDATE jobs SET ready = ? WHERE seq = ?", (runs, seq))
+                added += new
+                existing += len(chunk) - new
+            with self._file.transaction(durable=True):
+                self._file.change(
+                    "UPDATE jobs SET complete = ((SELECT sum(count) FROM tallies WHERE job_seq = seq) >= n) "
+                    "WHERE seq = ?",
+                    (seq,),
+                )
+        except KeyboardInterrupt:
+            on_interrupt()
+            submission.undo()
+            raise
+        return Added(added=added, existing=existing, revived=revived)
+
+    def _upsert_job(self, job: Job) -> int:
+        row = self._file.one(
+            "SELECT seq, family, space_json, seed, policy, settings_json, device FROM jobs WHERE job_id = ?",
+            (job.job_id,),
+        )
+        defined = (job.family, job.space_json, job.seed, job.policy, job.settings_json, job.device)
+        if row is None:
+            seq = self._new_seq(job.job_id)
+            self._file.change(
+                "INSERT INTO jobs (family, space_json, seed, policy, settings_json, device, "
+                "seq, job_id, n, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*defined, seq, job.job_id, job.n, job.priority, job.submitted_at),
+            )
+            return seq
+        if tuple(row[1:]) != defined:
+            raise UsageError(f"job {job.job_id} exists with another space, seed, policy, settings or device")
+        self._file.change(
+            "UPDATE jobs SET complete = complete AND n >= ?, n = max(n, ?), priority = ? WHERE seq = ?",
+            (job.n, job.n, job.priority, row[0]),
+        )
+        return row[0]
+
+    def _new_seq(self, job_id: str) -> int:
+        """Return a number for a new job that no other has or had; a removed job gets its own number again."""
+        (highest,) = self._file.only("SELECT coalesce(max(seq), 0) FROM jobs")
+        if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
+            return highest + 1
+        own = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
+        (removed,) = self._file.only("SELECT coalesce(max(seq), 0) FROM removed_jobs")
+        return max(highest, removed) + 1 if own is None else own[0]
+
+    def next_index(self, job_id: str) -> int:
+        """Return the index from which a submission continues: one past the job's highest, 0 for a new job.
+
+        Also 0 where some below are missing, as after two submissions at once of which one was interrupted.
+        """
+        of_job = "WHERE job_seq = (SELECT seq FROM jobs WHERE job_id = ?)"
+        (following,) = self._file.only(f"SELECT coalesce(max(task_index) + 1, 0) FROM tasks {of_job}", (job_id,))
+        (held,) = self._file.only(f"SELECT coalesce(sum(count), 0) FROM tallies {of_job}", (job_id,))
+        return following if held == following else 0
+
+    def cancel(self, job_id: str, now: float) -> int:
+        """Cancel the tasks that have not started; return their number. Leased ones finish, but are not retried."""
+        seq = self._seq(job_id)
+        with self._file.transaction(durable=True):
+            self._file.change("UPDATE jobs SET cancelled_at = ?, ready = 0 WHERE seq = ?", (now, seq))
+            return self._file.change(
+                "UPDATE tasks SET state = 'cancelled', due = NULL WHERE job_seq = ? AND state IN ('queued', 'waiting')",
+                (seq,),
+            )
+
+    # Working
+
+    def lease(
+        self,
+        worker: str,
+        limit: int,
+        now: float,
+        lease_s: float,
+        job_id: str | None = None,
+        device: str | None = None,
+        share: tuple[int, int] | None = None,
+        held: Collection[Lease] = (),
+    ) -> list[Task | UnreadableTask]:
+        """Lease up to `limit` tasks to `worker` until now + lease_s: highest priority, oldest job, lowest index.
+
+        Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those whose index leaves the
+        rest r when it is divided by k. `held`: tasks that the caller still works on. They stay its own where their
+        lease has run out, because a clock was set or the caller was slow.
+        """
+        rest, shares = share or (0, 1)
+        only = None if job_id is None else self._seq(job_id)
+        tasks: list[Task | UnreadableTask] = []
+        with self._file.transaction():
+            self._queue_what_is_due(now, held)
+            ready = self._file.all(
+                f"SELECT seq FROM jobs INDEXED BY jobs_ready WHERE ready = 1 AND {_OF} "
+                "ORDER BY priority DESC, submitted_at, seq",
+                (only, device),
+            )
+            for (seq,) in ready:
+                wanted = limit - len(tasks)
+                if wanted <= 0:
+                    break
+                rows = self._file.all(
+                    _TASKS.format("attempt + 1", "tasks_queued")
+                    + "WHERE job_seq = ? AND state = 'queued' AND task_index % ? = ? ORDER BY task_index LIMIT ?",
+                    (seq, shares, rest, wanted),
+                )
+                if len(rows) < wanted and shares == 1:
+                    self._file.change("UPDATE jobs SET ready = 0 WHERE seq = ?", (seq,))
+                leased = [task_of_row(row) for row in rows]
+                self._file.many(
+                    f"UPDATE tasks SET state = 'leased', attempt = ?, due = ?, worker = ? WHERE {_AT}",
+                    [(task.attempt, now + lease_s, worker, seq, task.task_index) for task in leased],
+                )
+                tasks += leased
+        return tasks
+
+    def renew(self, tasks: Sequence[Lease], now: float, lease_s: float) -> int:
+        """Extend these leases to now + lease_s; return how many this attempt still holds."""
+        with self._file.transaction():
+            return self._file.many(
+                f"UPDATE tasks SET due = ? WHERE {_HELD}", [(now + lease_s, *self._held(t)) for t in tasks]
+            )
+
+    def release(self, tasks: Sequence[Lease]) -> int:
+        """Give back tasks that were not started, without counting an attempt; return how many were still held."""
+        released = 0
+        with self._file.transaction():
+            for task in tasks:
+                seq = self._seq(task.job_id)
+                released += self._file.change(
+                    f"UPDATE tasks SET state = {_UNLESS_CANCELLED.format('queued')}, "
+                    f"attempt = attempt - 1, due = NULL, worker = NULL WHERE {_HELD}",
+                    self._held(task),
+                )
+                self._file.change("UPDATE jobs SET ready = cancelled_at IS NULL WHERE seq = ?", (seq,))
+        return released
+
+    def finish(
+        self, task: Lease, status: str, now: float, error: str | None = None, doubt: RunDoubt | None = None
+    ) -> bool:
+        """Mark a task whose run is durable as done. Returns False if it was done already.
+
+        A holder whose lease has expired may finish it too. `doubt`: how the run was judged, unless it is trusted.
+        """
+        seq = self._seq(task.job_id)
+        values = (status, now, *_error_values(error, now), seq, task.task_index)
+        if doubt is None:
+            return self._file.change(_FINISH, values) == 1
+        with self._file.transaction():
+            changed = self._file.change(_FINISH, values)
+            if changed:
+                self._tally(seq, doubt)
+        return changed == 1
+
+    def retry(self, task: Lease, now: float, error: str) -> bool:
+        """Retry a task whose attempt failed through no fault of the trial; return whether the caller is done with it.
+
+        True: queued again after a backoff, or no longer this holder's, or its job was cancelled. False: that was the
+        last attempt; the task stays leased until the caller has landed a `crashed` run and calls `finish`. If it
+        never does, the task turns up in `expired`.
+        """
+        with self._file.transaction():
+            held = f"{_AT} AND attempt = ? AND state IN ('leased', 'exhausted')"
+            still_held = self._file.change(
+                f"UPDATE tasks SET error = ?, error_at = ?, worker = NULL WHERE {held}",
+                (*_error_values(error, now), *self._held(task)),
+            )
+            if not still_held:
+                return True
+            if task.attempt >= self.max_attempts:
+                return False
+            self._file.change(
+                f"UPDATE tasks SET state = {_UNLESS_CANCELLED.format('waiting')}, due = ? WHERE {held}",
+                (now + self._backoff_s(task), *self._held(task)),
+            )
+            return True
+
+    def may_repeat(self, task: Lease) -> bool:
+        """Return whether `repeat` would queue the task again: held, with an attempt left, its job not cancelled."""
+        return task.attempt < self.max_attempts and self._file.one(_REPEATABLE, self._held(task)) is not None
+
+    def repeat(self, task: Lease, now: float, why: str, reasons: Sequence[str] = ()) -> bool:
+        """Queue a task whose labels cannot be trusted again, after a backoff, if `may_repeat`; return whether it was.
+
+        It is one of the task's attempts, as a retry is. False: nothing has changed; finish the task with what there is.
+        `reasons` are counted with it, `why` is the error that `errors` shows.
+        """
+        with self._file.transaction():
+            if not self.may_repeat(task):
+                return False
+            self._file.change(
+                f"UPDATE tasks SET state = 'waiting', due = ?, error = ?, error_at = ?, worker = NULL WHERE {_HELD}",
+                (now + self._backoff_s(task), *_error_values(why, now), *self._held(task)),
+            )
+            self._tally(self._seq(task.job_id), RunDoubt(quality="repeated", reasons=tuple(reasons)))
+            return True
+
+    def _tally(self, seq: int, doubt: RunDoubt) -> None:
+        self._file.change(QUALITIES_TABLE)
+        self._file.many(
+            "INSERT INTO qualities VALUES (?, ?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1",
+            [(seq, doubt.quality, reason) for reason in ("", *doubt.reasons)],
+        )
+
+    def _backoff_s(self, task: Lease) -> float:
+        return min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
+
+    def expired(
+        self, now: float, device: str | None = None, held: Collection[Lease] = ()
+    ) -> list[Task | UnreadableTask]:
+        """Return tasks whose lease ran out on their last attempt, at each call until `finish`; land them as crashed.
+
+        `held` as in `lease`.
+        """
+        with self._file.transaction():
+            self._queue_what_is_due(now, held)
+            rows = self._file.all(
+                _TASKS.format("attempt", "tasks_exhausted")
+                + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
+                (None, device),
+            )
+        return [task_of_row(row) for row in rows]
+
+    def leased(self) -> list[Task | UnreadableTask]:
+        """Return all tasks that are held, or that were held last and have not landed."""
+        due = _TASKS.format("attempt", "tasks_due") + "WHERE state IN ('waiting', 'leased') AND state = 'leased'"
+        exhausted = _TASKS.format("attempt", "tasks_exhausted") + "WHERE state = 'exhausted'"
+        return [task_of_row(row) for row in self._file.all(f"{due} UNION ALL {exhausted}")]
+
+    def void_leases(self) -> int:
+        """End every lease, when no holder can be alive; return their number. As an expiry, it counts as an attempt."""
+        return self._file.change("UPDATE tasks SET due = 0 WHERE state IN ('waiting', 'leased') AND state = 'leased'")
+
+    def is_done(self, task: Lease) -> bool:
+        """Return whether the task is finished."""
+        row = self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2])
+        return row == ("done",)
+
+    def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
+        """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not yet."""
+        seq, done = self._seq(job_id), 0
+        with self._file.transaction():
+            for index, status in statuses.items():
+                changed = self._file.change(_FINISH, (status, None, None, None, seq, index))
+                if changed and doubts and index in doubts:
+                    self._tally(seq, doubts[index])
+                done += changed
+        return done
+
+    def bound_waits(self, now: float) -> int:
+        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number."""
+        return self._file.change(
+            "UPDATE tasks INDEXED BY tasks_due SET due = ? "
+            "WHERE state IN ('waiting', 'leased') AND state = 'waiting' AND due > ?",
+            (now, now + MAX_BACKOFF_S),
+        )
+
+    def requeue(self, job_id: str, indexes: Iterable[int]) -> int:
+        """Queue done tasks whose runs were lost again, with all attempts; return their number. Synced to the disk.
+
+        Those of a cancelled job become cancelled: submitting the job again puts them back. Others stay as they are.
+        """
+        seq = self._seq(job_id)
+        with self._file.transaction(durable=True):
+            changed = self._file.many(
+                f"UPDATE tasks SET state = {_UNLESS_CANCELLED.format('queued')}, attempt = 0, due = NULL, "
+                f"worker = NULL, status = NULL, finished_at = NULL, error = NULL, error_at = NULL "
+                f"WHERE {_AT} AND state = 'done'",
+                [(seq, index) for index in indexes],
+            )
+            self._file.change("UPDATE jobs SET ready = cancelled_at IS NULL WHERE seq = ?", (seq,))
+        return changed
+
+    def indexes(self, *states: str) -> dict[str, set[int]]:
+        """Return the indexes of the tasks in any of these states (see `farm.queue.queue_file`), by job id."""
+        marks = ", ".join("?" * len(states))
+        indexes: dict[str, set[int]] = {}
+        for job_id, index in self._file.all(
+            f"SELECT job_id, task_index FROM tasks JOIN jobs ON seq = job_seq WHERE state IN ({marks})", states
+        ):
+            indexes.setdefault(job_id, set()).add(index)
+        return indexes
+
+    def families(self, job_id: str) -> dict[int, str]:
+        """Return the family of each task of the job, which for a mixed job its config says: index -> family."""
+        return dict(
+            self._file.all(
+                "SELECT task_index, CASE WHEN family = ? AND json_valid(config_json) THEN "
+                "CASE WHEN json_type(config_json, '$.family') = 'text' THEN json_extract(config_json, '$.family') "
+                "WHEN json_type(config_json, '$.together[0].family') = 'text' "
+                "THEN json_extract(config_json, '$.together[0].family') "
+                "ELSE family END ELSE family END FROM configs JOIN jobs ON seq = job_seq WHERE job_seq = ?",
+                (MIXED_FAMILY, self._seq(job_id)),
+            )
+        )
+
+    def _queue_what_is_due(self, now: float, held: Collection[Lease]) -> None:
+        """Queue tasks whose backoff or lease has ended; set aside those without an attempt left."""
+        rows = self._file.all(
+            "SELECT job_seq, task_index, state, attempt, cancelled_at FROM tasks INDEXED BY tasks_due "
+            "JOIN jobs ON seq = job_seq WHERE state IN ('waiting', 'leased') AND due <= ?",
+            (now,),
+        )
+        if not rows:
+            return
+        ours = {self._held(task) for task in held}
+        for seq, index, state, attempt, cancelled_at in rows:
+            lost = state == "leased"
+            if lost and (seq, index, attempt) in ours:
+                continue
+            to = "queued" if cancelled_at is None else "cancelled"
+            if lost and attempt >= self.max_attempts:
+                to = "exhausted"
+            self._file.change(f"UPDATE tasks SET state = ?, due = NULL WHERE {_AT}", (to, seq, index))
+            if lost:  # without a worker it was a last retry that was never landed: that has its own, better error
+                self._file.change(
+                    "UPDATE tasks SET error = 'worker ' || worker || ' lost: the lease of attempt ' || attempt || "
+                    f"' ran out', error_at = ? WHERE {_AT} AND worker IS NOT NULL",
+                    (now, seq, index),
+                )
+            if to == "queued":
+                self._file.change("UPDATE jobs SET ready = 1 WHERE seq = ?", (seq,))
+
+    # Looking
+
+    def jobs(self) -> list[Job]:
+        """Return all jobs, oldest first."""
+        rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")
+        return [job_of(row) for row in rows]
+
+    def job(self, job_id: str) -> Job:
+        """Return one job. Raises `UsageError` listing the known ids for an unknown one."""
+        return job_of(self._file.only(f"SELECT {JOB_COLUMNS} FROM jobs WHERE seq = ?", (self._seq(job_id),)))
+
+    def counts(self, job_id: str | None = None, device: str | None = None) -> Counts:
+        """Return the counts of tasks by state: of one job, of all jobs for one device, or of all."""
+        only = None if job_id is None else self._seq(job_id)
+        return counts_of(row[1:] for row in self._tallies(only, device))
+
+    def pending(self, job_id: str | None = None, device: str | None = None) -> int:
+        """Return the number of tasks that are neither done nor cancelled."""
+        return self.counts(job_id, device).pending
+
+    def waiting_hashes(self, device: str) -> frozenset[str]:
+        """Return the config hashes of the tasks of this device that are neither done nor cancelled."""
+        rows = self._file.all(
+            "SELECT config_json FROM tasks JOIN configs USING (job_seq, task_index) JOIN jobs ON seq = job_seq "
+            "WHERE device = ? AND state NOT IN ('done', 'cancelled')",
+            (device,),
+        )
+        return frozenset(filter(None, (config_hash_of_text(text) for (text,) in rows)))
+
+    def next_device(self, job_id: str | None = None) -> str | None:
+        """Return the device of the next job with pending tasks; None if nothing is pending."""
+        only = None if job_id is None else self._seq(job_id)
+        row = self._file.one(
+            "SELECT device FROM jobs WHERE (?1 IS NULL OR seq = ?1) AND EXISTS (SELECT 1 FROM tallies "
+            "WHERE job_seq = seq AND state IN ('queued', 'waiting', 'leased', 'exhausted') AND count > 0) "
+            "ORDER BY priority DESC, submitted_at, seq LIMIT 1",
+            (only,),
+        )
+        return None if row is None else row[0]
+
+    def progress(self, now: float, job_id: str | None = None, window_s: float = 300.0) -> list[JobProgress]:
+        """Return the progress of every job (or one), oldest first, with the rate over the last `window_s` seconds."""
+        only = None if job_id is None else self._seq(job_id)
+        tallies: dict[int, list[tuple]] = {}
+        for seq, *tally in self._tallies(only, None):
+            tallies.setdefault(seq, []).append(tuple(tally))
+        jobs = self._file.all(
+            f"SELECT seq, complete, cancelled_at IS NOT NULL, {JOB_COLUMNS} FROM jobs "
+            "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq",
+            (only,),
+        )
+        progress = []
+        for seq, complete, cancelled, *row in jobs:
+            counts = counts_of(tallies.get(seq, []))
+            recent, first_at = 0, None
+            if counts.pending:
+                recent, first_at = self._file.only(
+                    "SELECT count(*), min(finished_at) FROM tasks INDEXED BY tasks_finished "
+                    "WHERE job_seq = ? AND finished_at >= ?",
+                    (seq, now - window_s),
+                )
+            progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
+        return progress
+
+    def _tallies(self, seq: int | None, device: str | None) -> list[tuple]:
+        return self._file.all(
+            f"SELECT job_seq, state, status, count FROM tallies JOIN jobs ON seq = job_seq WHERE count > 0 AND {_OF}",
+            (seq, device),
+        )
+
+    def errors(self, job_id: str, limit: int = 10) -> list[TaskError]:
+        """Return the latest failed attempts of the job's tasks, newest first."""
+        rows = self._file.all(
+            "SELECT task_index, attempt, state, status, error, error_at FROM tasks "
+            "WHERE job_seq = ? AND error IS NOT NULL ORDER BY error_at DESC, task_index DESC LIMIT ?",
+            (self._seq(job_id), limit),
+        )
+        names = ("task_index", "attempt", "state", "status", "error", "error_at")
+        return [TaskError(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def doubts(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return counts of untrusted runs: job id -> suspect, untrusted or repeated -> reason (empty: all) -> runs."""
+        if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'qualities'") is None:
+            return {}
+        counts: dict[str, dict[str, dict[str, int]]] = {}
+        for job_id, quality, reason, count in self._file.all(
+            "SELECT job_id, quality, reason, count FROM qualities JOIN jobs ON seq = job_seq ORDER BY 1, 2, 4 DESC, 3"
+        ):
+            counts.setdefault(job_id, {}).setdefault(quality, {})[reason] = count
+        return counts
+
+    def next_due(self, now: float) -> float | None:
+        """Return when `lease` or `expired` next returns a task: `now` if at once, None if none will."""
+        for state in ("queued", "exhausted"):
+            if self._file.one(f"SELECT 1 FROM tasks INDEXED BY tasks_{state} WHERE state = '{state}' LIMIT 1"):
+                return now
+        (due,) = self._file.only("SELECT min(due) FROM tasks INDEXED BY tasks_due WHERE state IN ('waiting', 'leased')")
+        return None if due is None else max(due, now)
+
+    def _seq(self, job_id: str) -> int:
+        if job_id not in self._seqs:  # a job keeps its number, so this never goes stale
+            row = self._file.one("SELECT seq FROM jobs WHERE job_id = ?", (job_id,))
+            if row is None:
+                known = [name for (name,) in self._file.all("SELECT job_id FROM jobs")]
+                if not known:
+                    raise UsageError(f"unknown job {job_id!r}; there are no jobs yet")
+                raise unknown_name("job", job_id, known)
+            self._seqs[job_id] = row[0]
+        return self._seqs[job_id]
+
+    def _held(self, task: Lease) -> tuple[int, int, int]:
+        return self._seq(task.job_id), task.task_index, task.attempt
+
+
+def _error_values(error: str | None, now: float) -> tuple[str | None, float | None]:
+    # The message is at the end of a traceback.
+    return (None, None) if error is None else (error[-ERROR_CHARACTERS:], now)

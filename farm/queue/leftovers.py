@@ -1,0 +1,176 @@
+"""Temporary folders of our processes, which record their owner and are deleted once the owner is dead.
+
+Start reading at `sweep_folders`. A folder `gpufarm-trial-*`, `gpufarm-ray-*` or `gpufarm-child-*` holds a file `owner`
+with the identity of the process that made it (`conf.files.identity`). That of Ray also holds a file `processes`: Ray's
+agents overwrite their environment with their title, so the marker that other processes carry (`farm.queue.sweep`) is
+lost on them, and they outlive a killed Ray by up to a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from conf.children.keeper import FOLDER_PREFIX
+from conf.files.identity import OWNER_FILE
+from conf.files.own_files import open_own_file, open_own_folder
+from farm.queue.process_marker import has_ended, parse_marker, session_marker
+
+PREFIXES = ("gpufarm-trial-", "gpufarm-ray-", FOLDER_PREFIX)
+_OWNER_BYTES = 256
+_PROCESSES_FILE = "processes"
+_PROCESSES_BYTES = 1 << 20  # of a record that is read: some ten thousand processes
+_SOCKET_PATH_BYTES = 107  # the kernel's limit
+_SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
+_UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for so long
+
+
+def make_folder(prefix: str, base: str | os.PathLike | None = None) -> Path:
+    """Make a temporary folder (mode 0700) that `sweep_folders` deletes once this process is dead."""
+    assert prefix in PREFIXES, prefix
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    (path / OWNER_FILE).write_text(session_marker())
+    return path
+
+
+def make_ray_folder() -> Path | None:
+    """Make a folder for the session of our own Ray, at the first place where its sockets' paths are short enough.
+
+    Returns None if there is no such place; Ray then chooses the folder, which is not swept.
+    """
+    for base in temporary_folders():
+        if len(os.fsencode(base)) + _SOCKET_BYTES <= _SOCKET_PATH_BYTES and os.access(base, os.W_OK | os.X_OK):
+            return make_folder("gpufarm-ray-", base)
+    return None
+
+
+def record_processes(folder: Path, processes: list[str]) -> None:
+    """Record the identities of processes that are to end with this one. A full disk is no error: it is only a help."""
+    with contextlib.suppress(OSError):
+        (folder / _PROCESSES_FILE).write_text(json.dumps(processes))
+
+
+def recorded_processes() -> set[str]:
+    """Return the identities that folders of ended processes record, of those that began after their owner.
+
+    A record counts only in a folder that this user alone may write to, as a plain file of this user.
+    """
+    recorded: set[str] = set()
+    for path in _folders(temporary_folders()):
+        descriptor = open_own_folder(path, private=True)
+        if descriptor is None:
+            continue
+        try:
+            owner = _owner_of(descriptor)
+            begun = parse_marker(owner)
+            if begun is not None and has_ended(owner):
+                markers = {text: parse_marker(text) for text in _recorded_in(descriptor)}
+                recorded |= {text for text, one in markers.items() if one and one.start_ticks >= begun.start_ticks}
+        finally:
+            os.close(descriptor)
+    return recorded
+
+
+def sweep_folders(bases: Iterable[str | os.PathLike] | None = None, now: float | None = None) -> list[Path]:
+    """Delete the temporary folders of ended processes; return their paths.
+
+    Only folders of this user go, never a link or what a link leads to. One without an `owner`, or whose owner ran
+    before the machine was started again, goes when it is older than a day and no process of this user uses it.
+    `now` is in seconds since the epoch.
+    """
+    now = time.time() if now is None else now
+    folders = _folders(temporary_folders() if bases is None else bases)
+    return [path for path in folders if _delete_if_abandoned(path, now)]
+
+
+def temporary_folders() -> list[str]:
+    """Return the places where our processes make their temporary folders."""
+    ray = os.environ.get("RAY_TMPDIR")
+    return [*([ray] if ray else []), tempfile.gettempdir(), "/tmp"]
+
+
+def delete_folder(path: Path) -> bool:
+    """Delete a folder of this user with its contents, following no link; return whether it is gone."""
+    descriptor = open_own_folder(path, private=False)
+    if descriptor is None:
+        return False
+    try:
+        _empty(descriptor)
+    finally:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        os.rmdir(path)  # never a folder that was put in its place: that one is not empty, or not worth keeping
+        return True
+    return False
+
+
+def _folders(bases: Iterable[str | os.PathLike]) -> list[Path]:
+    folders = []
+    for base in dict.fromkeys(map(os.path.realpath, bases)):
+        with contextlib.suppress(OSError):
+            folders += [Path(base, name) for name in sorted(os.listdir(base)) if name.startswith(PREFIXES)]
+    return folders
+
+
+def _recorded_in(folder: int) -> list[str]:
+    try:
+        with os.fdopen(open_own_file(folder, _PROCESSES_FILE), "rb") as file:
+            content = json.loads(file.read(_PROCESSES_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [text for text in content if isinstance(text, str)] if isinstance(content, list) else []
+
+
+def _delete_if_abandoned(path: Path, now: float) -> bool:
+    descriptor = open_own_folder(path, private=False)
+    if descriptor is None:
+        return False
+    try:
+        owner, age_s = _owner_of(descriptor), now - os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+    marker = parse_marker(owner)
+    if marker is not None and marker.of_this_boot:
+        abandoned = has_ended(owner)
+    else:
+        abandoned = age_s > _UNOWNED_AFTER_S and not _is_used(path)
+    return abandoned and delete_folder(path)
+
+
+def _owner_of(folder: int) -> str | None:
+    try:
+        with os.fdopen(open_own_file(folder, OWNER_FILE), "rb") as file:
+            return file.read(_OWNER_BYTES).decode("ascii").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _is_used(path: Path) -> bool:
+    """Return whether a process of this user has a file of the folder open, or works in it."""
+    for process in psutil.process_iter():
+        names = [f"/proc/{process.pid}/cwd"]
+        with contextlib.suppress(OSError):
+            names += [f"/proc/{process.pid}/fd/{number}" for number in os.listdir(f"/proc/{process.pid}/fd")]
+        for name in names:
+            with contextlib.suppress(OSError):
+                if Path(os.readlink(name)).is_relative_to(path):
+                    return True
+    return False
+
+
+def _empty(folder: int) -> None:
+    """Delete everything in a folder through its descriptor, so that no link can lead elsewhere."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == OWNER_FILE):  # the proof goes last
+        with contextlib.suppress(OSError):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.name, ignore_errors=True, dir_fd=folder)
+            else:
+                os.unlink(entry.name, dir_fd=folder)

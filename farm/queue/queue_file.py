@@ -1,0 +1,252 @@
+"""The queue's SQLite file: its tables, its version, its transactions, and SQLite's errors as ours.
+
+Start reading at `SCHEMA`; `farm.queue.jobs` has the operations on the tables.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from conf.errors import CommandError, EnvironmentProblem, UsageError
+
+QUEUE_VERSION = 1
+_FULL_BYTES = 1 << 20  # a disk with less room than this is full for SQLite
+
+# The life of a task:
+#
+#     queued -> leased -> done          cancel: queued and waiting tasks become `cancelled`; leased ones finish
+#       ^         |  \
+#       |  retry  |   expired with its attempts exhausted -> exhausted -> (landed as `crashed`) -> done
+#       +- waiting+
+#
+# `tasks` rows are small, so that updating them is quick; the configs lie beside them. The partial indexes hold only
+# what `lease` looks for: the queued tasks of a job, and what falls due. Triggers keep `tallies`, so that counting does
+# not read the tasks. Statements are separated by blank lines.
+SCHEMA = """
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY,
+    job_id TEXT NOT NULL UNIQUE,
+    family TEXT NOT NULL,
+    space_json TEXT NOT NULL,
+    n INTEGER NOT NULL,
+    seed INTEGER NOT NULL,
+    policy TEXT NOT NULL,
+    priority INTEGER NOT NULL,
+    settings_json TEXT NOT NULL,
+    device TEXT NOT NULL,
+    submitted_at REAL NOT NULL,
+    complete INTEGER NOT NULL DEFAULT 0,  -- 1 once all n tasks are in; 0 means: submit again
+    ready INTEGER NOT NULL DEFAULT 0,     -- 1 exactly while the job may have queued tasks
+    cancelled_at REAL
+);
+
+CREATE INDEX jobs_ready ON jobs (priority DESC, submitted_at, seq) WHERE ready = 1;
+
+CREATE TABLE tasks (
+    job_seq INTEGER NOT NULL REFERENCES jobs (seq),
+    task_index INTEGER NOT NULL,
+    state TEXT NOT NULL,                  -- queued | waiting | leased | exhausted | done | cancelled
+    attempt INTEGER NOT NULL DEFAULT 0,   -- the current or last one; 0 before the first lease
+    due REAL,                             -- waiting: when it is queued again; leased: when the lease ends
+    worker TEXT,
+    status TEXT,                          -- of the run, once done
+    finished_at REAL,
+    error TEXT,                           -- of the last failed attempt
+    error_at REAL,
+    PRIMARY KEY (job_seq, task_index)
+) WITHOUT ROWID;
+
+CREATE TABLE configs (
+    job_seq INTEGER NOT NULL,
+    task_index INTEGER NOT NULL,
+    config_json TEXT NOT NULL,
+    PRIMARY KEY (job_seq, task_index)
+) WITHOUT ROWID;
+
+CREATE INDEX tasks_queued ON tasks (job_seq, task_index) WHERE state = 'queued';
+
+CREATE INDEX tasks_due ON tasks (due) WHERE state IN ('waiting', 'leased');
+
+CREATE INDEX tasks_exhausted ON tasks (job_seq, task_index) WHERE state = 'exhausted';
+
+CREATE INDEX tasks_finished ON tasks (job_seq, finished_at) WHERE finished_at IS NOT NULL;
+
+CREATE TABLE tallies (
+    job_seq INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    status TEXT NOT NULL,                 -- empty where the task has none
+    count INTEGER NOT NULL,
+    PRIMARY KEY (job_seq, state, status)
+) WITHOUT ROWID;
+
+CREATE TRIGGER tasks_added AFTER INSERT ON tasks BEGIN
+    INSERT INTO tallies VALUES (new.job_seq, new.state, coalesce(new.status, ''), 1)
+    ON CONFLICT DO UPDATE SET count = count + 1;
+END;
+
+CREATE TRIGGER tasks_moved AFTER UPDATE OF state, status ON tasks BEGIN
+    UPDATE tallies SET count = count - 1
+    WHERE job_seq = old.job_seq AND state = old.state AND status = coalesce(old.status, '');
+    INSERT INTO tallies VALUES (new.job_seq, new.state, coalesce(new.status, ''), 1)
+    ON CONFLICT DO UPDATE SET count = count + 1;
+END;
+"""
+
+
+# How the runs of each job were judged: `quality` is suspect, untrusted, or repeated for those that were run again,
+# `reason` one of theirs, or empty for the number of runs. Made when it is first needed, so older files are as good.
+QUALITIES_TABLE = """
+CREATE TABLE IF NOT EXISTS qualities (
+    job_seq INTEGER NOT NULL REFERENCES jobs (seq),
+    quality TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    count INTEGER NOT NULL,
+    PRIMARY KEY (job_seq, quality, reason)
+) WITHOUT ROWID
+"""
+
+
+# Jobs whose submission was interrupted before anything of them was started, so that no other job gets their number, and
+# they get it again: a queue that another process has open remembers it. Made when it is first needed, too.
+REMOVED_JOBS_TABLE = """
+CREATE TABLE IF NOT EXISTS removed_jobs (
+    job_id TEXT PRIMARY KEY,
+    seq INTEGER NOT NULL
+) WITHOUT ROWID
+"""
+
+
+class QueueError(OSError):
+    """SQLite failed under the queue: disk full, file read-only or damaged, locked for too long."""
+
+
+class QueueFile:
+    """One connection. Reads and single statements are atomic by themselves; errors as in `queue_error`."""
+
+    def __init__(self, path: Path, busy_timeout_s: float) -> None:
+        """Open the file, creating it in an existing folder. Raises `UsageError` if it is no queue, or a newer one."""
+        if not path.parent.is_dir():
+            raise UsageError(f"the queue's folder {path.parent} does not exist")
+        self.path = path
+        try:
+            self._db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None)
+        except sqlite3.Error as error:
+            raise queue_error(error, path) from error
+        try:
+            _prepare(self._db, path)
+        except sqlite3.Error as error:
+            self.close()
+            raise queue_error(error, path) from error
+        except CommandError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def transaction(self, durable: bool = False) -> Iterator[None]:
+        """Run an exclusive transaction; `durable` waits until it is synced to the disk."""
+        try:
+            if durable:
+                self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+            finally:
+                if durable:
+                    self._db.execute("PRAGMA synchronous = NORMAL")
+        except sqlite3.Error as error:
+            raise queue_error(error, self.path) from error
+
+    def all(self, sql: str, values: Sequence = ()) -> list[tuple]:
+        """Return every row."""
+        try:
+            return self._db.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise queue_error(error, self.path) from error
+
+    def one(self, sql: str, values: Sequence = ()) -> tuple | None:
+        """Return the first row, None if there is none."""
+        rows = self.all(sql, values)
+        return rows[0] if rows else None
+
+    def only(self, sql: str, values: Sequence = ()) -> tuple:
+        """Return the row of a statement that always gives one."""
+        rows = self.all(sql, values)
+        assert rows, sql
+        return rows[0]
+
+    def change(self, sql: str, values: Sequence = ()) -> int:
+        """Run a statement; return how many rows it changed."""
+        try:
+            return self._db.execute(sql, values).rowcount
+        except sqlite3.Error as error:
+            raise queue_error(error, self.path) from error
+
+    def many(self, sql: str, rows: list[tuple]) -> int:
+        """Run a statement for each of `rows`; return how many rows changed in total."""
+        try:
+            return self._db.executemany(sql, rows).rowcount if rows else 0
+        except sqlite3.Error as error:
+            raise queue_error(error, self.path) from error
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    connection.execute("PRAGMA synchronous = NORMAL")
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("BEGIN IMMEDIATE")
+        try:  # another process may have been quicker
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                if connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+                    raise UsageError(f"{path} is an SQLite file, but not a queue of this project")
+                for statement in SCHEMA.split("\n\n"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {QUEUE_VERSION}")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        version = version or QUEUE_VERSION
+    if version > QUEUE_VERSION:
+        raise EnvironmentProblem(
+            f"{path} was written by a newer version (queue schema {version}, this one reads {QUEUE_VERSION}); upgrade"
+        )
+
+
+def queue_error(error: sqlite3.Error, path: Path) -> Exception:
+    """Return the vendor's error as one of ours: an `EnvironmentProblem`, or an `OSError` with the matching errno."""
+    text = str(error)
+    if "not a database" in text or "malformed" in text:
+        return EnvironmentProblem(f"{path} is damaged or not a queue: {text}")
+    if "locked" in text:
+        return EnvironmentProblem(f"{path} is held by another process for too long; end that one or try again")
+    code = errno.EIO
+    for words, known in (("full", errno.ENOSPC), ("readonly", errno.EROFS), ("unable to open", errno.EACCES)):
+        if words in text:
+            code = known
+    if code == errno.EIO and _is_full(path):  # without room for its shared memory SQLite says "disk I/O error"
+        code = errno.ENOSPC
+    return QueueError(code, os.strerror(code) if code == errno.ENOSPC else text, str(path))
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        return shutil.disk_usage(path.parent).free < _FULL_BYTES
+    except OSError:
+        return False

@@ -1,0 +1,226 @@
+"""Repairs a data folder: moves damaged files aside, and queues the tasks of damaged or missing runs again.
+
+Start reading at `repair`. Nothing is deleted, and a kill at any point is safe: a repeat does the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from conf.errors import CommandError, EnvironmentProblem
+from farm.queue.jobs import Queue
+from farm.queue.lock import DispatcherLock
+from warehouse.files.aside import set_aside
+from warehouse.files.checksum import recorded_checksum
+from warehouse.files.compaction import CompactionReport, compaction_lock
+from warehouse.files.counting import counting_files
+from warehouse.files.damage import DamagedFile
+from warehouse.files.folder import DataFolder
+from warehouse.files.held_rows import Unreadable, run_ids_of
+from warehouse.files.integrity import Progress, examine
+from warehouse.files.layout import KINDS, OF_RUNS
+from warehouse.files.listings import is_whole_listing, read_listings, recovered_listing
+from warehouse.files.merged import (
+    Listing,
+    has_own_name,
+    is_merged_name,
+    is_own_merge,
+    land_merged,
+    listing_file,
+    new_merged_name,
+)
+from warehouse.files.presence import compare
+from warehouse.files.settle import settled_listings, write_anew
+from warehouse.files.writer import RunWriter
+
+_DATA = (*KINDS, "jobs", "stale", "compactions")
+
+
+@dataclass
+class RepairReport:
+    """The result of a repair, with the problems that are left."""
+
+    moved: dict[Path, tuple[Path, str]] = field(default_factory=dict)  # file -> where it is now, and why
+    mended: list[str] = field(default_factory=list)  # lines
+    queued: dict[str, int] = field(default_factory=dict)  # job_id -> tasks
+    left: list[str] = field(default_factory=list)  # lines
+
+    def lines(self, root: Path) -> list[str]:
+        """Return the report as lines of text."""
+        lines = [f"moved to {new}: {path}: {why}" for path, (new, why) in self.moved.items()]
+        lines += self.mended
+        lines += [f"{job_id}: {count:,} tasks queued again" for job_id, count in self.queued.items()]
+        lines += [f"left as it is: {line}" for line in self.left]
+        total = sum(self.queued.values())
+        lines.append(
+            f"{root}: {len(self.moved):,} files moved aside, {total:,} tasks queued again"
+            + ("; `python -m farm.work` runs them" if total else "")
+        )
+        return lines
+
+
+def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport:
+    """Move damaged files aside, repair listings, and queue the tasks of damaged or missing runs again.
+
+    Takes the dispatcher's lock and the compaction's. With nothing changed, raises `DispatcherBusy` beside a dispatcher,
+    `EnvironmentProblem` beside a compaction, and `UsageError` for a folder that is no data folder.
+    """
+    folder.open()
+    with DispatcherLock(folder.dispatcher_lock), compaction_lock(folder) as got_it:
+        if not got_it:
+            raise EnvironmentProblem(f"a compaction is at work on data={folder.root}; repair it when that is done")
+        report = RepairReport()
+        examined = examine(folder, progress=progress)
+        for file in examined.damaged:
+            _mend_file(folder, file, report)
+        for _, listing in examined.lost:
+            _aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)
+        for kind in KINDS:
+            settled = CompactionReport()
+            settled_listings(folder, kind, settled)
+            report.mended += settled.problems
+        _queue_again(folder, report)
+    return report
+
+
+def _mend_file(folder: DataFolder, file: DamagedFile, report: RepairReport) -> None:
+    place = file.path.relative_to(folder.root).parts
+    if place[0] not in _DATA:
+        report.left.append(f"{file.path}: {file.reason}{_advice(place[0])}")
+        return
+    if not os.path.lexists(file.path):  # moved already, with the file that it belongs to
+        return
+    if place[0] == "compactions":
+        _mend_listing(folder, place[1], file, report)
+    elif place[0] in KINDS and is_merged_name(file.path.name):
+        _mend_merged(folder, place[0], file, report)
+    else:
+        _aside(folder, file.path, file.reason, report)
+        if place[0] == "jobs":
+            _write_job_again(folder, file.path.stem, report)
+
+
+def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
+    recovered = None
+    if has_own_name(file.path):
+        if is_whole_listing(file.path):
+            return  # it hides too much, which `settled_listings` repairs
+        recovered = recovered_listing(folder, kind, file.path)
+    if recovered is None:
+        _aside(folder, file.path, file.reason, report)
+        return
+    write_anew(folder, recovered)
+    report.mended.append(f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file")
+
+
+def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
+    listing = listing_file(folder, kind, file.path.name)
+    if not listing.exists() and _is_whole_merge(file.path):
+        # Whole, and its rows are nowhere else: its listing was lost.
+        Listing(
+            file=listing,
+            merged=f"{file.path.parent.name}/{file.path.name}",
+            hidden=(),
+            published_at_s=time.time(),
+            checksum=recorded_checksum(file.path),
+            rows=pq.read_metadata(file.path).num_rows,
+        ).write()
+        report.mended.append(f"{file.path}: {file.reason}; it is listed again")
+        return
+    # Its listing first: from then on the files that it replaced count again, as far as they are still there.
+    if listing.exists():
+        _aside(folder, listing, f"its merged file is damaged: {file.reason}", report)
+    _aside(folder, file.path, file.reason, report)
+
+
+def _is_whole_merge(path: Path) -> bool:
+    try:
+        return is_own_merge(path)
+    except OSError:  # no plain file, or one that the disk does not give
+        return False
+
+
+def _aside(folder: DataFolder, path: Path, reason: str, report: RepairReport) -> None:
+    if os.path.lexists(path):
+        report.moved[path] = set_aside(folder, path, reason), reason
+
+
+def _advice(place: str) -> str:
+    return {
+        "models": "; fit it again with `python -m learn.fit`",
+        "snapshots": "; a snapshot is never changed: delete its folder, or restore the file",
+        "queue.sqlite": "; restore it from a copy, or move it away and submit the same jobs again: what landed stays",
+    }.get(place, "")
+
+
+def _write_job_again(folder: DataFolder, job_id: str, report: RepairReport) -> None:
+    """Rewrite the job's row from the queue."""
+    if not folder.queue.is_file():
+        return
+    try:
+        with Queue.open(folder.queue) as queue:
+            job = queue.job(job_id)
+    except CommandError:
+        return
+    values = {name: getattr(job, name) for name in ("job_id", "family", "n", "seed", "policy", "priority")}
+    RunWriter(folder).write_job({**values, "space": job.space_json, "submitted_at": job.submitted_at})
+    report.mended.append(f"{folder.jobs / job_id}.parquet is written anew from the queue, without its `config`")
+
+
+def _queue_again(folder: DataFolder, report: RepairReport) -> None:
+    if not folder.queue.is_file():
+        return
+    try:
+        queue = Queue.open(folder.queue)
+    except CommandError:  # damaged, as reported above
+        return
+    with queue:
+        gone = compare(folder).gone
+        ids: dict[str, set[str]] = {}
+        for job_id, indexes in gone.items():
+            families = queue.families(job_id)
+            for index in indexes.tolist():
+                ids.setdefault(families[index], set()).add(f"{job_id}-{index:06d}")
+        # Samples first: those of the lost run must not be taken for the new one's.
+        for family, run_ids in ids.items():
+            _drop_samples(folder, family, run_ids, report)
+        for job_id, indexes in gone.items():
+            count = queue.requeue(job_id, indexes.tolist())
+            if count:
+                report.queued[job_id] = count
+            if queue.counts(job_id).cancelled:
+                report.mended.append(f"{job_id} is cancelled: submit it again to run its lost tasks")
+
+
+def _drop_samples(folder: DataFolder, family: str, run_ids: set[str], report: RepairReport) -> None:
+    """Rewrite merged telemetry and kernels without the rows of lost runs; small files of their own are overwritten.
+
+    The old file is set aside. After a kill in between it has no listing, and the next repair lists it again.
+    """
+    for kind in OF_RUNS:
+        listings = read_listings(folder, kind, lambda damaged: None)
+        for path in counting_files(folder, kind, family, listings):
+            if not is_merged_name(path.name):
+                continue
+            try:
+                if not run_ids & run_ids_of(path):
+                    continue
+            except (Unreadable, FileNotFoundError):
+                continue
+            table = pq.ParquetFile(path).read()
+            kept = table.filter(pc.invert(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids)))))
+            reason = (
+                f"it holds {kind} of runs that are lost and run again; {kept.num_rows:,} other rows are in a new file"
+            )
+            _aside(folder, listing_file(folder, kind, path.name), reason, report)
+            if kept.num_rows:
+                target = path.parent / new_merged_name()
+                land_merged(folder, kind, target, kept, (), time.time(), row_group_size=100_000)
+            _aside(folder, path, reason, report)

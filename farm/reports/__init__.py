@@ -1,1 +1,0 @@
-"""The report of a growth cycle: gathered from journal and warehouse, as a page and as JSON."""

@@ -1,0 +1,288 @@
+"""The dimensions of a family's search space, and how a point of the unit cube becomes raw values.
+
+Start reading at `Space`; `read_dimensions` makes one of what YAML says. `farm.sampling.draws` makes the points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.resources
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, TypeGuard
+
+from conf.errors import UsageError
+from featurize import families
+from featurize.configs.own_code import code_fields
+from featurize.configs.trial import canonical_json
+
+SCALES = ("auto", "uniform", "log")
+RANGE_KEYS = ("low", "high", "scale", "step")
+_LARGEST = 2**63 - 1  # of integers, which the queue and the warehouse keep in 64 bits
+AUTO_LOG_RATIO = 100  # `scale: auto` is `log` from this high / low on
+
+Scalar = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A dimension with the same value in every config."""
+
+    name: str
+    fixed: Scalar
+
+    def value(self, u: float) -> Scalar:
+        return self.fixed
+
+    def spec(self) -> Any:
+        return self.fixed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of `choices`, each equally likely; a value listed twice is twice as likely."""
+
+    name: str
+    choices: tuple[Scalar, ...]
+
+    @cached_property
+    def _distinct(self) -> tuple[Scalar, ...]:
+        return tuple(dict.fromkeys(self.choices))
+
+    @property
+    def count(self) -> int:
+        """Return the number of different values."""
+        return len(self._distinct)
+
+    def at(self, place: int) -> Scalar:
+        """Return one of the `count` values."""
+        return self._distinct[place]
+
+    def value(self, u: float) -> Scalar:
+        return self.choices[min(int(u * len(self.choices)), len(self.choices) - 1)]
+
+    def spec(self) -> Any:
+        return list(self.choices)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both ends included; on the grid low, low + step, ... if there is a `step`.
+
+    Integers (step 1 unless given) when both ends are integers, floats otherwise. `scale` is `uniform` or `log`.
+    """
+
+    name: str
+    low: int | float
+    high: int | float
+    scale: str
+    step: int | float | None = None
+
+    @property
+    def integer(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def count(self) -> int | None:
+        """Return the number of values; None for a continuous range."""
+        step = self._grid_step
+        return None if step is None else self._count(step)
+
+    def _count(self, step: int | float) -> int:
+        return int((self.high - self.low) / step + 1e-9) + 1
+
+    def at(self, place: int) -> int | float:
+        """Return the value at one of the `count` places of the grid."""
+        step = self._grid_step
+        assert step is not None, "a continuous range has no grid"
+        value = self.low + place * step
+        return value if isinstance(value, int) else round(value, 12)  # 0.15, not 0.15000000000000002
+
+    @property
+    def _grid_step(self) -> int | float | None:
+        return 1 if self.step is None and self.integer else self.step
+
+    def value(self, u: float) -> int | float:
+        """Return the value at `u` in [0, 1)."""
+        step = self._grid_step
+        if step is None:
+            if self.scale == "log":
+                return min(max(self.low * (self.high / self.low) ** u, float(self.low)), float(self.high))
+            return min(self.low + u * (self.high - self.low), float(self.high))
+        count = self._count(step)
+        if self.scale == "log":
+            # One step past the top, so that the highest value has a cell of its own to be rounded down from.
+            at = int((self.low * ((self.low + count * step) / self.low) ** u - self.low) / step)
+        else:
+            at = int(u * count)
+        return self.at(min(max(at, 0), count - 1))
+
+    def spec(self) -> Any:
+        spec = {"low": self.low, "high": self.high, "scale": self.scale}
+        return spec if self.step is None else {**spec, "step": self.step}
+
+
+Dimension = Constant | Choice | Range
+
+
+@dataclass(frozen=True)
+class Space:
+    """A family's dimensions in the order of its YAML file, `scale: auto` resolved."""
+
+    family: str
+    dimensions: tuple[Dimension, ...]
+
+    @cached_property
+    def varied(self) -> tuple[Choice | Range, ...]:
+        """Return the dimensions with more than one value, which are the coordinates of a point."""
+        return tuple(d for d in self.dimensions if not isinstance(d, Constant))
+
+    @cached_property
+    def identity(self) -> str:
+        """Return 64 hex digits, equal for the same family and the same dimensions in the same order."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def values(self, point: Sequence[float]) -> dict[str, Scalar]:
+        """Return the raw values at `point`, one number in [0, 1) for each dimension in `varied`."""
+        coordinates = iter(point)
+        return {d.name: d.fixed if isinstance(d, Constant) else d.value(next(coordinates)) for d in self.dimensions}
+
+    def code_names(self) -> tuple[str, ...]:
+        """Return every `MODULE:FACTORY` that the space names."""
+        fields = code_fields(self.family)
+        specs = [dimension.spec() for dimension in self.dimensions if dimension.name in fields]
+        texts = [text for spec in specs for text in (spec if isinstance(spec, list) else [spec])]
+        return tuple(dict.fromkeys(text.split(None, 1)[0] for text in texts if isinstance(text, str) and text.strip()))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return `{"family": ..., "space": [[name, spec], ...]}`; a list keeps the order when keys are sorted."""
+        return {"family": self.family, "space": [[d.name, d.spec()] for d in self.dimensions]}
+
+    def to_json(self) -> str:
+        """Return the canonical JSON text, equal for equal spaces."""
+        return canonical_json(self.to_mapping())
+
+
+def valid_keys(family: str) -> tuple[str, ...]:
+    """Return the keys of this family's space: the fields of its config, and keys that only its `repair` consumes."""
+    module = families.get_family(family)
+    fields = [field.name for field in dataclasses.fields(module.Config) if field.init]
+    return tuple(sorted({*fields, *getattr(module, "SAMPLED_ONLY", ())}))
+
+
+@cache
+def own_space(family: str) -> Space:
+    """Return the space of `conf/arch/FAMILY.yaml`, values unchecked; without dimensions if there is no such file."""
+    dimensions, problems = read_dimensions(family, (default_space(family) or {}).items())
+    return Space(family, required(family, dimensions, problems))
+
+
+def read_dimensions(
+    family: str, items: Iterable[tuple[str, Any]], refused: Callable[[Dimension], Iterable[str]] = lambda _: ()
+) -> tuple[tuple[Dimension, ...], list[str]]:
+    """Return the dimensions that name-spec pairs describe, and their problems; `refused` of their values.
+
+    A spec is a scalar (constant), a list of scalars (choice), or `{low, high, scale: auto|uniform|log, step}` with
+    `scale` and `step` optional.
+    """
+    known = valid_keys(family)
+    dimensions: list[Dimension] = []
+    problems: list[str] = []
+    unknown: list[str] = []
+    seen: set[str] = set()
+    for name, spec in items:
+        if name not in known:
+            unknown.append(str(name))
+        if name in seen:
+            problems.append(f"{name}: given twice")
+        seen.add(name)
+        dimension = _dimension(name, spec, problems)
+        if dimension is not None:
+            dimensions.append(dimension)
+    problems += [problem for dimension in dimensions for problem in refused(dimension)]
+    if unknown:
+        problems.append(f"unknown {', '.join(sorted(unknown))}; valid keys are {', '.join(known)}")
+    return tuple(dimensions), problems
+
+
+def required(family: str, dimensions: tuple[Dimension, ...], problems: Sequence[str]) -> tuple[Dimension, ...]:
+    """Return the dimensions. Raises `UsageError` with all the problems, where there are some."""
+    if problems:
+        raise UsageError(f"search space of {family}: " + "; ".join(problems))
+    return dimensions
+
+
+def default_space(family: str) -> dict[str, Any] | None:
+    """Return the `space` of `conf/arch/FAMILY.yaml`; None if there is no such file."""
+    file = importlib.resources.files("conf") / "arch" / f"{family}.yaml"
+    if not file.is_file():
+        return None
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(OmegaConf.create(file.read_text()))
+    assert isinstance(values, dict), file
+    return values["space"]
+
+
+def _dimension(name: str, spec: Any, problems: list[str]) -> Dimension | None:
+    """Return the dimension that `spec` describes, or None after appending its problems."""
+    if isinstance(spec, Mapping):
+        return _range(name, spec, problems)
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        wrong = [repr(value) for value in spec if not _is_scalar(value)]
+        if wrong:
+            problems.append(f"{name}: choices must be numbers, strings or booleans, got {', '.join(wrong)}")
+            return None
+        if not spec:
+            problems.append(f"{name}: the list of choices is empty")
+            return None
+        return Choice(name, tuple(spec))
+    if not _is_scalar(spec):
+        problems.append(f"{name}: must be a value, a list or {{low, high}}, got {spec!r}")
+        return None
+    return Constant(name, spec)
+
+
+def _range(name: str, spec: Mapping[str, Any], problems: list[str]) -> Range | None:
+    before = len(problems)
+    unknown = sorted(str(key) for key in spec if key not in RANGE_KEYS)
+    if unknown:
+        problems.append(f"{name}: unknown {', '.join(unknown)}; valid keys of a range are {', '.join(RANGE_KEYS)}")
+    for key in ("low", "high", "step"):
+        if key not in spec and key != "step":
+            problems.append(f"{name}: {key} is missing")
+        elif spec.get(key) is not None and not _is_number(spec[key]):
+            problems.append(f"{name}: {key} must be a finite number, got {spec[key]!r}")
+        elif key in spec and spec[key] is None and key != "step":
+            problems.append(f"{name}: {key} must be a finite number, got null")
+    scale = spec.get("scale", "auto")
+    if scale not in SCALES:
+        problems.append(f"{name}: unknown scale {scale!r}; known: {', '.join(SCALES)}")
+    low, high, step = spec.get("low"), spec.get("high"), spec.get("step")
+    if _is_number(low) and _is_number(high):
+        if low > high:
+            problems.append(f"{name}: low {low} > high {high}")
+        if scale == "log" and low <= 0:
+            problems.append(f"{name}: a log scale needs low > 0, got {low}")
+        if _is_number(step) and isinstance(low, int) and isinstance(high, int) and not isinstance(step, int):
+            problems.append(f"{name}: step of an integer range must be an integer, got {step}")
+    if _is_number(step) and step <= 0:
+        problems.append(f"{name}: step must be > 0, got {step}")
+    if len(problems) > before or not (_is_number(low) and _is_number(high)):
+        return None
+    if scale == "auto":
+        scale = "log" if low > 0 and high / low >= AUTO_LOG_RATIO else "uniform"
+    return Range(name, low, high, scale, step)
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, bool | str) or _is_number(value)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_LARGEST <= value <= _LARGEST if isinstance(value, int) else math.isfinite(value)

@@ -1,0 +1,329 @@
+"""Draws trial configs from a search space: a pure function of the space, the seed and the index.
+
+Start reading at `sample`. `farm.sampling.sampling_points` turns (space, seed, index) into a point; the family repairs
+it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from conf.cli.settings import Checked, key
+from conf.errors import UsageError
+from farm.sampling.dimensions import Choice, Scalar, Space
+from farm.sampling.sampling_points import POLICIES, PointsOf, key_of, uniform_point
+from featurize import families
+from featurize.configs.own_code import named_by_user
+from featurize.configs.trial import TrialConfig
+from featurize.job.layers import rough_memory_mib, totals
+
+# Part of a job's identity: grows whenever the same seed would give other configs. A job of an older version goes on
+# with what its queue holds; submitted again, it is a new job. 3: lists are drawn evenly, small spaces without repeats.
+SAMPLER_VERSION = 3
+MAX_ATTEMPTS = 1000  # points tried for one index before the space is called empty
+SMALL_SPACE = 2**20  # points; a space of no more repeats none of them before all were drawn
+_SAME_CHOICES = 16  # substitutes of a point that keep what it has of the lists, so that these stay evenly drawn
+_DRAWN = 64  # substitutes that are drawn, before a small space is searched
+_POINTS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(Checked, section="limits"):
+    """Ceilings that a config must stay under, computed from its layer plan; None is no limit."""
+
+    max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
+    max_memory_mib: float | None = key(
+        None, "sample no model whose weights, optimizer state and layer outputs take more, roughly", "number > 0"
+    )
+
+    def to_mapping(self) -> dict[str, int | float | None]:
+        return dataclasses.asdict(self)
+
+
+NO_LIMITS = Limits()
+
+
+def checked_batch_sizes(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return the `batch_sizes` of a submission; None for null. Raises `UsageError` unless they are distinct sizes."""
+    if values is None:
+        return None
+    sizes = tuple(values)
+    if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise UsageError(
+            f"batch_sizes must be a list of distinct integers >= 1, as in [8,32,128], got {list(values)!r}"
+        )
+    return sizes
+
+
+def sample(
+    space: Space,
+    seed: int,
+    index: int,
+    policy: str = "stratified",
+    limits: Limits = NO_LIMITS,
+    batch_sizes: Sequence[int] | None = None,
+) -> TrialConfig:
+    """Return the trial config of one index.
+
+    Raises `UsageError` for a space that sets too few of the family's fields, and when
+    `MAX_ATTEMPTS` points in a row had to be rejected; the message says by which rules.
+    """
+    return next(sample_range(space, seed, index, index + 1, policy, limits, None, batch_sizes))
+
+
+def sample_range(
+    space: Space,
+    seed: int,
+    start: int,
+    stop: int,
+    policy: str = "stratified",
+    limits: Limits = NO_LIMITS,
+    rejections: Counter[str] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+) -> Iterator[TrialConfig]:
+    """Yield the configs of the indices `start` <= i < `stop`, as `sample` gives them one by one.
+
+    A space of no more than `SMALL_SPACE` points gives no config twice while it has others.
+
+    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space says of batch
+    sizes: the very same trial but for that. A point is taken only if its configs are valid at all of them.
+    `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
+    config drawn.
+    """
+    sizes = tuple(batch_sizes or ())
+    k = max(1, len(sizes))
+    first, last = start // k, -(-stop // k)  # of points
+    groups = _configs(space, key_of(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
+    skipped = start - first * k
+    return itertools.islice(itertools.chain.from_iterable(groups), skipped, skipped + max(0, stop - start))
+
+
+def _configs(
+    space: Space,
+    key: bytes,
+    start: int,
+    stop: int,
+    points_of: PointsOf,
+    limits: Limits,
+    rejections: Counter[str] | None,
+    sizes: Sequence[int],
+) -> Iterator[list[TrialConfig]]:
+    """Yield each point's config, or its configs at every batch size.
+
+    What a small space gave before an index is drawn again first, from the last multiple of its number of points on.
+    """
+    family = families.get_family(space.family)
+    drawn = _drawn_before(space)
+    since = start if drawn is None else start - start % drawn.points
+    for first in range(since, stop, _POINTS_AT_ONCE):
+        indices = range(first, min(first + _POINTS_AT_ONCE, stop))
+        for index, point in zip(indices, points_of(space, key, indices), strict=True):
+            if drawn is not None and index % drawn.points == 0:
+                drawn.forget()
+            counted = rejections if index >= start else None
+            configs = _configs_at(space, family, key, index, point, limits, counted, sizes, drawn)
+            if index >= start:
+                yield configs
+
+
+class _Drawn:
+    """Values and configs that a space of so many points gave so far; empty again once all points were drawn."""
+
+    def __init__(self, points: int) -> None:
+        self.points = points
+        self.values: set[tuple[Scalar, ...]] = set()
+        self.configs: set[tuple[TrialConfig, ...]] = set()
+
+    def is_new(self, values: Mapping[str, Scalar]) -> bool:
+        """Return whether these values were not drawn yet, and record them."""
+        if len(self.values) >= self.points:
+            self.forget()
+        before = len(self.values)
+        self.values.add(tuple(values.values()))
+        return len(self.values) > before
+
+    def gives(self, configs: list[TrialConfig]) -> bool:
+        """Return whether no other values gave these configs, and record them."""
+        before = len(self.configs)
+        self.configs.add(tuple(configs))
+        return len(self.configs) > before
+
+    def forget(self) -> None:
+        self.values.clear()
+        self.configs.clear()
+
+
+def _drawn_before(space: Space) -> _Drawn | None:
+    """Return an empty record for a small space; None for a larger one, whose repeats are rare."""
+    counts = [dimension.count for dimension in space.varied]
+    points = 0 if None in counts else math.prod(count or 1 for count in counts)
+    return _Drawn(points) if 1 < points <= SMALL_SPACE else None
+
+
+def _configs_at(
+    space: Space,
+    family: ModuleType,
+    key: bytes,
+    index: int,
+    point: list[float],
+    limits: Limits,
+    rejections: Counter[str] | None,
+    sizes: Sequence[int],
+    drawn: _Drawn | None,
+) -> list[TrialConfig]:
+    """Return the configs (one a batch size) at `point`, or at the first of its substitutes that is valid and new."""
+    rejected: list[tuple[dict, list[_Breach]]] = []
+    for attempt, drawn_values in enumerate(_tries(space, key, index, point, searched=drawn is not None)):
+        if drawn is not None and not drawn.is_new(drawn_values):
+            continue
+        # Repaired once, so that all batch sizes get the same network.
+        largest = {"batch_size": max(sizes)} if sizes else {}
+        repaired = family.repair({**drawn_values, **largest}, _Draw(key, index, attempt))
+        configs: list[TrialConfig] = []
+        breaches: list[_Breach] = []
+        for values in [{**repaired, "batch_size": size} for size in sizes] or [repaired]:
+            config, breaches = _build(family, values, limits)
+            if config is None:
+                break
+            configs.append(config)
+        else:
+            if drawn is None or drawn.gives(configs):
+                return configs
+            continue
+        rejected.append((values, breaches))
+        if rejections is not None:
+            rejections.update(breach.rule for breach in breaches)
+        if len(rejected) == MAX_ATTEMPTS:
+            break
+    raise UsageError(_no_valid_configuration(space.family, index, rejected))
+
+
+def _tries(space: Space, key: bytes, index: int, point: list[float], searched: bool) -> Iterator[dict[str, Scalar]]:
+    """Yield the values at `point`, then those of its substitutes, without end; `searched` for what was not drawn."""
+    yield space.values(point)
+    lists = [isinstance(dimension, Choice) for dimension in space.varied]
+    keeps = any(lists) and not all(lists)
+
+    def drawn(attempt: int, keep: bool) -> dict[str, Scalar]:
+        other = uniform_point(space, key, index, attempt)
+        return space.values([u if keep and kept else v for u, v, kept in zip(point, other, lists, strict=True)])
+
+    for attempt in range(1, _SAME_CHOICES):
+        yield drawn(attempt, keeps)
+    if searched and keeps:
+        yield from _search(space, _Draw(key, index, 0), {d.name for d in space.varied if isinstance(d, Choice)}, point)
+    for attempt in itertools.count(_SAME_CHOICES):
+        if searched and attempt % _DRAWN == 0:
+            yield from _search(space, _Draw(key, index, attempt), set(), point)
+        yield drawn(attempt, False)
+
+
+def _search(
+    space: Space, draw: Callable[[str], float], kept: set[str], point: list[float]
+) -> Iterator[dict[str, Scalar]]:
+    """Yield every point of a small space once, in an order of its own; names that are `kept` stay as at `point`."""
+    values = space.values(point)
+    searched = [d for d in space.varied if d.name not in kept]
+    points = math.prod(dimension.count or 1 for dimension in searched)
+    at, stride = int(draw("start") * points), int(draw("stride") * points) + 1
+    while math.gcd(stride, points) != 1:
+        stride += 1
+    for _ in range(points):
+        at, rest = (at + stride) % points, at
+        for dimension in searched:
+            rest, place = divmod(rest, dimension.count or 1)
+            values[dimension.name] = dimension.at(place)
+        yield dict(values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Breach:
+    """One rule that a point broke: `text` names the value that broke it, `rule` does not, so that points can be counted
+    by rule. `needed` is the limit that would have let the point through; None for the family's own rules."""
+
+    rule: str
+    text: str
+    needed: int | None = None
+
+
+def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
+    """Return the config and no breaches, or None and every rule that it breaks."""
+    missing = [
+        field.name
+        for field in dataclasses.fields(family.Config)
+        if field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:  # not a matter of luck: no other point of this space can help
+        raise UsageError(f"search space of {family.Config.family}: gives no value for {', '.join(missing)}")
+    try:
+        config = family.Config(**named_by_user(family.Config.family, values))  # the user chose the space
+    except ValueError as error:
+        texts = str(error).removeprefix(f"{family.Config.family}: ").split("; ")
+        return None, [_Breach(re.sub(r",? got .*$", "", text, flags=re.DOTALL), text) for text in texts]
+    breaches = _over_limits(family, config, limits)
+    return (None, breaches) if breaches else (config, [])
+
+
+def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> list[_Breach]:
+    if limits.max_parameters is None and limits.max_memory_mib is None:
+        return []
+    plan = families.layers_of(config)
+    needs: list[tuple[str, float]] = []
+    if limits.max_parameters is not None:
+        needs.append(("max_parameters", totals(plan).parameters))
+    if limits.max_memory_mib is not None:
+        needs.append(("max_memory_mib", rough_memory_mib(plan, config.batch_size, config.optimizer)))
+    breaches = []
+    for name, need in needs:
+        limit = getattr(limits, name)
+        if need > limit:
+            rule, needed = f"limits.{name}={limit:.12g}", math.ceil(need)
+            breaches.append(_Breach(rule, f"{rule}, needed {needed}", needed))
+    return breaches
+
+
+def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict, list[_Breach]]]) -> str:
+    counts: Counter[str] = Counter()
+    examples: dict[str, tuple[str, dict]] = {}
+    smallest: dict[str, int] = {}
+    for values, breaches in rejected:
+        for breach in breaches:
+            counts[breach.rule] += 1
+            examples.setdefault(breach.rule, (breach.text, values))
+            if breach.needed is not None:
+                smallest[breach.rule] = min(breach.needed, smallest.get(breach.rule, breach.needed))
+    sentences = []
+    for rule, count in counts.most_common(4):
+        many = f"all {count:,} points" if count == len(rejected) else f"{count:,} of {len(rejected):,} points"
+        text, values = examples[rule]
+        if rule in smallest:
+            sentences.append(f"{rule} rejected {many}; the smallest needed {smallest[rule]:,}")
+        else:
+            sentences.append(f"{many} broke '{text}', e.g. {json.dumps(values, default=str)}")
+    more = f"; and {len(counts) - 4} other rules" if len(counts) > 4 else ""
+    return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(sentences)}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """`draw(name)` of `repair`: uniform in [0, 1), the same for the same point and name."""
+
+    key: bytes
+    index: int
+    attempt: int
+
+    def __call__(self, name: str) -> float:
+        text = f"{self.index} {self.attempt} {name}".encode()
+        digest = hashlib.blake2b(text, key=self.key, digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) / 2**53

@@ -1,0 +1,252 @@
+"""Refuses a submission whose models do not exist: mistyped factories, modules that cannot be imported here.
+
+Start reading at `require_models`, which asks a child process (`python -m farm.submission.model_check`). Only the child
+imports torch, libraries and the user's own modules. Models of the family's own search space are checked only where
+their library is not installed, or where the space changes their `arguments` or `image_size`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from conf.cli.own_packages import search_working_folder
+from conf.errors import CommandError, UsageError
+from conf.files.identity import version_of
+from conf.plain_text import exception_line, one_line, shown
+from farm.sampling.space import Choice, Constant, Space, own_space
+from featurize.configs.own_code import code_fields, config_of_user, data_refusal
+from featurize.configs.row_config import printable
+from featurize.configs.trial import TrialConfig, config_from_mapping
+from featurize.families import get_family
+from featurize.trace.light_imports import without_compiler
+
+PATIENCE_S = 300.0  # for all models of a submission; those that are not checked by then are queued
+_QUIET_S = 1.0  # a longer check prints a message
+_TRIED_ON = 3  # configs that a model is tried on
+_SHOWN = 3  # problems in a message
+_CHARACTERS = 400  # of a problem
+_FIELD, _ARGUMENTS = "model", "arguments"
+
+Environment = tuple[str, Mapping[str, str]]  # a Python, and variables to set for it
+
+
+def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> None:
+    """Raise `UsageError` that names each model of the spaces that does not exist, with near names.
+
+    A library's model of plain arguments is built without memory; of other code only the module is imported and the
+    factory looked up.
+    """
+    models = [model for space in spaces for model in _models_of(space)]
+    if models:
+        _refuse(models, _ask(models, patience_s))
+
+
+def require_models_in_any(
+    spaces: Iterable[Space], environments: Iterable[Environment], patience_s: float = PATIENCE_S
+) -> None:
+    """Raise `UsageError` that names each model of the spaces that exists in none of the environments.
+
+    An environment is a Python and variables to set for it. A model that one of them alone lacks is no mistake: a
+    comparison shows it.
+    """
+    models = [model for space in spaces for model in _models_of(space)]
+    answers: Sequence[str | None] = []
+    for environment in environments:
+        if not models:
+            return
+        answers = _ask(models, patience_s, environment)
+        missing = [(model, problem) for model, problem in zip(models, answers, strict=True) if problem is not None]
+        models, answers = [model for model, _ in missing], [problem for _, problem in missing]
+    if answers:
+        _refuse(models, answers)
+
+
+def _refuse(models: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> None:
+    problems: dict[str, None] = {}
+    for model, problem in zip(models, answers, strict=True):
+        if problem is not None:
+            problems.setdefault(problem or f"importing {shown(model['name'])} ends the process")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UsageError("; ".join(list(problems)[:_SHOWN]) + more)
+
+
+# ---- in the command: which models there are to check
+
+
+def _models_of(space: Space) -> Iterator[dict[str, Any]]:
+    """Return the space's models: `name`, as the space has it, and `configs` with that model, as mappings."""
+    values = [value for value in _models(space) if isinstance(value, str)]
+    if not values:
+        return
+    known = set(_models(own_space(space.family))) if _has_own_arguments(space) else set()
+    libraries = {_library(space.family, value) for value in values}
+    missing = {library for library in libraries if version_of(library) is None}
+    for value in values:
+        if value in known and _library(space.family, value) not in missing:
+            continue
+        configs = [config.to_mapping() for config in _configs_with(space, value)]
+        if configs:  # else sampling reports the problem
+            yield {"name": value, "configs": configs}
+
+
+def _models(space: Space) -> tuple[Any, ...]:
+    """Return the distinct values of the space's key `model`; none if the family has no such key."""
+    dimension = next((one for one in space.dimensions if one.name == _FIELD), None)
+    if isinstance(dimension, Constant):
+        return (dimension.fixed,)
+    return tuple(dict.fromkeys(dimension.choices)) if isinstance(dimension, Choice) else ()
+
+
+def _has_own_arguments(space: Space) -> bool:
+    """Return whether the models' arguments are those of the family's own space."""
+    own = {one.name: one for one in own_space(space.family).dimensions}
+    return all(one == own.get(one.name) for one in space.dimensions if one.name in ("arguments", "image_size"))
+
+
+def _library(family: str, model: str) -> str:
+    """Return the model's package; a family of a library's models has the library's name."""
+    return model.partition(":")[0].partition(".")[0].strip() if code_fields(family) else family
+
+
+def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
+    """Return a few configs of the space with this model, spread over the other dimensions."""
+    family = get_family(space.family)
+    for at in range(_TRIED_ON):
+        point = space.values([(at + 0.5) / _TRIED_ON] * len(space.varied))
+        values = family.repair({**point, _FIELD: model}, lambda _name: 0.5)
+        with contextlib.suppress(UsageError):
+            yield config_from_mapping({"family": space.family, **values})
+
+
+# ---- the child process
+
+
+def _ask(
+    models: Sequence[Mapping[str, Any]], patience_s: float, environment: Environment = (sys.executable, {})
+) -> list[str | None]:
+    """Return each model's problem; None: none, or not checked in time; "": importing it ended the child."""
+    python, variables = environment
+    asked = "".join(json.dumps(model) + "\n" for model in models).encode()
+    with subprocess.Popen(
+        [python, "-m", "farm.submission.model_check"],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, in_time = _answer(process, asked, patience_s), True
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            output, in_time = process.communicate()[0], False
+        except BaseException:  # Ctrl-C: the child has a session of its own, so the terminal does not reach it
+            _kill(process)
+            raise
+    started, answers = bool(output), _read(output)[1:]
+    ended = in_time and started and len(answers) < len(models)
+    unchecked = len(models) - len(answers)
+    which = f"{unchecked} of {len(models)} {'is' if unchecked == 1 else 'are'} queued unchecked"
+    if not in_time:
+        print(f"checking the models took more than {patience_s:g} s; {which}", file=sys.stderr)
+    elif not started:  # it is no model's fault; the trials say what is missing
+        print(f"{one_line(python)} cannot check models; {which}", file=sys.stderr)
+    if ended:
+        answers.append("")
+    return [*answers, *[None] * (len(models) - len(answers))]
+
+
+def _answer(process: subprocess.Popen, asked: bytes, patience_s: float) -> bytes:
+    """Return the child's output. A long check prints a message on a terminal."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(asked, timeout=min(_QUIET_S, patience_s))[0]
+    if sys.stderr.isatty():
+        print("checking that the models exist; this imports what they name", file=sys.stderr)
+    return process.communicate(timeout=max(0.0, patience_s - _QUIET_S))[0]
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End the child and its processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read(output: bytes) -> list[str | None]:
+    """Return the child's complete lines: null when it starts, then each model's problem."""
+    return [json.loads(line) for line in output.decode(errors="replace").split("\n")[:-1]]
+
+
+def problem_of(model: Mapping[str, Any]) -> str | None:
+    """Return why none of the model's configs can be built, or None. Imports the modules that they name."""
+    problems = []
+    for mapping in model["configs"]:
+        config = config_of_user(mapping)
+        try:
+            _try(config)
+            return None
+        except CommandError as error:
+            problems.append(str(error).removeprefix(f"{config.family}: "))
+    return printable(problems[0], _CHARACTERS)
+
+
+def _try(config: TrialConfig) -> None:
+    """Raise `UsageError` if the config's model does not exist."""
+    import torch
+
+    named = [getattr(config, name) for name in code_fields(config.family)]
+    if named and data_refusal(config) is not None:  # the user's own: it is built where it runs, and not before
+        try:
+            from learn.estimation.model_names import load_factory
+        except ImportError:  # an environment that is compared need not have all that estimates import
+            return
+        for name in named:
+            load_factory(name)
+        return
+    try:
+        if (timm_name := _name_in_timm(config)) is not None:
+            get_family("timm").defaults(timm_name)
+        with torch.device("meta"):
+            get_family(config.family).build(config)
+    except CommandError:
+        raise
+    except Exception as error:  # a library may raise anything for a name that it does not know
+        raise UsageError(f"{getattr(config, _FIELD)} makes no model: {exception_line(error)}") from error
+
+
+def _name_in_timm(config: TrialConfig) -> str | None:
+    """Return the name given to `timm:create_model`, since timm itself does not suggest near names."""
+    if not getattr(config, _FIELD).startswith("timm:"):
+        return None
+    arguments: str = getattr(config, _ARGUMENTS)
+    return json.loads(arguments).get("model_name")
+
+
+def main() -> None:
+    """Write null, read models, a JSON object a line, and answer each with its problem or null."""
+    search_working_folder()
+    without_compiler()  # a model is looked up or built without memory, and not compiled
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a module prints while it is imported must not spoil the answers
+    answers.write("null\n")
+    answers.flush()
+    for line in sys.stdin:
+        model = json.loads(line)
+        try:
+            problem = problem_of(model)
+        except (SystemExit, KeyboardInterrupt) as error:
+            problem = f"importing {shown(model['name'])} raises {type(error).__name__}"
+        answers.write(json.dumps(problem) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

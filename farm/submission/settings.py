@@ -1,0 +1,220 @@
+"""The settings of commands that run trials, as typed frozen values: below `main` there is no `DictConfig`.
+
+Start reading at `SubmitSettings`; `conf.cli.settings` says what becomes of its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conf.cli.settings import Checked, added_group, data_key, group, key, keys_of, section
+from conf.errors import UsageError
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.layouts import with_layouts
+from farm.monitoring.events import LogSettings
+from farm.monitoring.metrics import MetricsSettings
+from farm.sampling.collocating import POOL, SIZES
+from farm.sampling.draws import POLICIES, Limits, checked_batch_sizes
+from farm.sampling.space import Space, default_space, parse_space, space_of_mapping
+from farm.sampling.space_limits import require_within_limits
+from featurize.families import family_names
+from workers.devices import DeviceChoice
+from workers.settings import SHARING, KernelSettings, TrialRules, TrialSettings, WindowSettings
+from workers.telemetry.sampler import TelemetrySettings
+
+if TYPE_CHECKING:
+    from featurize.device.device_spec import DeviceSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKeys(DeviceChoice):
+    """The keys of the files of `conf/device/` that choose a backend."""
+
+    model: str | None = key(None, "the GPU model that is simulated, by its description in this folder")
+
+
+def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
+    """Return the device that a file of `conf/device/` chooses: a backend, or a description, which is simulated.
+
+    Raises:
+        UsageError: For keys and values that no device has.
+    """
+    from featurize.device.device_spec import device_from_mapping, load_device
+
+    values = dict(values)
+    if "backend" not in values:
+        count = values.pop("count", None)
+        return DeviceChoice(backend="simulated", count=count, spec=_described(device_from_mapping(values)))
+    known = [one.name for one in keys_of(DeviceKeys)]
+    if unknown := sorted(set(values) - set(known)):
+        raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    model = values.pop("model", None)
+    return DeviceChoice(**values, spec=None if model is None else _described(load_device(model)))
+
+
+def _described(spec: DeviceSpec) -> dict[str, Any]:
+    """Return a description for the wire: with its interconnect only where that is not the one of its GPU model."""
+    from featurize.device.device_spec import device_from_mapping
+
+    mapping = spec.to_mapping()
+    if spec.interconnect == device_from_mapping(mapping).interconnect:
+        return mapping
+    return {**mapping, "interconnect": None if spec.interconnect is None else dataclasses.asdict(spec.interconnect)}
+
+
+def space_within_limits(values: Mapping[str, Any]) -> Space:
+    """Return the search space of a file of `conf/arch/`. Raises `UsageError`, also for numbers beyond the family's."""
+    space = space_of_mapping(values)
+    require_within_limits(space)
+    return space
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialsSettings(Checked):
+    """The devices of trials, and how they run. `device` may still be `auto`; `choose_device` resolves it."""
+
+    device: DeviceChoice = group(
+        "auto", "what trials run on; a device description means: simulate it", device_choice, DeviceKeys
+    )
+    cluster: ClusterSettings = group("local", "where the workers live", schema=ClusterSettings)
+    window: WindowSettings = group("adaptive", "how long a run is measured", schema=WindowSettings)
+    data: str | None = data_key()
+    limits: Limits = section(Limits)
+    trial: TrialRules = section(TrialRules)
+    telemetry: TelemetrySettings = section(TelemetrySettings)
+    kernels: KernelSettings = section(KernelSettings)
+
+    @property
+    def trial_settings(self) -> TrialSettings:
+        """The settings of trials that a worker needs."""
+        return TrialSettings(window=self.window, telemetry=self.telemetry, kernels=self.kernels, **vars(self.trial))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledSettings(TrialsSettings):
+    """The space that is sampled, and how."""
+
+    arch: Space | None = added_group(space_within_limits)
+    seed: int = key(0, "with the space, it decides every sampled configuration", "int >= 0")
+    policy: str = key("stratified", "stratified: fills every range evenly for any n", choices=tuple(POLICIES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitSettings(SampledSettings):
+    """One submission.
+
+    usage: python -m farm.submit +arch=FAMILY n=N [KEY=VALUE ...]      FAMILY: {arch}
+
+      python -m farm.submit +arch=cnn n=5000                      on the GPUs here, or on four simulated ones
+      python -m farm.submit +arch=mlp n=200 device=cpu            really train on the CPU
+      python -m farm.submit +arch=cnn n=64 device=H200-SXM-141GB  simulate a GPU by its description
+      python -m farm.submit +arch=cnn n=500 arch.space.batch_size=[8,16,32] arch.space.optimizer=[adam,sgd]
+      python -m farm.submit +arch=cnn n=5000 detach=true          only queue; `python -m farm.work` runs it
+      python -m farm.submit +collocate=pairs arch=[cnn,gpt] n=500    pairs of trials that share a GPU
+
+    What arch.space.NAME is given replaces what stood there: a number, a list (a value listed twice is twice as
+    likely) or a range, as in "arch.space.depth={low: 4, high: 12, scale: log, step: 2}"; arch.space.depth.high=20
+    changes one end. A number beyond the family's limits is refused.
+
+    The same command again adds nothing and goes on where it was; a larger n adds the difference. Ctrl-C once finishes
+    what runs and leaves, twice stops at once; nothing is lost either way. While trials are being queued, Ctrl-C removes
+    them again. Above a million trials it prints the disk space needed and asks; without a terminal, pass yes=true.
+    """
+
+    n: int = key(help="how many trials the job has", kind="int 1 to 10000000")
+    parallel: Any = key(
+        None,
+        "several GPUs for each trial, a process on each: ddp=2, or '{ddp: 2, static_graph: true}'; a list samples it, "
+        'as in "[null,{ddp: 2}]"; docs/parallel.md has the settings',
+        "list | mapping | text | null",
+    )
+    batch_sizes: tuple[int, ...] | None = key(
+        None,
+        "a list, as in [8,32,128]: every sampled trial is run at each of these; n counts the trials",
+        build=checked_batch_sizes,
+    )
+    collocate: str | None = key(
+        None,
+        "groups of trials that start together on one device, after each has run alone; n counts them",
+        choices=tuple(SIZES),
+    )
+    families: tuple[str, ...] | None = key(
+        None,
+        "with collocate: families whose own search spaces trials are drawn from; arch=[cnn,gpt] means the same",
+        "text | list of text | null",
+        family_names(),
+    )
+    sharing: str = key("time_slicing", "with collocate: how trials share a GPU", choices=SHARING)
+    priority: int = key(0, "jobs of higher priority run first")
+    detach: bool = key(False, "true: queue the job and return")
+    yes: bool = key(False, "true: queue more than a million trials without being asked")
+    log: LogSettings = section(LogSettings)
+    metrics: MetricsSettings = section(MetricsSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel is not None and self.arch is not None:
+            object.__setattr__(self, "arch", with_layouts(self.arch, self.parallel))
+
+    def problems(self) -> Iterator[str]:
+        if self.collocate is None:
+            given = [("families", self.families is not None), ("sharing", self.sharing != SHARING[0])]
+            yield from (f"{name} goes with collocate=pairs" for name, present in given if present)
+        else:
+            together = [
+                ("batch_sizes", self.batch_sizes is not None),
+                ("parallel", self.parallel is not None),
+                ("kernels.steps", self.kernels.steps > 0),
+            ]
+            yield from (f"{name} does not go with collocate" for name, present in together if present)
+            if self.sharing == "mps" and self.device.backend == "cpu":
+                yield "sharing=mps is of NVIDIA GPUs; trials on the CPU share its cores"
+        if self.families is not None:
+            if self.arch is not None:
+                yield "give +arch=FAMILY or arch=[A,B], not both"
+            if not self.families or len(set(self.families)) < len(self.families):
+                yield f"families must name some of these, each once: {', '.join(family_names())}"
+        elif self.arch is None:
+            yield f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}"
+
+    @property
+    def spaces(self) -> tuple[Space, ...]:
+        """The search spaces: one, or with `families` one of each."""
+        if self.arch is not None:
+            return (self.arch,)
+        return tuple(parse_space(name, default_space(name) or {}) for name in self.families or ())
+
+    @property
+    def space(self) -> Space:
+        """The search space of a submission of single trials."""
+        assert self.arch is not None
+        return self.arch
+
+    @property
+    def trial_settings(self) -> TrialSettings:
+        """The settings of trials that a worker needs."""
+        return dataclasses.replace(super().trial_settings, sharing=self.sharing)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the submission's identity: everything that determines its runs, without n and priority."""
+        # Left out where there are none: jobs from before the key keep their ids.
+        pairs = {} if self.batch_sizes is None else {"batch_sizes": list(self.batch_sizes)}
+        space = (
+            self.space.to_mapping()
+            if self.collocate is None
+            else {
+                "together": SIZES[self.collocate],
+                "pool": POOL,
+                "spaces": [space.to_mapping() for space in self.spaces],
+            }
+        )
+        return {
+            "space": space,
+            "seed": self.seed,
+            "policy": self.policy,
+            "limits": self.limits.to_mapping(),
+            "settings": {"device": self.device.to_mapping(), "trial": self.trial_settings.to_mapping(), **pairs},
+        }

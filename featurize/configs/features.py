@@ -1,0 +1,185 @@
+"""Scalar features of trial configs, without torch: what a table-based estimator sees of a job before it runs.
+
+Start reading at `feature_columns`. All of it follows from the configs' fields and their layer plans, in some 15
+microseconds a config where there are many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from types import NoneType, SimpleNamespace
+
+import numpy as np
+
+from conf.units import MIB
+from featurize.families import get_family, layers_of
+from featurize.job.layers import Layer, NetworkBlock
+from featurize.job.trial_config import ACTIVATIONS, OPTIMIZERS, TrialConfig
+
+# Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
+# the columns of a joint table don't depend on the families in it.
+KINDS = (
+    "linear",
+    "conv2d",
+    "batchnorm1d",
+    "batchnorm2d",
+    "layernorm",
+    "dropout",
+    "embedding",
+    "position",
+    "attention",
+    "add",
+    "concat",
+    "pad2d",
+    "max_pool2d",
+    "avg_pool2d",
+    "adaptive_avg_pool2d",
+    "mean_pool",
+    "softmax",
+    "activation",
+    "other",
+)
+_KIND_OF = {kind: KINDS.index(kind) for kind in KINDS} | dict.fromkeys(ACTIVATIONS, KINDS.index("activation"))
+_LOGGED = (
+    "batch_size",
+    "parameters",
+    "output_elements",
+    "flops",
+    "max_output_elements",
+    "max_parameters",
+    "batch_output_elements",
+    "batch_flops",
+    "batch_max_output_elements",
+    "rough_memory_mib",
+)
+
+
+def scalar_features(config: TrialConfig) -> dict[str, float | str]:
+    """Return the features of one config, as `feature_columns` has them: numbers, or text for what is categorical."""
+    values = {name: column.tolist()[0] for name, column in feature_columns([config]).items()}
+    return {name: value for name, value in values.items() if isinstance(value, str) or value == value}
+
+
+def feature_columns(configs: Sequence[TrialConfig]) -> dict[str, np.ndarray]:
+    """Return name -> (n,) floats, or words, of n configs of one family. Raises what the family's `layers` does.
+
+    The configs' own fields under their own names (a field that the family lacks, or that is no scalar, is absent; NaN
+    or None in a column where others have it), and
+
+    layers, parameters, output_elements, flops    totals of the plan, per sample; `batch_*` for the batch
+    max_*, mean_*                                 of a single layer
+    count_KIND, elements_KIND, parameters_KIND    for every kind of `KINDS`
+    *_mib                                         fp32 mebibytes: weights, optimizer_state, batch_output
+    log_*                                         natural logarithm of 1 + x
+    rough_memory_mib                              `featurize.job.layers.rough_memory_mib`
+    """
+    of_fields = _fields(configs)
+    columns = of_fields | _plan_columns(configs, of_fields)
+    batch, parameters = columns["batch_size"], columns["parameters"]
+    for name in ("output_elements", "max_output_elements", "flops"):
+        columns[f"batch_{name}"] = batch * columns[name]
+    states = np.array([OPTIMIZERS[config.optimizer].states for config in configs])
+    columns["mean_output_elements"] = columns["output_elements"] / np.maximum(columns["layers"], 1.0)
+    columns["weights_mib"] = 4 * parameters / MIB
+    columns["optimizer_state_mib"] = 4 * parameters * states / MIB
+    columns["batch_output_mib"] = 4 * columns["batch_output_elements"] / MIB
+    columns["rough_memory_mib"] = 4 * ((2 + states) * parameters + columns["batch_output_elements"]) / MIB
+    columns["flops_per_element"] = columns["flops"] / np.maximum(columns["output_elements"], 1.0)
+    for name in _LOGGED:  # by Python: numpy's own logarithm is another one on some processors
+        columns[f"log_{name}"] = np.array([math.log1p(value) for value in columns[name].tolist()])
+    return {name: column.astype(float) if column.dtype == bool else column for name, column in columns.items()}
+
+
+def _fields(configs: Sequence[TrialConfig]) -> dict[str, np.ndarray]:
+    """Return field -> (n,) floats, switches or words, for the fields that hold such."""
+    columns = {"family": np.array([config.family for config in configs], dtype=object)}
+    for name in (field.name for field in fields(configs[0])):
+        values = [getattr(config, name) for config in configs]
+        kinds = set(map(type, values)) - {NoneType}
+        if kinds == {bool} and None not in values:
+            columns[name] = np.array(values)
+        elif kinds and all(issubclass(kind, int | float) for kind in kinds):
+            columns[name] = np.array(values, dtype=float)
+        elif kinds and all(issubclass(kind, str) for kind in kinds):
+            columns[name] = np.array(values, dtype=object)
+    return columns
+
+
+def _plan_columns(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    n, most = len(configs), np.zeros((2, len(configs)))
+    parts = list(_entries(configs, of_fields))
+    place, kind, numbers = (np.concatenate(columns, axis=-1) for columns in zip(*parts, strict=True))
+    count, elements, parameters, flops = numbers
+    for row, of_layer in zip(most, (elements, parameters), strict=True):
+        np.maximum.at(row, place, np.where(count > 0, of_layer, 0.0))
+
+    def sums(weights: np.ndarray) -> np.ndarray:
+        """(kinds, n) sums over the layers of each kind."""
+        return np.bincount(kind * n + place, count * weights, len(KINDS) * n).reshape(len(KINDS), n)
+
+    of_kinds = {"count": sums(np.ones(len(place))), "elements": sums(elements), "parameters": sums(parameters)}
+    layers, all_elements, all_parameters = (values.sum(0) for values in of_kinds.values())
+    return {
+        "layers": layers,
+        "parameters": all_parameters,
+        "output_elements": all_elements,
+        "flops": np.bincount(place, count * flops, n),
+        "max_output_elements": most[0],
+        "max_parameters": most[1],
+        **{f"{of}_{name}": row for of, rows in of_kinds.items() for name, row in zip(KINDS, rows, strict=True)},
+    }
+
+
+def _entries(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yield layers of the configs: (m,) places of the configs, (m,) places of the kinds in `KINDS`, and (4, m) counts,
+    output elements, parameters and FLOPs."""
+    family = get_family(configs[0].family)
+    if hasattr(family, "layers"):
+        for place, config in enumerate(configs):
+            plan = family.layers(config)
+            of_layers = [(1, layer.output_elements, layer.parameters, layer.flops) for layer in plan]
+            yield (
+                np.full(len(plan), place),
+                np.array([_kind(layer) for layer in plan], int),
+                np.array(of_layers, float).reshape(-1, 4).T,
+            )
+        return
+    blocks: dict[str, list[tuple[int, ...]]] = defaultdict(list)  # each behind its config's place
+    for place, config in enumerate(configs):
+        for block in family.blocks(config):
+            blocks[block.kind].append((place, *block[1:]))
+    for kind, rows in blocks.items():
+        of_rows, *of_blocks = np.array(rows, dtype=float).T
+        block, places = NetworkBlock(kind, *of_blocks), of_rows.astype(int)
+        of_configs = SimpleNamespace(**{name: column[places] for name, column in of_fields.items()})
+        layers = family.block_layers(of_configs, block)
+        numbers = np.empty((4, len(layers), len(places)))
+        for at, layer in enumerate(layers):
+            numbers[0, at] = layer.present * block.times
+            numbers[1, at], numbers[2, at], numbers[3, at] = layer.output_elements, layer.parameters, layer.flops
+        kinds = np.repeat([_kind(layer) for layer in layers], len(places))
+        yield np.tile(places, len(layers)), kinds, numbers.reshape(4, -1)
+
+
+def _kind(layer: Layer) -> int:
+    """Return the place in `KINDS`; of many configs, the kind of an activation is an array of names."""
+    return _KIND_OF.get(layer.kind if isinstance(layer.kind, str) else "activation", KINDS.index("other"))
+
+
+def group_key(config: TrialConfig) -> str:
+    """Identity of the architecture: equal for configs whose networks have the same layers of the same sizes, whatever
+    the batch size, the training settings and the dropout. Near-copies share it, so that a split keeps them together:
+    `FAMILY-` and 16 hex digits. A family whose plan takes long says by `identity` what its networks are told by."""
+    digest = hashlib.sha256()
+    family = get_family(config.family)
+    if hasattr(family, "identity"):
+        digest.update(family.identity(config).encode())
+        return f"{config.family}-{digest.hexdigest()[:16]}"
+    for layer in layers_of(config):
+        if layer.kind != "dropout":
+            digest.update(f"{layer.kind} {layer.output_elements} {layer.parameters} {layer.flops}\n".encode())
+    return f"{config.family}-{digest.hexdigest()[:16]}"

@@ -1,0 +1,73 @@
+"""The layer plan: what a family's forward pass is made of, per sample, without torch.
+
+The same granularity as GPUMemNet's `Activations-Params` tuples (arXiv 2602.17817), with true sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from conf.units import MIB
+from featurize.job.trial_config import OPTIMIZERS
+
+
+class NetworkBlock(NamedTuple):
+    """One step through a network: what a family's `blocks` lists and its `block_layers` takes apart.
+
+    kind: the family's own word; channels or widths in and out; the square map's side before and after; `times`: how
+    often the block follows itself.
+    """
+
+    kind: str
+    inputs: int = 0
+    outputs: int = 0
+    map_in: int = 0
+    map_out: int = 0
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One module of the forward pass, or the same one of many configs: then numbers are arrays.
+
+    kind: `linear`, `conv2d`, `batchnorm2d`, `relu`, `dropout`, `attention`, ...; `output_elements` per sample;
+    `parameters` counted once, in the layer that owns them; `flops` per sample, forward, a multiply-add counts 2.
+    present: false for a layer that the config leaves out.
+    """
+
+    kind: str
+    output_elements: int
+    parameters: int = 0
+    flops: int = 0
+    present: bool = field(default=True, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over a plan. Elements, parameters and FLOPs; not bytes."""
+
+    layers: int
+    parameters: int
+    output_elements: int
+    flops: int
+
+
+def totals(plan: Iterable[Layer]) -> Totals:
+    """Sum a plan."""
+    plan = list(plan)
+    return Totals(
+        layers=len(plan),
+        parameters=sum(layer.parameters for layer in plan),
+        output_elements=sum(layer.output_elements for layer in plan),
+        flops=sum(layer.flops for layer in plan),
+    )
+
+
+def rough_memory_mib(plan: Iterable[Layer], batch_size: int, optimizer: str) -> float:
+    """A quick upper-side guess for the sampling ceiling: fp32 weights, gradients, optimizer state, and every
+    layer's output kept once. No context, no workspace, no allocator. Not an estimator: see `learn`."""
+    sums = totals(plan)
+    copies = 2 + OPTIMIZERS[optimizer].states  # with weights and gradients
+    return 4 * (copies * sums.parameters + batch_size * sums.output_elements) / MIB

@@ -1,0 +1,329 @@
+"""The training settings of a model that is no family's: what they may be, and which of them exclude each other.
+
+Start reading at `Training`. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias, TypedDict
+
+from conf.errors import UsageError, unknown_name
+from featurize.job.trial_config import (
+    FITTED_OPTIMIZERS,
+    OPTIMIZERS,
+    PRECISIONS,
+    TrialConfig,
+    is_finite,
+    weight_decay_problems,
+)
+
+# Weights, gradients and optimizer state in that type, without autocast.
+LOW_PRECISIONS = ("bf16-true", "fp16-true")
+ALL_PRECISIONS = (*PRECISIONS, *LOW_PRECISIONS)
+IMPLEMENTATIONS = ("foreach", "fused", "loop")
+# `mode` of torch.compile, and those that run the model as CUDA graphs (torch/_inductor/__init__.py: list_mode_options).
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+CHECKPOINTING = ("full", "selective")
+ZERO_GRADS = ("before_forward", "after_forward")
+_ON_HOST = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.on_host)
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.float8.Float8LinearRecipeName
+# What runs the job on the host: PyTorch operator by operator, what torch.compile made, Megatron-LM and what builds on
+# it, or the whole step as CUDA graphs.
+EAGER, COMPILED, MEGATRON, GRAPHS = FRAMEWORKS = ("eager", "compiled", "megatron", "graphs")
+QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training settings by themselves, for a model that is no family's.
+
+    Args:
+        optimizer: One of `OPTIMIZERS`.
+        precision: `fp32`, `tf32`; `bf16` and `fp16`: autocast over the model's weights; `bf16-true` and `fp16-true`:
+            weights, gradients and optimizer state in that type.
+        cudnn_benchmark: cuDNN searches for its fastest algorithms.
+        channels_last: Model and inputs are in channels-last format.
+        implementation: `foreach`, `fused` or `loop`; None is torch's own choice on a GPU.
+        weight_decay: The optimizer's factor. None: its library's default, 0.01 of AdamW and 0 of the others.
+        accumulation: Micro-steps, each of one batch, before the optimizer's step. Gradients live over all of them.
+        clip_norm: Largest norm of all gradients together; None does not clip.
+        clip_value: Largest absolute value of a gradient; None does not clip.
+        set_to_none: `zero_grad` frees the gradients; False fills them with zeros.
+        zero_grad: `before_forward`; `after_forward`: between the loss and the backward pass, so that the last step's
+            gradients live through the forward pass.
+        holds_output: Output and loss live until the next step's, as variables of a loop do. False: the step is a
+            function of its own, which leaves no output behind. A resident loop never holds them.
+        grad_scaler: The loss is scaled by a `GradScaler`. None: with precision=fp16 only.
+        ema: An exponential moving average of all weights and buffers is kept on the device.
+        optimizer_in_backward: Each weight is updated, and its gradient freed, as soon as the gradient is complete.
+        checkpointing: Activations of the repeated blocks are recomputed in the backward pass: `full`, or `selective`:
+            all but the results of matrix products and attention.
+        checkpoint_every: Every n-th block is checkpointed.
+        checkpoint_reentrant: The variant of `torch.utils.checkpoint`.
+        offload_activations: Saved tensors lie in host memory until the backward pass (`save_on_cpu`).
+        offload_optimizer: State and step of the optimizer are on the host; weights are copied back.
+        compile: The model is compiled (`torch.compile`), with Inductor. The loss and the optimizer are not. A text of
+            `COMPILE_MODES` is torch.compile's mode; True is `default`.
+        framework: What launches the kernels, one of `FRAMEWORKS`: it decides how long the host takes. None: `compiled`
+            with `compile`, else `megatron` where modules or stages are split over ranks, else `eager`.
+        float8: Linear layers multiply 8-bit floats, as torchao's `convert_to_float8_training` makes them: one of its
+            recipes. Layers of which a size is no multiple of 16 stay as they are.
+        float8_skip: Names of the linear layers that are not converted. None: the output layer.
+        float8_all_gather: FSDP2 casts weights before it gathers them, torchao's `enable_fsdp_float8_all_gather`.
+        quantize: Frozen weights of linear layers are stored in 4 or 8 bits; `-dq` quantizes the block constants too.
+        quantize_skip: Names of the linear layers that stay as they are. None: the output layer, as in transformers.
+        quantize_keeps_inputs: 4-bit layers keep their inputs for the backward pass, as in bitsandbytes before 0.43.2.
+
+    Raises:
+        UsageError: A value is unknown, or two settings exclude each other.
+    """
+
+    optimizer: str = "adam"
+    precision: str = "fp32"
+    cudnn_benchmark: bool = False
+    channels_last: bool = False
+    implementation: str | None = None
+    weight_decay: float | None = None
+    accumulation: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    set_to_none: bool = True
+    zero_grad: str = "before_forward"
+    holds_output: bool = True
+    grad_scaler: bool | None = None
+    ema: bool = False
+    optimizer_in_backward: bool = False
+    checkpointing: str | None = None
+    checkpoint_every: int = 1
+    checkpoint_reentrant: bool = False
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    compile: bool | str = False
+    framework: str | None = None
+    float8: str | None = None
+    float8_skip: tuple[str, ...] | None = None
+    float8_all_gather: bool = False
+    quantize: str | None = None
+    quantize_skip: tuple[str, ...] | None = None
+    quantize_keeps_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if not (value is None and name in _MAY_BE_NONE) and not (isinstance(value, str) and value in known):
+                raise unknown_name(name, value, known)
+        problems = [*self._wrong_values(), *self._exclusions()]
+        if problems:
+            raise UsageError("; ".join(problems))
+        for name in _LISTS:
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+
+    @property
+    def scales_loss(self) -> bool:
+        """Return whether a `GradScaler` takes part."""
+        return self.precision == "fp16" if self.grad_scaler is None else self.grad_scaler
+
+    @property
+    def compile_mode(self) -> str | None:
+        """The mode of torch.compile; None where the model is not compiled."""
+        return self.compile if isinstance(self.compile, str) else "default" if self.compile else None
+
+    @property
+    def runs_graphs(self) -> bool:
+        """Return whether the compiled model runs as CUDA graphs."""
+        return self.compile_mode in GRAPH_MODES
+
+    @property
+    def autotunes(self) -> bool:
+        """Return whether Inductor searches for kernels."""
+        return (self.compile_mode or "").startswith("max-autotune")
+
+    def beyond_trials(self) -> tuple[str, ...]:
+        """Return the settings, as `name=value`, beyond trial configs, and an optimizer that no model was fitted on."""
+        return self._beyond("cudnn_benchmark", "channels_last", "framework")
+
+    def beyond_fits(self) -> tuple[str, ...]:
+        """Return those of `beyond_trials` that no fitted model can speak of.
+
+        Where gradients are freed is not among them, nor weight decay: what lives longer, or is copied, is in the traced
+        peak, which fitted models scale. Nor is the framework, which changes the host's time alone.
+        """
+        return self._beyond("cudnn_benchmark", "channels_last", "framework", "zero_grad", "weight_decay")
+
+    def _beyond(self, *known: str) -> tuple[str, ...]:
+        default = Training()
+        return tuple(
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(default)
+            if getattr(self, field.name) != getattr(default, field.name)
+            and not (field.name == "optimizer" and self.optimizer in FITTED_OPTIMIZERS)
+            and not (field.name == "precision" and self.precision in PRECISIONS)
+            and field.name not in known
+        )
+
+    def _wrong_values(self) -> list[str]:
+        return [
+            f"{name} {rule}, got {getattr(self, name)!r}"
+            for names, holds, rule in _RULES
+            for name in names
+            if not holds(getattr(self, name))
+        ] + weight_decay_problems(self.weight_decay)
+
+    def _exclusions(self) -> list[str]:
+        known = OPTIMIZERS[self.optimizer].implementations
+        rules = (
+            (
+                self.implementation not in (None, *known),
+                f"optimizer={self.optimizer} has no implementation={self.implementation}; it has {', '.join(known)}",
+            ),
+            (self.clip_norm is not None and self.clip_value is not None, "give either clip_norm or clip_value"),
+            (self.checkpointing is None and self.checkpoint_every != 1, "checkpoint_every needs checkpointing"),
+            (self.checkpointing is None and self.checkpoint_reentrant, "checkpoint_reentrant needs checkpointing"),
+            (
+                self.checkpointing == "selective" and self.checkpoint_reentrant,
+                "checkpointing=selective is not reentrant: leave checkpoint_reentrant out",
+            ),
+            (self.quantize is None and self.quantize_skip is not None, "quantize_skip needs quantize"),
+            (self.quantize is None and self.quantize_keeps_inputs, "quantize_keeps_inputs needs quantize"),
+            (self.float8 is None and self.float8_skip is not None, "float8_skip needs float8"),
+            (self.float8_all_gather and self.float8 != "tensorwise", "float8_all_gather needs float8=tensorwise"),
+            (self.float8 is not None and self.quantize is not None, "give either float8 or quantize"),
+            (
+                self.grad_scaler is True and self.precision == "fp16-true",
+                "grad_scaler refuses fp16 gradients: take precision=fp16 with it",
+            ),
+            (
+                self.offload_optimizer and self.optimizer not in _ON_HOST,
+                f"offload_optimizer runs {', '.join(_ON_HOST)} on the host, not {self.optimizer}",
+            ),
+            (self.offload_optimizer and self.scales_loss, "offload_optimizer has no GradScaler: take precision=bf16"),
+            (self.offload_optimizer and self.implementation is not None, "offload_optimizer takes no implementation"),
+        )
+        problems = [problem for broken, problem in rules if broken]
+        if self.optimizer_in_backward:
+            others = {
+                "accumulation": self.accumulation != 1,
+                "clip_norm": self.clip_norm is not None,
+                "clip_value": self.clip_value is not None,
+                "grad_scaler": self.scales_loss,
+                "offload_optimizer": self.offload_optimizer,
+                "set_to_none=false": self.set_to_none is False,
+                "zero_grad=after_forward": self.zero_grad == "after_forward",
+            }
+            if given := [name for name, value in others.items() if value]:
+                problems.append(f"optimizer_in_backward frees each gradient at once: leave {', '.join(given)} out")
+        return problems
+
+
+_CHOICES = {
+    "optimizer": OPTIMIZERS,
+    "precision": ALL_PRECISIONS,
+    "implementation": IMPLEMENTATIONS,
+    "checkpointing": CHECKPOINTING,
+    "zero_grad": ZERO_GRADS,
+    "framework": FRAMEWORKS,
+    "float8": FLOAT8_RECIPES,
+    "quantize": QUANTIZATIONS,
+}
+_MAY_BE_NONE = ("implementation", "checkpointing", "framework", "float8", "quantize")
+_LISTS = ("float8_skip", "quantize_skip")
+_BOOLEANS = (
+    "cudnn_benchmark",
+    "channels_last",
+    "set_to_none",
+    "ema",
+    "optimizer_in_backward",
+    "checkpoint_reentrant",
+    "offload_activations",
+    "offload_optimizer",
+    "quantize_keeps_inputs",
+    "holds_output",
+    "float8_all_gather",
+)
+_RULES: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
+    (_BOOLEANS, lambda value: isinstance(value, bool), "is true or false"),
+    (
+        ["compile"],
+        lambda value: isinstance(value, bool) or value in COMPILE_MODES,
+        f"is true, false or one of {', '.join(COMPILE_MODES)}",
+    ),
+    (["grad_scaler"], lambda value: value is None or isinstance(value, bool), "is true, false or null"),
+    (
+        ["accumulation", "checkpoint_every"],
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+        "must be an integer >= 1",
+    ),
+    (
+        ["clip_norm", "clip_value"],
+        lambda value: value is None or (is_finite(value) and value > 0),
+        "must be a number > 0",
+    ),
+    (
+        _LISTS,
+        lambda value: value is None or (isinstance(value, tuple | list) and all(isinstance(v, str) for v in value)),
+        "is a list of modules' names",
+    ),
+)
+
+
+TrainingSettings: TypeAlias = Training | TrialConfig  # what a job trains with; the latter has the first four alone
+
+
+class TrainingKeywords(TypedDict, total=False):
+    """The fields of `Training` as keywords of a call; None stands for the default."""
+
+    optimizer: str | None
+    precision: str | None
+    cudnn_benchmark: bool | None
+    channels_last: bool | None
+    implementation: str | None
+    weight_decay: float | None
+    accumulation: int | None
+    clip_norm: float | None
+    clip_value: float | None
+    set_to_none: bool | None
+    zero_grad: str | None
+    holds_output: bool | None
+    grad_scaler: bool | None
+    ema: bool | None
+    optimizer_in_backward: bool | None
+    checkpointing: str | None
+    checkpoint_every: int | None
+    checkpoint_reentrant: bool | None
+    offload_activations: bool | None
+    offload_optimizer: bool | None
+    compile: bool | str | None
+    framework: str | None
+    float8: str | None
+    float8_skip: tuple[str, ...] | None
+    float8_all_gather: bool | None
+    quantize: str | None
+    quantize_skip: tuple[str, ...] | None
+    quantize_keeps_inputs: bool | None
+
+
+def training_of(settings: TrainingSettings) -> Training:
+    """Return the settings with every field; a trial config has the first four, and its model does the rest."""
+    if isinstance(settings, Training):
+        return settings
+    return Training(
+        optimizer=settings.optimizer,
+        precision=settings.precision,
+        cudnn_benchmark=settings.cudnn_benchmark,
+        channels_last=settings.channels_last,
+    )
+
+
+def uses_tf32(precision: str) -> dict[str, bool]:
+    """Return which operators on fp32 tensors may run in TF32: the keywords of `featurize.timing.calls`.
+
+    `tf32` allows it everywhere; PyTorch's default, `fp32`, for convolutions and recurrent layers only.
+
+    Args:
+        precision: One of `ALL_PRECISIONS`.
+    """
+    return {"tf32_products": precision == "tf32", "tf32_convolutions": precision in ("fp32", "tf32")}

@@ -1,0 +1,647 @@
+"""PyTorch's CUDA caching allocator, simulated rule by rule: which block serves a request, and what stays reserved.
+
+Start reading at `CachingAllocator.allocate`. It follows c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.4 to 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from conf.units import MIB
+from featurize.memory.allocator_settings import AllocatorSettings, round_to_512
+
+SMALL_REQUEST = MIB  # and below: the small pool
+SMALL_SEGMENT = 2 * MIB
+MIDDLE_REQUEST = 10 * MIB  # below: a segment of `large_segment_size_mb`
+LARGE_STEP = 2 * MIB  # from there on a segment is the request rounded up to this
+LEAST_REST_SMALL = 512
+LEAST_REST_LARGE = MIB + 512  # "more than 1 MiB", in steps of 512
+UNLIMITED = 1 << 62
+UNBOUNDED_ADDRESSES = 1 << 40  # of an expandable segment where no capacity is given
+
+# A free piece's place in its pool is one integer, size first, then address: both are multiples of 512.
+KEY_SHIFT = 48
+ADDRESS_SHIFT = 9
+
+# Handles are never used twice, not even by two allocators: a stale or foreign one is always noticed.
+_handles = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBlock:
+    """Bytes. `requested` is 0 where nothing lives; `state` is `active_allocated` or `inactive`, PyTorch's names."""
+
+    address: int
+    size: int
+    requested: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One cudaMalloc, or one contiguous mapped range of an expandable segment. `pool` is `small` or `large`."""
+
+    address: int
+    size: int
+    pool: str
+    stream: int
+    expandable: bool
+    blocks: tuple[PoolBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEvent:
+    """`segment_alloc`, `segment_free`, `segment_map`, `segment_unmap` or `oom`, as PyTorch's memory history names them.
+    `size` in bytes; addresses are the driver's choice and don't take part in comparisons."""
+
+    action: str
+    size: int
+    stream: int
+    address: int = field(compare=False, default=0)
+
+
+class Piece:
+    """A run of bytes of a segment, with its neighbours there.
+
+    free   True: cached in `pool`; False: handed out; None: address space of an expandable segment without memory
+    key    where it stands in `pool.keys`; only valid while `free`
+    """
+
+    __slots__ = ("address", "before", "behind", "free", "key", "pool", "requested", "size")
+    key: int
+
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        requested: int,
+        free: bool | None,
+        pool: Pool,
+        before: Piece | None,
+        behind: Piece | None,
+    ) -> None:
+        self.address, self.size, self.requested, self.free = address, size, requested, free
+        self.pool, self.before, self.behind = pool, before, behind
+
+    def is_split(self) -> bool:
+        return self.before is not None or self.behind is not None
+
+    def split(self, size: int) -> Piece:
+        """Shorten the piece to its first `size` bytes. Return the rest, in the same state and in no pool."""
+        behind = self.behind
+        rest = Piece(self.address + size, self.size - size, 0, self.free, self.pool, self, behind)
+        if behind is not None:
+            behind.before = rest
+        self.behind, self.size = rest, size
+        return rest
+
+    def merge_neighbours(self) -> None:
+        """Swallow the neighbours in the same state, free or unmapped, which leave their pool."""
+        state, near = self.free, self.before
+        if near is not None and near.free is state:
+            self.pool.forget(near)
+            self.address = near.address
+            self.size += near.size
+            self.before = near = near.before
+            if near is not None:
+                near.behind = self
+        near = self.behind
+        if near is not None and near.free is state:
+            self.pool.forget(near)
+            self.size += near.size
+            self.behind = near = near.behind
+            if near is not None:
+                near.before = self
+
+
+class Pool:
+    """The free pieces of one stream's small or large pool, by size and then address.
+
+    keys, by_key   the free pieces, sorted
+    unmapped       address -> free address space of expandable segments
+    ranges         those segments' address ranges, base -> size
+    born           key -> count of large requests when the piece became free; only kept for garbage collection
+    least_rest     what must be left over, at least, for a piece to be split
+    """
+
+    __slots__ = ("born", "by_key", "keys", "least_rest", "ranges", "small", "stream", "unmapped")
+
+    def __init__(self, *, small: bool, stream: int, least_rest: int) -> None:
+        self.small, self.stream, self.least_rest = small, stream, least_rest
+        self.keys: list[int] = []
+        self.by_key: dict[int, Piece] = {}
+        self.unmapped: dict[int, Piece] = {}
+        self.ranges: dict[int, int] = {}
+        self.born: dict[int, int] = {}
+
+    def put(self, piece: Piece) -> None:
+        piece.free = True
+        piece.key = key = (piece.size << KEY_SHIFT) | (piece.address >> ADDRESS_SHIFT)
+        insort(self.keys, key)
+        self.by_key[key] = piece
+
+    def take(self, piece: Piece) -> None:
+        del self.keys[bisect_left(self.keys, piece.key)]
+        del self.by_key[piece.key]
+
+    def forget(self, piece: Piece) -> None:
+        """Take out a piece, free or unmapped, that becomes part of another one."""
+        if piece.free:
+            self.take(piece)
+        else:
+            del self.unmapped[piece.address]
+
+    def pieces(self) -> list[Piece]:
+        """The free ones, smallest first."""
+        return [self.by_key[key] for key in self.keys]
+
+    def base_of(self, address: int) -> int:
+        """Where the expandable segment that holds this address begins."""
+        return max(base for base in self.ranges if base <= address)
+
+
+class AddressSpace:
+    """Where the driver puts segments: the lowest free range that is large enough, in steps of 2 MiB.
+
+    What a driver really does is not documented and differs between versions; it decides only between free pieces of
+    equal size in different segments.
+    """
+
+    STEP = 2 * MIB
+
+    def __init__(self) -> None:
+        self._end = 2048 * self.STEP  # no address is 0
+        self._holes: list[tuple[int, int]] = []  # address, size; sorted, never adjacent
+
+    def take(self, size: int, action: str) -> int:
+        """An address for `size` bytes. `action` is the event that asks, `segment_alloc` or `segment_map`."""
+        size = -(-size // self.STEP) * self.STEP
+        for i, (address, room) in enumerate(self._holes):
+            if room >= size:
+                self._holes[i : i + 1] = [(address + size, room - size)] if room > size else []
+                return address
+        address, self._end = self._end, self._end + size
+        return address
+
+    def give(self, address: int, size: int) -> None:
+        size = -(-size // self.STEP) * self.STEP
+        at = bisect_left(self._holes, (address, 0))
+        if at < len(self._holes) and self._holes[at][0] == address + size:
+            size += self._holes.pop(at)[1]
+        if at > 0 and sum(self._holes[at - 1]) == address:
+            at -= 1
+            address, room = self._holes.pop(at)
+            size += room
+        if address + size == self._end:
+            self._end = address
+        else:
+            self._holes.insert(at, (address, size))
+
+
+class OutOfMemory(Exception):
+    """No cached block serves the request, and no segment for it fits, even after all cached segments were given back.
+
+    requested_bytes   of the segment that did not fit; `capacity_bytes` is the limit it met: what the device gives,
+    or the allowed fraction of it.
+    """
+
+    def __init__(self, *, requested_bytes: int, reserved_bytes: int, allocated_bytes: int, capacity_bytes: int) -> None:
+        super().__init__(
+            f"out of memory: tried to reserve {requested_bytes} bytes more than the {reserved_bytes} reserved "
+            f"({allocated_bytes} allocated) of {capacity_bytes}"
+        )
+        self.requested_bytes, self.reserved_bytes = requested_bytes, reserved_bytes
+        self.allocated_bytes, self.capacity_bytes = allocated_bytes, capacity_bytes
+
+
+class CachingAllocator:
+    """One device's allocator. All sizes in bytes.
+
+    capacity_bytes     what the driver can give this process, None: all it asks for
+    total_bytes        the device's memory as the driver states it, which `per_process_memory_fraction` is a share of
+                       and expandable segments reserve 9/8 of as address space; `capacity_bytes` by default
+    allocated_bytes    in blocks handed out, with rounding; `requested_bytes` without; `reserved_bytes` in segments
+    retries, ooms      how often all cached segments were given back for a request, and how often that did not help
+    segment_events     every segment taken and given back, and every out-of-memory, in order
+
+    Not modelled: private pools of CUDA graphs and `MemPool`, the backend `cudaMallocAsync`, and the driver's own
+    fragmentation: a segment fits where its bytes do.
+    Where PyTorch's rules changed, the newest hold; they differ from those of 2.4 in settings out of the ordinary only.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        settings: AllocatorSettings | None = None,
+        *,
+        total_bytes: int | None = None,
+        address_space: AddressSpace | None = None,
+    ) -> None:
+        settings = settings if settings is not None else AllocatorSettings()
+        self.settings = settings
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.retries = self.ooms = 0
+        self.segment_events: list[SegmentEvent] = []
+        total = total_bytes if total_bytes is not None else capacity_bytes
+        fraction, share = settings.per_process_memory_fraction, settings.garbage_collection_threshold
+        self._allowed: int | None = None
+        self._collect_above: int | None = None
+        if total is not None and fraction is not None and fraction < 1:
+            self._allowed = int(fraction * total)
+            self._collect_above = None if share is None else int(share * self._allowed)
+        self._capacity = UNLIMITED if capacity_bytes is None else capacity_bytes
+        self._round = None if settings.size_rounding() is round_to_512 else settings.size_rounding()
+        self._large_segment = settings.large_segment_size_mb * MIB
+        self._max_split = UNLIMITED if settings.max_split_size_mb is None else settings.max_split_size_mb * MIB
+        rounding = settings.max_non_split_rounding_mb
+        self._non_split_rounding = self._large_segment if rounding is None else rounding * MIB
+        self._expandable = settings.expandable_segments
+        self._split_below = UNLIMITED if self._expandable else self._max_split
+        self._least_rest = LEAST_REST_SMALL if self._expandable else LEAST_REST_LARGE
+        # Whether the best fit is not simply taken: kept out of the way of the default settings.
+        self._picky = self._expandable or self._max_split < UNLIMITED or self._collect_above is not None
+        self._large_requests = 0
+        self._pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> small, large
+        self._live: dict[int, Piece] = {}
+        self._retired: set[int] = set()  # of these
+        self._addresses = address_space if address_space is not None else AddressSpace()
+        # What a new expandable segment reserves of the address space, at least.
+        self._address_bytes = UNBOUNDED_ADDRESSES if total is None else total + total // 8
+
+    def allocate(self, nbytes: int, stream: int = 0) -> int | None:
+        """A handle to a block of at least `nbytes`, for `free`; None, and no block, for 0 bytes.
+
+        Raises `OutOfMemory`, which leaves the allocator usable, its cache given back.
+        """
+        if nbytes <= 0:
+            if nbytes < 0:
+                raise ValueError(f"nbytes must be >= 0, got {nbytes}")
+            return None
+        size = (nbytes + 511) & -512 if self._round is None else self._round(nbytes)
+        pools = self._pools.get(stream)
+        pool = (pools if pools is not None else self._new_pools(stream))[size > SMALL_REQUEST]
+        keys = pool.keys
+        at = bisect_left(keys, size << KEY_SHIFT)
+        if self._picky:
+            at = self._pick(pool, at, size)
+        piece = pool.by_key.pop(keys.pop(at)) if at < len(keys) else self._acquire(pool, size)
+        rest = piece.size - size
+        if rest >= pool.least_rest and size < self._split_below:
+            self._put(piece.split(size))  # the front is handed out
+        else:
+            size += rest
+        piece.free, piece.requested = False, nbytes
+        self.requested_bytes += nbytes
+        self.allocated_bytes = allocated = self.allocated_bytes + size
+        if allocated > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated
+        handle = next(_handles)
+        self._live[handle] = piece
+        return handle
+
+    def free(self, handle: int | None) -> None:
+        """Give a block back to its stream's pool, merged with free neighbours. None, the empty block, is nothing.
+
+        Raises `ValueError` for a handle that is not this allocator's, or was freed.
+        """
+        if handle is None:
+            return
+        piece = self._live.pop(handle, None)
+        if piece is None:
+            raise ValueError(f"{handle!r} is no live block of this allocator: freed twice, or another allocator's")
+        if handle in self._retired:
+            self._retired.discard(handle)
+        else:
+            self.allocated_bytes -= piece.size
+            self.requested_bytes -= piece.requested
+        piece.free = True
+        piece.merge_neighbours()
+        self._put(piece)
+
+    def touch(self, nbytes: int, stream: int = 0) -> int:
+        """Take a block and give it back at once. Return `allocated_bytes` of the moment between.
+
+        Raises `OutOfMemory`, as `allocate` does.
+        """
+        pools = self._pools.get(stream)
+        if not self._picky and nbytes > 0 and pools is not None:
+            size = (nbytes + 511) & -512 if self._round is None else self._round(nbytes)
+            pool = pools[size > SMALL_REQUEST]
+            at = bisect_left(pool.keys, size << KEY_SHIFT)
+            if at < len(pool.keys):  # split and merged again, a cached piece is what it was
+                cached = pool.by_key[pool.keys[at]].size
+                allocated = self.allocated_bytes + (size if cached - size >= pool.least_rest else cached)
+                self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
+                return allocated
+        handle = self.allocate(nbytes, stream)
+        allocated = self.allocated_bytes
+        self.free(handle)
+        return allocated
+
+    def retire(self, handle: int | None) -> None:
+        """Count a block as given back, while another stream uses it (`record_stream`): `settle` gives its memory to
+        others. Out of memory, PyTorch waits for these streams."""
+        if handle is None:
+            return
+        piece = self._live[handle]
+        self.allocated_bytes -= piece.size
+        self.requested_bytes -= piece.requested
+        self._retired.add(handle)
+
+    def settle(self, handle: int | None) -> None:
+        """Give back a retired block, unless it was given back for lack of memory."""
+        if handle in self._retired:
+            self.free(handle)
+
+    def empty_cache(self) -> None:
+        """Give back every segment, and every page of expandable segments, in which nothing lives."""
+        for of_size in (1, 0):  # the large pools first
+            pieces = [piece for stream in sorted(self._pools) for piece in self._pools[stream][of_size].pieces()]
+            for piece in pieces:
+                if self._expandable:
+                    self._unmap(piece)
+                elif not piece.is_split():
+                    self._release(piece)
+
+    def address_of(self, handle: int) -> int:
+        """Where a live block begins. Raises `KeyError` for any other handle."""
+        return self._live[handle].address
+
+    def snapshot(self) -> tuple[Segment, ...]:
+        """Every segment with its blocks, by address: what `torch.cuda.memory_snapshot()` shows."""
+        free = (piece for pools in self._pools.values() for pool in pools for piece in pool.by_key.values())
+        return segments_of(itertools.chain(free, self._live.values()), expandable=self._expandable)
+
+    def gives_back_for(self, nbytes: int, stream: int = 0) -> bool:
+        """Return whether a request would make the allocator give cached segments back, or try to. Changes no block."""
+        size = self.settings.size_rounding()(nbytes)
+        pool = (self._pools.get(stream) or self._new_pools(stream))[size > SMALL_REQUEST]
+        counted = self._large_requests
+        at = bisect_left(pool.keys, size << KEY_SHIFT)
+        fits = (self._pick(pool, at, size) if self._picky else at) < len(pool.keys)
+        self._large_requests = counted
+        if fits:
+            return False
+        if not self._expandable and self._collect_above is not None and self.reserved_bytes > self._collect_above:
+            return True
+        segment = self._segment_bytes(size)
+        missing = self._missing_bytes(pool, size) if self._expandable else segment
+        return not (self._is_allowed(segment) and self._fits(missing))
+
+    def _put(self, piece: Piece) -> None:
+        """Make a piece free in its pool."""
+        piece.pool.put(piece)
+        if self._picky:
+            piece.pool.born[piece.key] = self._large_requests
+
+    # ---- the rules of a request that the default best fit does not settle
+
+    def _new_pools(self, stream: int) -> tuple[Pool, Pool]:
+        self._pools[stream] = pools = (
+            Pool(small=True, stream=stream, least_rest=LEAST_REST_SMALL),
+            Pool(small=False, stream=stream, least_rest=self._least_rest),
+        )
+        return pools
+
+    def _pick(self, pool: Pool, at: int, size: int) -> int:
+        """Which free piece serves the request, from the best fit on; the number of pieces for none of them."""
+        if not pool.small:
+            self._large_requests += 1
+        keys = pool.keys
+        if at == len(keys):
+            return at
+        if self._expandable:
+            # The last piece before unmapped space counts as large as it can become, so that it is kept for later.
+            while at + 1 < len(keys) and self._reach(pool, at + 1) < self._reach(pool, at):
+                at += 1
+        cached = pool.by_key[keys[at]].size
+        if size < self._max_split <= cached:
+            return len(keys)
+        if size >= self._max_split and cached >= size + self._non_split_rounding:
+            return len(keys)
+        return at
+
+    @staticmethod
+    def _reach(pool: Pool, at: int) -> int:
+        piece = pool.by_key[pool.keys[at]]
+        behind = piece.behind
+        return piece.size + (behind.size if behind is not None and behind.free is None else 0)
+
+    def _acquire(self, pool: Pool, size: int) -> Piece:
+        """A free piece for the request from new memory. Gives cached segments back where it must."""
+        if self._collect_above is not None:
+            self._collect_garbage(self._collect_above)
+        piece = self._grow(pool, size)
+        if piece is None and self._max_split < UNLIMITED and self._release_oversize(pool, size):
+            piece = self._grow(pool, size)
+        if piece is None:
+            for handle in list(self._retired):
+                self.free(handle)
+            self.empty_cache()
+            self.retries += 1
+            piece = self._grow(pool, size)
+        if piece is None:
+            self.ooms += 1
+            self.segment_events.append(SegmentEvent("oom", size, pool.stream))
+            segment = self._segment_bytes(size)
+            raise OutOfMemory(
+                requested_bytes=segment,
+                reserved_bytes=self.reserved_bytes,
+                allocated_bytes=self.allocated_bytes,
+                capacity_bytes=self._capacity if self._allowed is None or self._is_allowed(segment) else self._allowed,
+            )
+        return piece
+
+    def _segment_bytes(self, size: int) -> int:
+        if size <= SMALL_REQUEST:
+            return SMALL_SEGMENT
+        return self._large_segment if size < MIDDLE_REQUEST else -(-size // LARGE_STEP) * LARGE_STEP
+
+    def _is_allowed(self, segment: int) -> bool:
+        return self._allowed is None or self.reserved_bytes + segment <= self._allowed
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.reserved_bytes + nbytes <= self._capacity
+
+    def _grow(self, pool: Pool, size: int) -> Piece | None:
+        segment = self._segment_bytes(size)
+        if not self._is_allowed(segment):
+            return None
+        if self._expandable:
+            return self._expand(pool, size)
+        if not self._fits(segment):
+            return None
+        address = self._addresses.take(segment, "segment_alloc")
+        self._reserve("segment_alloc", address, segment, pool)
+        return Piece(address, segment, 0, False, pool, None, None)
+
+    def _reserve(self, action: str, address: int, size: int, pool: Pool) -> None:
+        """Book `size` more bytes as reserved, or fewer where it is negative."""
+        self.reserved_bytes += size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self.segment_events.append(SegmentEvent(action, abs(size), pool.stream, address))
+
+    def _release(self, piece: Piece) -> None:
+        piece.pool.take(piece)
+        self._reserve("segment_free", piece.address, -piece.size, piece.pool)
+        self._addresses.give(piece.address, piece.size)
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back the smallest unsplittable segment that makes room, or several, the largest first."""
+        wanted = max(size, self._max_split)
+        at = bisect_left(pool.keys, wanted << KEY_SHIFT)
+        if at < len(pool.keys) and not self._expandable:
+            self._release(pool.by_key[pool.keys[at]])
+            return True
+        released = 0
+        for piece in reversed(pool.pieces()[:at]):
+            if released >= wanted or piece.size < self._max_split:
+                break
+            if not self._expandable:
+                released += piece.size
+                self._release(piece)
+        return released >= wanted
+
+    def _collect_garbage(self, threshold_bytes: int) -> None:
+        """Give back large segments that have been free for longer than the average, until below the threshold."""
+        excess = self.reserved_bytes - threshold_bytes
+        if excess <= 0:
+            return
+        pools = [self._pools[stream][1] for stream in sorted(self._pools)]
+        whole = [] if self._expandable else [p for pool in pools for p in pool.pieces() if not p.is_split()]
+        ages = {piece.key: self._large_requests - piece.pool.born[piece.key] for piece in whole}
+        total_age, freed_any = sum(ages.values()), True
+        while excess > 0 and freed_any and whole:
+            threshold = total_age / len(whole)
+            old = [piece for piece in whole if ages[piece.key] >= threshold]
+            whole = [piece for piece in whole if ages[piece.key] < threshold]
+            freed_any = bool(old)
+            for piece in old:
+                excess -= piece.size
+                total_age -= ages[piece.key]
+                self._release(piece)
+
+    # ---- expandable segments, after ExpandableSegment in c10/cuda/CUDACachingAllocator.cpp: address space that is
+    # reserved once, and pages of one segment's size that are mapped into it as it grows
+
+    def _expand(self, pool: Pool, size: int) -> Piece | None:
+        """Map pages at the lowest address where free and unmapped space together hold the request. The piece is in no
+        pool. None: the pages don't fit; those that did stay mapped, as cached memory."""
+        piece = self._find_space(pool, size) or self._new_segment(pool, size)
+        if piece is None or (piece.free is None and not self._map(piece, min(piece.size, size))):
+            return None
+        while piece.size < size:
+            behind = piece.behind
+            if behind is None:  # `_find_space` and `_new_segment` give enough room in a row
+                raise AssertionError("a segment ends before the room that was found in it")
+            if not self._map(behind, min(size - piece.size, behind.size)):
+                return None
+            piece = behind  # which has swallowed the free piece before it
+        pool.take(piece)
+        return piece
+
+    def _unmap(self, piece: Piece) -> None:
+        """Give back the pages that lie wholly inside a free piece; what sticks out of them stays free."""
+        pool, page = piece.pool, self._page(piece.pool)
+        base = pool.base_of(piece.address)
+        begin = base + -(-(piece.address - base) // page) * page
+        end = base + (piece.address + piece.size - base) // page * page
+        if begin >= end:
+            return
+        pool.take(piece)
+        if piece.address < begin:
+            head, piece = piece, piece.split(begin - piece.address)
+            pool.put(head)
+        if end < piece.address + piece.size:
+            pool.put(piece.split(end - piece.address))
+        piece.free = None
+        piece.merge_neighbours()
+        pool.unmapped[piece.address] = piece
+        self._reserve("segment_unmap", begin, begin - end, pool)
+        if not piece.is_split():
+            del pool.unmapped[piece.address]
+            self._addresses.give(piece.address, pool.ranges.pop(piece.address))
+
+    def _missing_bytes(self, pool: Pool, size: int) -> int:
+        """Return the bytes that `_expand` would map. Changes nothing."""
+        page = self._page(pool)
+        piece = self._find_space(pool, size)
+        if piece is None:
+            return -(-size // page) * page
+        missing = 0
+        while size > 0 and piece is not None:
+            if piece.free is None:
+                taken = min(piece.size, -(-size // page) * page)
+                missing, size = missing + taken, size - taken
+            else:
+                size -= piece.size
+            piece = piece.behind
+        return missing
+
+    def _page(self, pool: Pool) -> int:
+        return SMALL_SEGMENT if pool.small else self._large_segment
+
+    def _find_space(self, pool: Pool, size: int) -> Piece | None:
+        for address in sorted(pool.unmapped):
+            piece = pool.unmapped[address]
+            if piece.before is not None and piece.before.free is not False:
+                piece = piece.before
+            room = 0
+            last: Piece | None = piece
+            while room < size and last is not None and last.free is not False:
+                room += last.size
+                last = last.behind
+            if room >= size:
+                return piece
+        return None
+
+    def _new_segment(self, pool: Pool, size: int) -> Piece | None:
+        page = self._page(pool)
+        if not self._fits(-(-size // page) * page):
+            return None
+        reserved = -(-max(self._address_bytes, size) // page) * page
+        base = self._addresses.take(reserved, "segment_map")
+        pool.ranges[base] = reserved
+        pool.unmapped[base] = piece = Piece(base, reserved, 0, None, pool, None, None)
+        return piece
+
+    def _map(self, piece: Piece, size: int) -> bool:
+        """Back the front of an unmapped piece with pages, merged with free neighbours. False: they don't fit."""
+        pool, page = piece.pool, self._page(piece.pool)
+        size = -(-size // page) * page
+        if not self._fits(size):
+            return False
+        address = piece.address
+        del pool.unmapped[address]
+        if size < piece.size:
+            behind = piece.split(size)
+            pool.unmapped[behind.address] = behind
+        piece.free = True
+        piece.merge_neighbours()
+        pool.put(piece)
+        self._reserve("segment_map", address, size, pool)
+        return True
+
+
+def segments_of(pieces: Iterable[Piece], *, expandable: bool) -> tuple[Segment, ...]:
+    """The segments that hold these pieces, which are all mapped, by address."""
+    segments = []
+    for head in pieces:
+        if head.before is not None and head.before.free is not None:
+            continue
+        blocks: list[PoolBlock] = []
+        piece: Piece | None = head
+        while piece is not None and piece.free is not None:
+            live = piece.free is False
+            state = "active_allocated" if live else "inactive"
+            blocks.append(PoolBlock(piece.address, piece.size, piece.requested if live else 0, state))
+            piece = piece.behind
+        size = sum(block.size for block in blocks)
+        pool = "small" if head.pool.small else "large"
+        segments.append(Segment(head.address, size, pool, head.pool.stream, expandable, tuple(blocks)))
+    return tuple(sorted(segments, key=lambda segment: segment.address))

@@ -1,0 +1,129 @@
+"""Imports the model libraries that are no dependencies of ours: timm, torchvision, transformers.
+
+Start reading at `import_library`; `mending` is for what a user's own code imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import TypeVar
+
+from conf.errors import EnvironmentProblem
+from conf.files.identity import aside_folder
+
+# Operators that torchvision describes to torch while it is imported, and whose schemas its own library brings. That
+# library is linked to one build of torch: beside another build it is not loaded, and the import fails.
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_MISSING = "torchvision::"
+# Their own requirements would replace the torch that is here by another build.
+_HOW = {
+    "timm": "pip install --no-deps timm",
+    "torchvision": "pip install torchvision, with the --index-url that torch came from, gives one that matches this "
+    "torch; pip install --no-deps torchvision will do for estimates",
+    "transformers": "pip install transformers",
+}
+# Loggers that warn, while a library is imported, of kernels that only a GPU takes, and of what torch will deprecate.
+_NOISY = (
+    "torchao",
+    "torch.utils._pytree",
+    "bitsandbytes.backends.cpu.ops",
+    "diffusers.quantizers.torchao.torchao_quantizer",
+)
+T = TypeVar("T")
+_schemas = None  # the torch.library.Library that holds them; they last as long as it does
+
+
+def import_library(name: str) -> ModuleType:
+    """The module `name` (`timm`, `torchvision.models`, `transformers`). `EnvironmentProblem` says what to install.
+
+    torchvision is made importable also where its own library was built for another torch: its detection operators can
+    then be traced but not run; the models need none of them.
+    """
+    package = name.partition(".")[0]
+    _use_what_is_kept_aside()
+    if importlib.util.find_spec(package) is None:
+        raise EnvironmentProblem(f"{package} is not installed, and this model is built by it: {_HOW[package]}")
+    mend_torchvision()  # timm and transformers import it where they find it
+    with quiet_imports():
+        return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keep warnings about a library's own parts, which say nothing about the model, from standard error."""
+    levels = {name: logging.getLogger(name).level for name in _NOISY}
+    try:
+        for name in _NOISY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def mending(call: Callable[[], T]) -> T:
+    """`call()`, and once more if it failed for want of torchvision, where one is kept aside, or of its operators:
+    directly, or because of a library that says no more than that it could not be imported."""
+    with quiet_imports():
+        try:
+            return call()
+        except Exception as error:
+            if not _for_want_of_operators(error):
+                raise
+        _forget("torchvision")
+        mend_torchvision()
+        return call()
+
+
+def mend_torchvision() -> None:
+    """Import torchvision, if installed or kept aside; declare its operators where its library cannot be loaded."""
+    global _schemas
+    _use_what_is_kept_aside()
+    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+        return
+    except RuntimeError as error:
+        if _MISSING not in str(error):
+            raise
+    import torch
+
+    _forget("torchvision")
+    _schemas = torch.library.Library("torchvision", "DEF")
+    for schema in _SCHEMAS:
+        _schemas.define(schema)
+    importlib.import_module("torchvision")
+
+
+def _use_what_is_kept_aside() -> None:
+    """Find the torchvision that `infra/install_torchvision.py` has kept aside, in programs that need its models."""
+    folder = aside_folder()
+    if str(folder) not in sys.path and folder.is_dir() and importlib.util.find_spec("torchvision") is None:
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
+
+
+def _for_want_of_operators(error: BaseException | None) -> bool:
+    kept_aside = (aside_folder() / "torchvision").is_dir()
+    while error is not None:
+        if isinstance(error, RuntimeError) and _MISSING in str(error):
+            return True
+        if isinstance(error, ModuleNotFoundError) and error.name == "torchvision" and kept_aside:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _forget(package: str) -> None:
+    for name in [m for m in sys.modules if m == package or m.startswith(package + ".")]:
+        del sys.modules[name]

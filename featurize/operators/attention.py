@@ -1,0 +1,290 @@
+"""Fused attention on meta tensors as a GPU runs it: PyTorch's own, the flash-attn package's and xFormers'.
+
+Start reading at `as_on_gpu`; neither a package nor a GPU is needed. The packages' functions become PyTorch's operators
+of the same kernels, which keep the same tensors: query, key, value, output, the fp32 row sums and the random state.
+`featurize.operators.table.ATTENTION` prices the kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conf.errors import UsageError
+from featurize.device.architecture import AttentionKernels
+from featurize.operators.autocast import Autocast
+from featurize.operators.replacing import replaced, replaced_if_imported
+from featurize.operators.tensor_parts import is_shared
+
+_IMPLEMENTATION = "flash_attention_2"
+_ROWS = 32  # of which memory-efficient attention keeps row sums (aten/src/ATen/native/transformers: kAlignLSE)
+_HALF = (torch.float16, torch.bfloat16)
+_XFORMERS_RUN = "_memory_efficient_attention"  # which each of xFormers' public functions calls
+_LIBRARY, _MODELS = "transformers.modeling_flash_attention_utils", "transformers.modeling_utils"
+# What transformers remembers of the package that it has imported.
+_STATE = (
+    "_loaded_implementation",
+    "_flash_fn",
+    "_flash_varlen_fn",
+    "_flash_with_kvcache_fn",
+    "_pad_fn",
+    "_unpad_fn",
+    "_process_flash_kwargs_fn",
+    "_process_with_kvcache_kwargs_fn",
+)
+T = TypeVar("T")
+
+
+def building(build: Callable[[], T]) -> T:
+    """`build()` as if the package were installed, also where it is the call that imports transformers."""
+    known = _transformers() is not None
+    try:
+        with as_installed():
+            return build()
+    except ImportError:
+        if known or _transformers() is None:
+            raise
+    with as_installed():
+        return build()
+
+
+@contextlib.contextmanager
+def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[int], None]) -> Iterator[None]:
+    """Within, attention on meta tensors calls the kernels that a GPU would run, of packages where they are imported.
+
+    Args:
+        autocast: Casts the arguments of PyTorch's own function.
+        kernels: PyTorch's for fused attention on the GPU.
+        attends: Called with the width of a head of each call of PyTorch's own function.
+    """
+    own = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
+    xformers = functools.partial(functools.partial, _attend_xformers)
+    with (
+        as_installed(),
+        replaced_if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers),
+        replaced(F, "scaled_dot_product_attention", own),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def as_installed() -> Iterator[None]:
+    """Within, transformers finds flash-attn, if transformers is imported and keeps to the names known here."""
+    library = _transformers()
+    matrix = getattr(library, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
+    imports = getattr(library, "_lazy_imports", None)
+    if library is None or imports is None or not isinstance(matrix, dict) or 2 not in matrix:
+        yield
+        return
+
+    def lazy_imports(implementation: str | None, *args: object, **kwargs: object) -> tuple:
+        if implementation != _IMPLEMENTATION:
+            return imports(implementation, *args, **kwargs)
+        return flash_attn_func, flash_attn_varlen_func, None, vars(library)["_pad_input"], vars(library)["_unpad_input"]
+
+    described = {**matrix, 2: {**matrix[2], "general_availability_check": lambda *_, **__: True}}
+    instead: list[tuple[str, str, object]] = [
+        *((module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", described) for module in (_LIBRARY, _MODELS)),
+        (_LIBRARY, "_lazy_imports", lazy_imports),
+        *((_LIBRARY, name, None) for name in _STATE),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, name, value in instead:
+            stack.enter_context(replaced_if_imported(module, name, functools.partial(lambda given, _: given, value)))
+        yield
+
+
+# transformers reads from these two signatures which options the package has.
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Attend [N, L, heads, E] as `flash_attn.flash_attn_func` does."""
+    return _attend(q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, window_size)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Attend texts of any length one behind the other, [all tokens, heads, E]."""
+    longest = int(max_seqlen_q), int(max_seqlen_k)
+    return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, softmax_scale, causal, window_size)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    longest_q: int,
+    longest_k: int,
+    dropout: float,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+) -> Tensor:
+    if q.dtype not in _HALF:
+        raise RuntimeError("FlashAttention only supports fp16 and bf16")
+    sides = {"window_size_left": window[0], "window_size_right": window[1]} if window != (-1, -1) else {}
+    more = starts_q, starts_k, longest_q, longest_k, dropout, causal, False
+    return _flash(torch.ops.aten._flash_attention_forward, (q, k, v), *more, scale=scale, **sides)
+
+
+def _flash(
+    kernel: Callable[..., tuple[Tensor, ...]],
+    heads: tuple[Tensor, Tensor, Tensor],
+    *more: Any,
+    scale: float | None,
+    **sides: int,
+) -> Tensor:
+    """Run flash attention, which pads the head of query, key and value to a multiple of 8."""
+    width = heads[0].shape[-1]
+    scale = scale if scale is not None else width**-0.5
+    out = kernel(*(F.pad(t, (0, -width % 8)) if width % 8 else t for t in heads), *more, scale=scale, **sides)[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _transformers() -> ModuleType | None:
+    library = sys.modules.get(_LIBRARY)
+    return library if library is not None and inspect.isfunction(getattr(library, "_lazy_imports", None)) else None
+
+
+def _attend_xformers(run: Callable[..., Tensor], inp: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Attend [N, L, E], [N, L, heads, E] or [N, L, groups, heads of each, E], on meta as `run` does on a GPU.
+
+    In half precision xFormers runs FlashAttention, else its CUTLASS kernel.
+    """
+    if not inp.query.is_meta:
+        return run(inp, *args, **kwargs)
+    query, key, value, bias = inp.query, inp.key, inp.value, inp.attn_bias
+    shape = (*query.shape[:-1], value.shape[-1])
+    query, key, value = (_four_dimensions(x) for x in (query, key, value))
+    causal = type(bias).__name__.startswith("LowerTriangular")
+    if query.dtype in _HALF and not isinstance(bias, Tensor):
+        return flash_attn_func(query, key, value, inp.p, inp.scale, causal).reshape(shape)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    mask = bias.expand(*query.shape[:3], key.shape[2]) if isinstance(bias, Tensor) else None
+    out = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, query.requires_grad, inp.p, causal, scale=inp.scale
+    )[0]
+    return out.transpose(1, 2).reshape(shape)
+
+
+def _four_dimensions(x: Tensor) -> Tensor:
+    return x.unsqueeze(2) if x.dim() == 3 else x.flatten(2, 3) if x.dim() == 5 else x
+
+
+def _scaled_dot_product(
+    original,
+    autocast: Autocast,
+    kernels: AttentionKernels,
+    attends: Callable[[int], None],
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+):
+    """The kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a mask
+    (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
+    kernel, which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
+    width = query.shape[-1]
+    attends(width)
+    query, key, value, attn_mask = autocast.lower((query, key, value, attn_mask))
+    half = query.dtype in _HALF
+    aligned = query.shape[-1] % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
+    fused = query.device.type == "meta" and query.dim() == key.dim() == value.dim() == 4
+    same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    square = not is_causal or query.shape[-2] == key.shape[-2]  # flash aligns the causal mask differently
+    if fused and half and attn_mask is None and same_width and square and width <= kernels.flash:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return _flash(kernel, (query, key, value), dropout_p, is_causal, scale=scale)
+    grouped = fused and query.shape[1] != key.shape[1]
+    if fused and aligned and not grouped and width <= kernels.efficient:
+        if attn_mask is not None:
+            if attn_mask.dtype is torch.bool:
+                bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+                attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+            attn_mask = _aligned(attn_mask)
+            batch, heads, length = query.shape[:3]
+            attn_mask = attn_mask.expand(batch, heads, length, key.shape[-2])
+        if is_shared(query):
+            _require_whole_rows(query)
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        keep = query.requires_grad or key.requires_grad or value.requires_grad
+        return kernel(query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale)[0]
+    if is_shared(query):
+        raise UsageError(
+            "parallel: cp: PyTorch runs fused attention over several ranks, and this call has no fused kernel (heads "
+            f"of {width} elements in {str(query.dtype).removeprefix('torch.')}, {query.shape[1]} of queries and "
+            f"{key.shape[1]} of keys); bf16 has more of them"
+        )
+    more = {"enable_gqa": True} if enable_gqa else {}
+    return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+
+
+def _require_whole_rows(query: Tensor) -> None:
+    """Raise `UsageError` where memory-efficient attention over several ranks has more row sums than queries, which the
+    ring does not merge.
+
+    Args:
+        query: [N, heads, L, E], spread over ranks, within `featurize.training.ring_attention`.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    assert isinstance(query, DTensor)
+    parts = 2 if ring._cp_options.enable_load_balance else 1
+    if (rows := query.to_local().shape[2] // parts) % _ROWS:
+        whole = _ROWS * parts * query.device_mesh.size()
+        raise UsageError(
+            f"parallel: cp: memory-efficient attention keeps row sums of {_ROWS} queries or a multiple, and a part of "
+            f"the sequence has {rows}; give a sequence of a multiple of {whole} tokens, or bf16 on a GPU with flash "
+            "attention"
+        )
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """The bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded copy,
+    of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
+    if mask.stride(-1) == 1 and not any(step % 8 for step in mask.stride()[:-1]):
+        return mask
+    columns = mask.shape[-1]
+    return F.pad(mask, (0, 8 - columns % 8))[..., :columns]

@@ -1,0 +1,200 @@
+"""CUDA's autocast on meta tensors, where PyTorch's own has no effect: the training's, and what a model says itself.
+
+Start reading at `casting`. Inside it the names that Python code calls cast their arguments as CUDA would, and
+`torch.autocast("cuda")` in a forward pass (also for `x.device.type`, which says meta here) switches that on or off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from featurize.operators.replacing import replaced
+
+# The lists of ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE) under
+# the names that Python code calls. Operators outside both lists run in their inputs' type, as with real autocast.
+_LOWER = {
+    F: "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linear prelu",
+    torch: "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d prelu addmm addmv addr "
+    "matmul einsum mm mv addbmm baddbmm bmm chain_matmul",
+    Tensor: "matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv addr addbmm baddbmm",
+}
+_FP32 = {
+    F: "layer_norm rms_norm group_norm softplus cross_entropy nll_loss kl_div l1_loss smooth_l1_loss huber_loss "
+    "mse_loss poisson_nll_loss binary_cross_entropy_with_logits cosine_similarity interpolate",
+    torch: "layer_norm rms_norm group_norm softmax log_softmax exp expm1 log log2 log10 log1p pow reciprocal rsqrt "
+    "norm logsumexp cdist",
+    Tensor: "softmax log_softmax exp expm1 log log2 log10 log1p pow __pow__ __rpow__ reciprocal rsqrt norm logsumexp",
+}
+# These get `dtype=float32` instead, which CUDA's kernels convert to as they read: no copy is made.
+_AS_FP32 = "sum prod cumsum cumprod"
+# Likewise in fp16 only (ATen/native/cuda/SoftMax.cpp, half_to_float).
+_HALF_TO_FLOAT = {"softmax": torch._softmax, "log_softmax": torch._log_softmax}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_lock = threading.RLock()  # the replacements are the process's: one trace at a time
+
+
+class Autocast:
+    """Casts of the moment: to `dtype` what runs in it, nothing where `dtype` is None. The forward's context caches the
+    casts of weights; the contexts that a checkpointed backward opens for its recomputations are shorter, and count as
+    having no cache."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self._installed = False
+        self._cache: dict[int, tuple[Tensor, Tensor]] | None = None
+
+    def enter(self, phase: str) -> None:
+        """A phase of the step begins."""
+        self._cache = {} if phase == "forward" else None
+
+    def lower(self, value):
+        """As a product's argument."""
+        return self.cast(value, self.dtype)
+
+    def cast(self, value, dtype: torch.dtype | None):
+        """Floating tensors, also those in lists, in that type; without autocast as they are."""
+        if self.dtype is None:
+            return value
+        if isinstance(value, Tensor):
+            if value.dtype is dtype or value.dtype not in _FLOATS or value.device.type != "meta":
+                return value
+            if self._cache is None or not (value.is_leaf and value.requires_grad and dtype is self.dtype):
+                return value.to(dtype)
+            key = id(value)
+            if key not in self._cache:
+                self._cache[key] = (value, value.to(dtype))  # holds the weight: its id stays its own
+            return self._cache[key][1]
+        if isinstance(value, list | tuple):
+            return type(value)(self.cast(v, dtype) for v in value)
+        return value
+
+    @contextlib.contextmanager
+    def switched(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """As inside a `torch.autocast` of that type; None is one that is not enabled."""
+        before, cache = self.dtype, self._cache
+        self.dtype = dtype
+        if dtype is not before and dtype is not None:
+            self._cache = {}
+        try:
+            with self.installed() if dtype is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self.dtype, self._cache = before, cache
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """The functions that autocast knows are replaced by ones that ask this."""
+        if self._installed:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            for names, wide in ((_LOWER, None), (_FP32, torch.float32)):
+                for owner, listed in names.items():
+                    for name in listed.split():
+                        if function := getattr(owner, name, None):
+                            wrapped = self._wrap(function, wide)
+                            if name in _HALF_TO_FLOAT:
+                                wrapped = self._wrap_softmax(function, _HALF_TO_FLOAT[name])
+                            stack.enter_context(replaced(owner, name, wrapped))
+            for owner in (torch, Tensor):
+                for name in _AS_FP32.split():
+                    stack.enter_context(replaced(owner, name, self._wrap_dtype(getattr(owner, name))))
+            self._installed = True
+            try:
+                yield
+            finally:
+                self._installed = False
+
+    def _wrap(self, function: Callable, dtype: torch.dtype | None) -> Callable:
+        """Cast the arguments to a type; None: to autocast's."""
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            into = dtype or self.dtype
+            return function(*(self.cast(a, into) for a in args), **{k: self.cast(v, into) for k, v in kwargs.items()})
+
+        return call
+
+    def _wrap_dtype(self, function: Callable) -> Callable:
+        """Ask for the result in fp32, unless the caller asks for a type."""
+
+        @functools.wraps(function)
+        def call(x, *args, **kwargs):
+            narrow = isinstance(x, Tensor) and x.is_meta and x.dtype in _FLOATS[1:]
+            if self.dtype is not None and narrow and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+            return function(x, *args, **kwargs)
+
+        return call
+
+    def _wrap_softmax(self, function: Callable, kernel: Callable) -> Callable:
+        """In fp16 the kernel that reads halves and gives floats; else a copy in fp32 first."""
+        otherwise = self._wrap(function, torch.float32)
+
+        @functools.wraps(function)
+        def call(x, dim=None, *args, **kwargs):
+            plain = self.dtype is not None and isinstance(dim, int) and not args and not kwargs
+            if plain and isinstance(x, Tensor) and x.is_meta and x.dtype is torch.float16:
+                return kernel(x, dim, True)
+            return otherwise(x, *(() if dim is None else (dim,)), *args, **kwargs)
+
+        return call
+
+
+@contextlib.contextmanager
+def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
+    """Within, meta tensors are cast as by CUDA's autocast of that type (None: by none), and by what a model itself asks
+    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass."""
+    autocast = Autocast(dtype)
+
+    class OfAModel(torch.autocast):
+        """Meta stands for CUDA, which PyTorch's own context refuses or knows to be absent."""
+
+        def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+            self._of_gpu = device_type in ("cuda", "meta")
+            self._asked = (dtype or torch.get_autocast_dtype("cuda")) if enabled else None
+            kept = {"enabled": False} if self._of_gpu else {"enabled": enabled}
+            super().__init__("cuda" if self._of_gpu else device_type, dtype, cache_enabled=cache_enabled, **kept)
+
+        def __enter__(self):
+            self._inside = contextlib.ExitStack()
+            if self._of_gpu:
+                self._inside.enter_context(autocast.switched(self._asked))
+            return super().__enter__()
+
+        def __exit__(self, *error):
+            self._inside.close()
+            return super().__exit__(*error)
+
+    def of_cuda(enabled=True, dtype=torch.float16, cache_enabled=True):
+        return OfAModel("cuda", dtype, enabled, cache_enabled)
+
+    with _lock, contextlib.ExitStack() as stack:
+        for owner in (torch, torch.amp, torch.amp.autocast_mode):
+            stack.enter_context(replaced(owner, "autocast", OfAModel))
+        # Asked for the type of a tensor's device, which PyTorch knows no autocast of.
+        enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+        def is_enabled(device_type: str | None = None) -> bool:
+            if device_type in (None, "meta"):  # without a type, it asks of CUDA
+                return autocast.dtype is not None
+            return enabled(device_type)
+
+        def autocast_dtype(device_type: str) -> torch.dtype:
+            return autocast.dtype or torch.float16 if device_type == "meta" else dtype_of(device_type)
+
+        stack.enter_context(replaced(torch, "is_autocast_enabled", is_enabled))
+        stack.enter_context(replaced(torch, "get_autocast_dtype", autocast_dtype))
+        stack.enter_context(replaced(torch, "get_autocast_gpu_dtype", lambda: autocast_dtype("meta")))
+        for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
+            stack.enter_context(replaced(owner, "autocast", of_cuda))
+        if autocast.dtype is not None:
+            stack.enter_context(autocast.installed())
+        yield autocast

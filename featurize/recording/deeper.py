@@ -1,0 +1,293 @@
+"""The trace of a deep model from those of two shallow ones, which differ in one period of its repeated blocks.
+
+Start reading at `deeper`; `with_blocks` makes the shallow models, where `alike_blocks` says that there are some.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from featurize.nets.checkpointing import CONTAINERS, repeated_blocks
+from featurize.operators import attention
+from featurize.operators.table import MULTI_TENSOR, foreach_launches
+from featurize.recording.skeleton import build_on_meta, on_meta
+from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
+from featurize.recording.wrappers import compiled_modules, remarks
+
+_NUMBER = re.compile(r"\d+")
+
+
+class CannotDeepen(Exception):
+    """The two traces do not differ by a period that repeats."""
+
+
+class _Item(NamedTuple):
+    """One record of a trace.
+
+    exact    what is equal in records that stand for each other
+    loose    the same, without what may grow with depth
+    numbers  counts and places, which grow evenly with depth
+    """
+
+    exact: Hashable
+    loose: Hashable
+    numbers: tuple[int, ...]
+
+
+class _Made(NamedTuple):
+    """One record of the deep trace.
+
+    like     place of its like in the longer trace
+    twin     place of the same record in the shallow one; None: of what is repeated
+    numbers  its own
+    """
+
+    like: int
+    twin: int | None
+    numbers: tuple[int, ...]
+
+
+def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
+    """Return the trace of a model with `times` periods of blocks more than the shallow one.
+
+    What the longer trace has beyond the shallow one repeats what stands before it: that part is repeated, with new
+    blocks of memory, and each place of something else moves by as much as it did from the first trace to the second.
+    The sources of operators are left out.
+
+    Args:
+        shallow: Of a few blocks.
+        longer: Of one period of blocks more.
+        times: Periods beyond the shallow one; 1 gives the longer trace.
+
+    Raises:
+        CannotDeepen: What was added does not repeat, or memory would be given back that nobody took.
+    """
+    module = functools.cache(functools.partial(_NUMBER.sub, "*"))
+    events, blocks = _memory(shallow, longer, module, times)
+    return replace(
+        longer,
+        events=tuple(events),
+        blocks=tuple(blocks),
+        operators=tuple(_operators(shallow, longer, module, times)),
+        collectives=tuple(_collectives(shallow, longer, module, times)),
+        parameters=_moved(shallow.parameters, longer.parameters, times),
+        parameter_bytes=_moved(shallow.parameter_bytes, longer.parameter_bytes, times),
+    )
+
+
+def _moved(first: int, second: int, times: int) -> int:
+    return first + times * (second - first)
+
+
+def _memory(
+    shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int
+) -> tuple[list[Event], list[Block]]:
+    """Return the deep trace's events, and its blocks: numbered in the order in which they are taken."""
+
+    def items(trace: StepTrace) -> list[_Item]:
+        made = []
+        for event in trace.events:
+            block = trace.blocks[event.block]
+            about = event.nbytes > 0, event.nbytes < 0, event.step, event.phase, block.kind, block.operator
+            loose = *about, module(block.module), block.call, block.pooled, block.stream
+            made.append(_Item((event.nbytes, block.nbytes, loose), loose, (event.block, event.nbytes)))
+        return made
+
+    events: list[Event] = []
+    blocks: list[Block] = []
+    alive: set[int] = set()
+    for like, _twin, (number, nbytes) in _extended(items(shallow), items(longer), times):
+        event = longer.events[like]._replace(block=number, nbytes=nbytes)
+        events.append(event)
+        if number == len(blocks) and nbytes >= 0:
+            alive.add(number)
+            blocks.append(longer.blocks[longer.events[like].block]._replace(nbytes=nbytes))
+        elif number in alive and blocks[number].nbytes == -nbytes:
+            alive.remove(number)
+        else:
+            raise CannotDeepen(f"block {number} is not taken once, and then given back")
+    return events, blocks
+
+
+def _operators(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Operator]:
+    def items(trace: StepTrace) -> list[_Item]:
+        made = []
+        for one in trace.operators:
+            loose = (one.name, one.phase, one.dtype, module(one.module), one.recomputed, one.graphed)
+            numbers = (one.flops, one.bytes_read, one.bytes_written, one.launches)
+            made.append(_Item((loose, one.input_shapes, one.output_shapes), loose, numbers))
+        return made
+
+    operators = []
+    for like, twin, (flops, read, written, launches) in _extended(items(shallow), items(longer), times):
+        second = longer.operators[like]
+        deep = second._replace(flops=flops, bytes_read=read, bytes_written=written, launches=launches, sources=())
+        first = second if twin is None else shallow.operators[twin]
+        if (first.input_shapes, first.output_shapes) != (second.input_shapes, second.output_shapes):
+            deep = deep._replace(  # an operator on all parameters at once
+                input_shapes=_shapes(first.input_shapes, second.input_shapes, times),
+                output_shapes=_shapes(first.output_shapes, second.output_shapes, times),
+            )
+            if first.name.startswith(MULTI_TENSOR) and all(_launches(one) == one.launches for one in (first, second)):
+                deep = deep._replace(launches=_launches(deep))
+        operators.append(deep)
+    return operators
+
+
+def _launches(one: Operator) -> int:
+    """Return the kernels of a for-each operator, which grow in jumps, by its own rule; 0 where its tensors are in no
+    lists of the same shapes."""
+    shapes = one.input_shapes
+    for lists in range(5, 0, -1):  # parameters, gradients, state, ...
+        count, rest = divmod(len(shapes), lists)
+        if not rest and shapes == shapes[:count] * lists:
+            return foreach_launches(lists, [math.prod(shape) for shape in shapes[:count]])
+    return 0
+
+
+def _shapes(
+    firsts: tuple[tuple[int, ...], ...], seconds: tuple[tuple[int, ...], ...], times: int
+) -> tuple[tuple[int, ...], ...]:
+    items = [[_Item(shape, len(shape), shape) for shape in shapes] for shapes in (firsts, seconds)]
+    return tuple(made.numbers for made in _extended(items[0], items[1], times))
+
+
+def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Collective]:
+    def items(trace: StepTrace) -> list[_Item]:
+        # What runs next tells gathers of the forward pass from those of the backward pass.
+        names = [(one.name, one.phase, module(one.module), one.recomputed) for one in trace.operators]
+        names.append(("", "", "", False))
+        made = []
+        for one in trace.collectives:
+            exact = (one.kind, one.axis, one.nbytes, names[one.after], names[one.before])
+            made.append(_Item(exact, exact, (one.after, one.before)))
+        return made
+
+    return [
+        longer.collectives[like]._replace(after=after, before=before)
+        for like, _twin, (after, before) in _extended(items(shallow), items(longer), times)
+    ]
+
+
+def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> list[_Made]:
+    """Return the records of the deep trace.
+
+    Args:
+        firsts: Of the shallow trace.
+        seconds: Of the longer one.
+        times: As in `deeper`.
+    """
+    first, second = ([*(item.exact for item in items), None] for items in (firsts, seconds))
+    made: list[_Made] = []
+    numbers: dict[int, tuple[int, ...]] = {}  # place in the longer trace -> of the first one made of it
+    place = other = alike = 0
+    while other < len(seconds):
+        is_same = first[place] == second[other]
+        added = 0 if is_same else _period(first, second, place, other)
+        if not added:
+            if place == len(firsts) or firsts[place].loose != seconds[other].loose:
+                raise CannotDeepen(f"{second[other]} does not repeat")
+            numbers[other] = tuple(map(_moved, firsts[place].numbers, seconds[other].numbers, itertools.repeat(times)))
+            made.append(_Made(other, place, numbers[other]))
+            place, other, alike = place + 1, other + 1, alike + is_same
+            continue
+        # The last block's numbers, such as when a collective is waited for, are its own: what is repeated is the one
+        # before, as far as it goes on alike.
+        back = 0
+        while back < min(alike, added, other - added) and second[other - back - 1] == second[other - back - 1 - added]:
+            back += 1
+        place, other = place - back, other - back
+        del made[len(made) - back :]
+        for time in range(1, times + 1):
+            for at in range(other, other + added):
+                before, now, base = seconds[at - added].numbers, seconds[at].numbers, numbers[at - added]
+                moved = tuple(b + time * (n - o) for b, n, o in zip(base, now, before, strict=True))
+                if time == 1:
+                    numbers[at] = moved
+                made.append(_Made(at, None, moved))
+        other, alike = other + added, 0
+    if place < len(firsts):
+        raise CannotDeepen("the deeper model lacks what the shallow one has")
+    return made
+
+
+def _period(first: Sequence[Hashable], second: Sequence[Hashable], place: int, other: int) -> int:
+    """Return how many items of the longer trace repeat those before them, so that the two, whose ends are items too,
+    go on alike for the longest time; 0: there is no such number."""
+
+    def alike(size: int) -> int:
+        pairs = zip(first[place:], second[other + size :], strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    most = min(other, len(second) - other - (len(first) - place))
+    sizes = {
+        size: alike(size)
+        for size in range(1, most + 1)
+        if second[other] == second[other - size] and second[other - size : other] == second[other : other + size]
+    }
+    best = max(sizes, key=lambda size: sizes[size], default=0)
+    return best if sizes.get(best) else 0
+
+
+def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
+    """Return a model on the meta device, which nobody else holds. None where its copy would lose what a trace notes."""
+    model = attention.building(lambda: build_on_meta(factory))
+    return None if remarks(model) or compiled_modules(model) else on_meta(model)
+
+
+def alike_blocks(model: nn.Module) -> int:
+    """Return the number of repeated blocks; 0 where they are not all alike, or not in one container.
+
+    Blocks are alike that are printed alike, and whose parameters and buffers have the same names, shapes, types and
+    need of gradients. No two share a parameter.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks or container_of(model, blocks) is None:
+        return 0
+    if any(_described(block) != _described(blocks[0]) for block in blocks[1:]):
+        return 0
+    own = [id(one) for block in blocks for _name, one in block.named_parameters(remove_duplicate=False)]
+    mine = set(own)
+    held = [id(one) for _name, one in model.named_parameters(remove_duplicate=False)]
+    shared = len(mine) < len(own) or len([one for one in held if one in mine]) > len(own)
+    return 0 if shared else len(blocks)
+
+
+def with_blocks(model: nn.Module, count: int) -> nn.Module:
+    """Return a copy with the first `count` repeated blocks. The original is left as it is.
+
+    Args:
+        model: One of which `alike_blocks` returns a number.
+        count: At most that number.
+    """
+    short = on_meta(model)
+    blocks = repeated_blocks(short)
+    container = container_of(short, blocks)
+    assert container is not None, "blocks are in one container"
+    left_out = {id(block) for block in blocks[count:]}
+    kept = {name: one for name, one in container._modules.items() if id(one) not in left_out}
+    if not isinstance(container, nn.ModuleDict):
+        kept = {str(place): one for place, one in enumerate(kept.values())}
+    container._modules = kept
+    return short
+
+
+def container_of(model: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
+    wanted = {id(block) for block in blocks}
+    for module in model.modules():
+        if isinstance(module, CONTAINERS) and wanted <= {id(member) for member in module.children()}:
+            return module
+    return None
+
+
+def _described(block: nn.Module) -> tuple[Any, ...]:
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return repr(block), [(name, one.shape, one.dtype, one.requires_grad) for name, one in tensors]

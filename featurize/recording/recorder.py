@@ -1,0 +1,302 @@
+"""Sees a training step happen on meta tensors: every operator below autograd, every storage's first sight and end.
+
+Start reading at `Recorder.__torch_dispatch__`; `featurize.trace.tracer` runs the step. Blocks are in
+`featurize.recording.block_record`, operators in `featurize.recording.operator_record`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from featurize.operators.library_calls import CUBLAS
+from featurize.operators.meta_results import meta_result
+from featurize.operators.replacing import replaced
+from featurize.operators.tensor_parts import meta_tensors, wrap_others
+from featurize.recording.block_record import BlockRecord
+from featurize.recording.module_stack import ModuleStack
+from featurize.recording.operator_record import OperatorRecord, Traits, traits_of
+from featurize.recording.values import NONZERO, READ, Values
+
+if TYPE_CHECKING:
+    from featurize.operators.library_calls import LibraryCall
+
+_ADD = torch.ops.aten.add.Tensor
+_CLONE = torch.ops.aten.clone.default
+_READ = torch.ops.aten._local_scalar_dense.default
+KERNEL = object()  # what `Recorder.among_ranks` gives for an operator that this GPU computes
+
+
+class Recorder(TorchDispatchMode):
+    """Records one model's steps.
+
+    memory   the blocks that are taken and given back
+    log      the operators that run
+    stack    the module whose forward pass runs
+    values   of tensors that models read
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.stack, self.memory, self.values = ModuleStack(model), BlockRecord(), Values()
+        self.log = OperatorRecord(self.memory, self.stack)
+        self.values.module_now = self.stack.now
+        # Runs what concerns other ranks, too, and gives `KERNEL` for the rest; None where PyTorch wraps nothing.
+        self.among_ranks: Callable[..., object] | None = None
+        self.paused = False  # what runs is not recorded: it belongs to another rank
+        self.decided = 0  # operators whose results known values decided
+        self._cublas_threads: set[str] = set()
+        self._held_alone = references_of_the_last_holder()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's compiler never sees this mode: no wrapper keeps it out, which costs 10 us an operator."""
+        return False
+
+    # -- what the caller says of the step
+
+    def name_modules(self, model: nn.Module) -> None:
+        """Call modules by their paths within a model."""
+        self.stack.add(model)
+
+    @contextlib.contextmanager
+    def modules(self) -> Iterator[None]:
+        """While entered, the module whose forward pass runs is known."""
+        before = module_hooks.register_module_forward_pre_hook(self._entered)
+        # Also where the forward pass raises: a checkpoint ends its recomputation that way, and goes on.
+        after = module_hooks.register_module_forward_hook(self._left, always_call=True)
+        try:
+            with self.values.of_data():
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Errors name their operator, and nothing is recorded."""
+        with replaced(self, "paused", True), self:
+            yield
+
+    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Blocks that exist before the first step."""
+        held = meta_tensors(tensors)
+        self.values.learn(held)
+        self.memory.hold(held, kind)
+
+    def new_batch(self, tensors: Sequence[Tensor]) -> None:
+        """The step's batch is copied to the device, then the last step's is given back."""
+        self.values.learn(tensors, default=1)
+        self.memory.new_batch(tensors)
+
+    def made(self, tensor: Tensor, by: str) -> None:
+        """Note what something other than an operator made."""
+        self.memory.see(tensor.untyped_storage(), None, (by, self.stack.now(), None))
+
+    def begin_step(self, number: int, *, keep_operators: bool) -> None:
+        """A step begins with its forward pass."""
+        self.memory.step, self.memory.phase = number, "forward"
+        self.log.begin_step(keep_operators=keep_operators)
+
+    def begin_phase(self, phase: str) -> None:
+        """A phase begins. Before a forward pass, a loop reads the loss of the one before, and so waits for the GPU."""
+        self.memory.phase = phase
+        if phase == "forward":
+            self.memory.host_waited(len(self.memory.events))
+
+    def stop(self) -> None:
+        """End the record: what dies from here on is not the step's doing."""
+        self.memory.live.clear()
+        self.values.forget()
+
+    # -- what happens
+
+    def _entered(self, module: nn.Module, _args: object) -> None:
+        self.stack.enter(module)
+
+    def _left(self, _module: nn.Module, _args: object, _output: object) -> None:
+        self.stack.leave()
+
+    def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
+        """Return what the operator gives on meta tensors, and values where they are read back."""
+        if traits.view:
+            return func(*args, **kwargs)
+        if traits.name == READ and self.memory.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
+            return 1.0  # a norm that scales an update: it decides no size
+        decided = self.values.decide(func, traits.name, args, kwargs)
+        if decided is not NotImplemented:
+            self.decided += 1
+            return decided
+        out = meta_result(func, traits.name, args, kwargs)
+        if self.among_ranks is not None and traits.name == "aten::empty":
+            return out  # a buffer of a wrapper, most likely: no model reads it
+        if traits.mutates or self.follows_values():
+            self.values.follow(func, traits.name, args, kwargs, out, traits)
+        return out
+
+    def unrecorded(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
+        """Run an operator of which nothing is noted but its error."""
+        traits = traits_of(func)
+        try:
+            if traits.takes_masks:
+                args = self.values.without_masks(traits, args, lambda mask: self.unrecorded(NONZERO, (mask,), {}))
+            return self.run(func, traits, args, kwargs)
+        except Exception as error:
+            self.stack.note_failure(error, traits.name)
+            raise
+
+    def follows_values(self) -> bool:
+        """Return whether values of what operators make may be asked for: not within an update."""
+        return self.memory.phase != "optimizer"
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.among_ranks is not None and (ran := self.among_ranks(func, types, args, kwargs)) is not KERNEL:
+            return ran
+        if wrap_others(types):
+            return NotImplemented  # which runs what it makes of it
+        if self.paused:
+            return self.unrecorded(func, args, kwargs)
+        phase = self.memory.phase
+        if phase == "backward":
+            func = in_place_overload(func, args, kwargs, self._held_alone) or func
+            if (kept := taken_over(func, args)) is not None:
+                return kept
+        elif phase == "optimizer" and func is _READ and not args[0].is_meta:
+            return func(*args)  # a step counter on the host
+        traits = traits_of(func)
+        if traits.composite:  # runs below a tensor that wraps others, where autograd did not take it apart
+            with self:
+                return func.decompose(*args, **kwargs)
+        try:
+            if traits.takes_masks:
+                args = self.values.without_masks(
+                    traits, args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,))
+                )
+            out = self.run(func, traits, args, kwargs)
+        except Exception as error:
+            self.stack.note_failure(error, traits.name)
+            raise
+        if self.stack.running:
+            self.stack.ran()
+        if not traits.view:
+            self._record(traits, args, kwargs, out)
+        return out
+
+    def _record(self, traits: Traits, args: tuple, kwargs: dict[str, Any], out: object) -> None:
+        """Note what an operator has read, made and taken besides."""
+        outputs, inputs = meta_tensors((out,)), meta_tensors(args)
+        if kwargs:
+            inputs += meta_tensors(kwargs.values())
+        if not (inputs or outputs):  # an optimizer's step counter: host arithmetic
+            return
+        module, memory = self.stack.now(), self.memory
+        maker = (traits.name, module, None)
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in memory.live:  # a constant that the model holds without registering it as a buffer
+                memory.see(storage, "buffer")
+        if isinstance(out, Tensor) and out.is_sparse:  # its indices may be those that it was given
+            given = {t.untyped_storage()._cdata for t in inputs}
+            outputs = [t for t in outputs if t.untyped_storage()._cdata not in given]
+        fresh = False
+        for tensor in outputs:
+            fresh |= memory.see(tensor.untyped_storage(), None, maker)
+        if traits.library_calls is not None:
+            self._take_workspaces(traits, module, traits.library_calls(args, outputs))
+        if self.log.keep_operators and traits.kernel and (fresh or traits.mutates):
+            self.log.note(traits, module, args, inputs, outputs)
+
+    def _take_workspaces(self, traits: Traits, module: str, calls: Iterable[LibraryCall]) -> None:
+        for call in calls:
+            if call.kind == CUBLAS:  # its handles belong to threads, and keep what they took
+                thread = "backward" if self.memory.phase == "backward" else "forward"
+                if thread in self._cublas_threads:
+                    continue
+                self._cublas_threads.add(thread)
+            self.memory.take(0, "workspace", (traits.name, module, call))
+
+
+# Where autograd adds a second gradient into the first one's memory instead of making a third tensor, or keeps one. On a
+# GPU the engine adds in place where nothing else holds the first gradient (`accumulate` of
+# torch/csrc/autograd/input_buffer.cpp); it never does so under a dispatch mode or on meta tensors.
+
+
+def in_place_overload(func: OpOverload, args: tuple, kwargs: dict, alone: tuple[int, int] | None):
+    """`aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else None.
+    `alone` is what `references_of_the_last_holder` gave.
+
+    A sum within a node's own formula whose first operand nothing else holds is taken for one of the engine's.
+    """
+    if func is not _ADD or kwargs or len(args) != 2 or not isinstance(args[1], Tensor) or torch.is_grad_enabled():
+        return None
+    old, new = args
+    if old.is_sparse or not old.is_meta or old.shape != new.shape or old.dtype is not new.dtype or not _is_dense(old):
+        return None
+    return torch.ops.aten.add_.Tensor if _references(old) == alone else None
+
+
+def taken_over(func: OpOverload, args: tuple) -> Tensor | None:
+    """A tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the parameter's,
+    takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of autograd/functions/accumulate_grad.h).
+    None if this call of `func`, made during a backward pass, is no such copy."""
+    if func is not _CLONE or not args[0].is_sparse or torch.is_grad_enabled():
+        return None
+    indices, values = args[0]._indices(), args[0]._values()
+    return torch.sparse_coo_tensor(indices, values, args[0].shape, check_invariants=False)
+
+
+_use_count = operator.methodcaller("_use_count")  # which the stubs of torch leave out
+
+
+def _references(tensor: Tensor) -> tuple[int, int]:
+    return _use_count(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def references_of_the_last_holder() -> tuple[int, int] | None:
+    """The reference counts that a dispatch mode sees of a gradient that the engine alone holds, and of its storage.
+
+    Counted on a small graph, as they differ between releases; None in one that does not tell. Not for use within a
+    dispatch mode, where there is no autograd."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is _ADD:
+                seen.append(_references(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    try:
+        with torch.enable_grad():
+            h = torch.empty(2, device="meta", requires_grad=True) * 1.0
+            outputs = torch.relu(h), torch.tanh(h)
+            ones = [torch.empty_like(y) for y in outputs]
+            with Watch():
+                torch.autograd.backward(outputs, ones)
+    except AttributeError:  # a release that does not tell
+        return None
+    return seen[0] if seen else None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether its elements fill its memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for step, size in sorted(
+        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
+        if step != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,266 @@
+"""Trace of a training step: its operators, its blocks of memory, when they are taken and given back.
+
+Start reading at `StepTrace`; `featurize.trace.tracer` makes one, `featurize.recording.recorder` sees the step happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from featurize.cudnn.signature import ConvolutionSignature
+from featurize.operators.library_calls import LibraryCall
+
+Value = TypeVar("Value")
+
+PHASES = ("setup", "forward", "backward", "optimizer")
+BLOCK_KINDS = (
+    "parameter",
+    "buffer",
+    "batch",
+    "gradient",
+    "optimizer_state",
+    "activation",  # made by a forward pass and needed by the backward
+    "temporary",
+    "workspace",  # taken by a kernel for its own run
+)
+# Further kinds, of jobs on several GPUs only.
+BUCKET = "bucket"  # gradients are reduced there
+GATHERED = "gathered_parameter"  # of all ranks' shards
+UNREDUCED = "unreduced_gradient"  # of a rank's own batch, for whole parameters
+COMMUNICATION = "communication_buffer"  # what is sent from, or received in
+MASTER = "master_weight"  # a rank's part of the parameters in fp32, which ZeRO's optimizer updates
+
+_LOOKUP = "aten::embedding"
+BATCH = -2  # the source of an input that is the step's batch
+
+
+class Operator(NamedTuple):
+    """One operator of the steady step that runs on the GPU. Bytes are of distinct tensors, not of cache misses."""
+
+    name: str  # aten::mm
+    phase: str
+    dtype: str  # of its arithmetic: float32, bfloat16, ...
+    input_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    launches: int  # kernels
+    module: str = ""  # path of the module that called it, in the backward pass of the one whose operator it derives
+    sources: tuple[int, ...] = ()  # indices of the operators that made its inputs; BATCH; -1: it was there before
+    recomputed: bool = False  # in the backward pass, what the forward pass computed already: a checkpoint
+    graphed: bool = False  # in a CUDA graph that an operator before it launches: the host launches nothing for it
+
+
+def joined(kernel: Operator, other: Operator, place: int, leads: bool) -> Operator:
+    """Return two operators that run as one kernel.
+
+    Args:
+        kernel: The operator so far, at `place` among all.
+        other: What its kernel computes, too; `bytes_read` is what the kernel has not read yet.
+        place: Of the operator.
+        leads: It is named after `other`, unless it looks up rows, which says how many there are.
+    """
+    looks_up = _LOOKUP in (kernel.name, other.name)
+    first, second = (other, kernel) if other.name == _LOOKUP != kernel.name else (kernel, other)
+    return kernel._replace(
+        name=_LOOKUP if looks_up else other.name if leads else kernel.name,
+        input_shapes=first.input_shapes + second.input_shapes,
+        output_shapes=kernel.output_shapes + other.output_shapes,
+        flops=kernel.flops + other.flops,
+        bytes_read=kernel.bytes_read + other.bytes_read,
+        bytes_written=kernel.bytes_written + other.bytes_written,
+        # What a later operator made is left out: an operator comes after all of its sources.
+        sources=kernel.sources + tuple(source for source in other.sources if source < place),
+        recomputed=kernel.recomputed and other.recomputed,
+        graphed=kernel.graphed and other.graphed,
+    )
+
+
+class Event(NamedTuple):
+    """Memory taken (`nbytes` > 0) or given back (< 0), in order. `block` indexes `StepTrace.blocks`.
+
+    A workspace is one event of 0 bytes: how much the library takes at that moment is said by `Block.call`."""
+
+    block: int
+    nbytes: int
+    step: int  # 0 for what exists before the first step
+    phase: str
+
+
+class Block(NamedTuple):
+    """One storage, whatever number of views it has, or one library call's workspace."""
+
+    nbytes: int
+    kind: str
+    operator: str = ""  # that made it, empty for what the step began with
+    module: str = ""  # path of the module that ran it
+    call: LibraryCall | None = None  # of a workspace
+    pooled: bool = False  # it lies in the memory pool of CUDA graphs
+    stream: int = 0  # on which it is taken; memory of one is not given to another
+    kept_until: int = 0  # number of the event before which its memory is not used again, as another stream may use it
+
+
+class Collective(NamedTuple):
+    """Data that the ranks of a job send each other at one moment of the steady step."""
+
+    kind: str  # of featurize.timing.collectives.KINDS
+    nbytes: int  # of a rank's larger tensor: what is gathered, what is scattered
+    after: int  # number of the step's operators that come before: then it can begin
+    before: int  # number of those that do not wait for it
+    axis: str = ""  # the dimension of the mesh whose ranks take part; empty: all ranks
+
+
+class StagePass(NamedTuple):
+    """One pass of a pipeline's stage over a micro-batch; it goes on until the next one begins."""
+
+    phase: str  # forward or backward, of `PHASES`
+    stage: int
+    micro_batch: int
+    begin: int  # number of the step's operators that come before
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """One rank's part of a pipeline's step.
+
+    kinds    of all stages of the pipeline: stages of the same kind hold modules that are alike
+    starts   paths of the modules at which all stages but the first begin
+    sent     bytes that each stage but the last one sends to the next of a micro-batch, and gets back
+    passes   of the rank's own stages, in their order
+    end      number of the step's operators before the end of the last one
+    groups   of all ranks of the pipeline; empty where one rank was asked for
+    """
+
+    kinds: tuple[str, ...]
+    starts: tuple[str, ...]
+    sent: tuple[int, ...]
+    passes: tuple[StagePass, ...]
+    end: int
+    groups: tuple[RanksAlike, ...] = ()
+
+
+@dataclass(frozen=True)
+class RanksAlike:
+    """Ranks of a pipeline whose stages are of the same kinds; those after the first one need no more memory.
+
+    ranks   their numbers among the ranks of `pp`
+    trace   of the first of them
+    """
+
+    ranks: tuple[int, ...]
+    trace: StepTrace
+
+
+@dataclass(frozen=True)
+class BatchMix:
+    """The steps of a trace whose batches have several shapes.
+
+    given     steps that were asked for
+    shapes    number of different batch shapes
+    longest   index of the longest batch among the given ones: the one whose step needs the most memory
+    order     index, among the given ones, of a batch of each step's shape
+    """
+
+    given: int
+    shapes: int
+    longest: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """`operators` of the last step; `events` of the set-up and all steps; `notes`: what the trace leaves out.
+    `collectives` of the last step, in the order in which they begin; none of a job on one GPU.
+
+    There are two steps on one batch, or the steps of `mix`, of which the last two are on the longest batch.
+    """
+
+    operators: tuple[Operator, ...]
+    events: tuple[Event, ...]
+    blocks: tuple[Block, ...]
+    parameters: int  # elements
+    parameter_bytes: int
+    compute_capability: tuple[int, int] | None  # of an NVIDIA GPU
+    assumed: tuple[str, ...] = ()  # of values that the model reads and only computing the step would give
+    notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
+    mix: BatchMix | None = None
+    # Of calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
+    widest_head: int | None = None
+    graph_input_bytes: int | None = None  # of inputs that are copied into CUDA graphs; None: none run
+    collectives: tuple[Collective, ...] = ()
+    pipeline: PipelinePart | None = None  # of a rank that has a part of the model
+    # Of steps without a loop's variables: how they go in a usual loop, where the trace shows it.
+    in_a_loop: StepTrace | None = field(default=None, compare=False, repr=False)
+    _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def remembered(self, key: Hashable, compute: Callable[[], Value]) -> Value:
+        """Return what `compute` gave for this key, or call it now.
+
+        Args:
+            key: All that the value depends on besides the trace; a tuple that begins with the value's name.
+            compute: Gives the value, which nobody may change afterwards.
+        """
+        if key not in self._computed:
+            self._computed[key] = compute()
+        return self._computed[key]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one steady step."""
+        return sum(op.flops for op in self.operators)
+
+    @cached_property
+    def graph_pool_bytes(self) -> int:
+        """Bytes that CUDA graphs may take beyond one memory pool for all: each of two keeps its own peak, and inputs
+        that are copied are there twice. 0 without graphs."""
+        if self.graph_input_bytes is None:
+            return 0
+        live, peaks, together = [0, 0], [0, 0], 0
+        for event in self.events:
+            pool = self.blocks[event.block].pooled
+            live[pool] += event.nbytes
+            peaks[pool] = max(peaks[pool], live[pool])
+            together = max(together, sum(live))
+        return sum(peaks) - together + self.graph_input_bytes
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        """Bytes of the batches that the trace copies to the device; of a mix, in its last two steps."""
+        if self.mix is None:
+            return sum(block.nbytes for block in self.blocks if block.kind == "batch")
+        taken = (event for event in self.events if event.nbytes > 0 and event.step > len(self.mix.order) - 2)
+        return sum(event.nbytes for event in taken if self.blocks[event.block].kind == "batch")
+
+    @property
+    def convolution_calls(self) -> tuple[LibraryCall, ...]:
+        """The distinct convolutions, in their order: those of PyTorch's own kernels have no signature of cuDNN's."""
+        return tuple(dict.fromkeys(b.call for b in self.blocks if b.call is not None and b.call.spare))
+
+    @property
+    def cudnn_convolutions(self) -> tuple[ConvolutionSignature, ...]:
+        """Return the operations that cuDNN is asked for, each once, in their order."""
+        signatures = (call.convolution for call in self.convolution_calls)
+        return tuple(dict.fromkeys(signature for signature in signatures if signature is not None))
+
+    @cached_property
+    def peak_live_bytes(self) -> int:
+        """The most bytes alive at once, without any allocator's rounding and library's workspace."""
+        return sum(self.breakdown.values())
+
+    @cached_property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes alive at the peak, by block kind."""
+        live = peak = peak_at = 0
+        for index, event in enumerate(self.events):
+            live += event.nbytes
+            if live > peak:
+                peak, peak_at = live, index
+        by_kind: Counter[str] = Counter()
+        for event in self.events[: peak_at + 1] if peak else ():
+            by_kind[self.blocks[event.block].kind] += event.nbytes
+        return {kind: by_kind[kind] for kind in (*BLOCK_KINDS, *(by_kind.keys() - set(BLOCK_KINDS)))}

@@ -1,0 +1,430 @@
+"""The values of small tensors, kept on the CPU beside their meta tensors, so that a model can read them back.
+
+Start reading at `Values.follow`. A step on meta tensors has no values. Those of the batch, of buffers and of constants
+are known, and so is what operators make of them; model code asks for them (`if mask.all():`, `ids[mask]`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.utils._device
+from torch import Tensor
+from torch._ops import OpOverload
+
+from featurize.operators.replacing import replaced
+from featurize.operators.table import DECIDED_BY_VALUES
+from featurize.operators.tensor_parts import tensors_in
+
+if TYPE_CHECKING:
+    from featurize.recording.operator_record import Traits
+
+LARGEST = 2**20  # elements up to which values are kept: masks, positions, a detector's anchors
+READ = "aten::_local_scalar_dense"
+NONZERO = torch.ops.aten.nonzero.default
+# What an operator fills a new tensor with that takes no more of its argument than the shape. `empty` has no values that
+# a correct model reads: anything will do.
+_FILLED = {
+    "aten::zeros_like": 0,
+    "aten::ones_like": 1,
+    "aten::empty_like": 0,
+    "aten::full_like": None,
+    "aten::new_zeros": 0,
+    "aten::new_ones": 1,
+    "aten::new_empty": 0,
+    "aten::new_full": None,
+    "aten::empty": 0,
+    "aten::empty_strided": 0,
+}
+_OURS = Path(__file__).resolve().parents[1]
+# Whose lines are no model's code.
+_NOT_THE_MODELS = tuple(f"{place}{os.sep}" for place in (Path(torch.__file__).parent, _OURS, _OURS.parent / "learn"))
+
+_NO_VALUE = "the model reads a value that only computing the step would give: meta tensors have none"
+_HOW_MANY = (
+    "the model picks elements by a mask that only computing the step would give, and how many they are is not known: "
+    "meta tensors have no values"
+)
+SPREAD = "the choices of topk among numbers that the step computes are taken to be spread evenly"
+ALL_KEPT = "nonzero keeps everything where its argument is computed in the step: an upper bound"
+ONES = "whole numbers of {name} that were given without values are taken to be 1, and {place} reads them"
+
+FINITE = "numbers that the step computes are taken to be finite where the model asks"
+# Of numbers that the step computes, only this is assumed: they are finite.
+_OF_FINITE = {"aten::isnan": False, "aten::isinf": False}
+# What an operator makes of truths that are the same at all places of each tensor.
+_OF_TRUTHS: dict[str, Callable[[list[bool]], bool]] = {
+    **dict.fromkeys(("aten::logical_not", "aten::bitwise_not"), lambda held: not held[0]),
+    **dict.fromkeys(("aten::logical_and", "aten::bitwise_and", "aten::mul", "aten::all"), all),
+    **dict.fromkeys(("aten::logical_or", "aten::bitwise_or", "aten::any"), any),
+}
+_ABOUT_FINITE = frozenset({*_OF_FINITE, *_OF_TRUTHS, "aten::eq", "aten::ne"})
+
+
+class UnknownValue(RuntimeError):
+    """The model reads a value that only computing the step would give."""
+
+
+def name_tensor(tensor: Tensor, name: str) -> None:
+    """Say which input a tensor of the batch is."""
+    vars(tensor)["gpufarm_name"] = name
+
+
+def remember(tensor: Tensor, values: Tensor) -> Tensor:
+    """Attach to a meta tensor the values that it stands for, if they are small enough to be kept. Return the tensor."""
+    if not values.is_meta and _is_small(values):
+        vars(tensor)["gpufarm_values"] = values.detach()
+    return tensor
+
+
+class _Unknown(Exception):
+    """An argument has no values."""
+
+
+class _Known(NamedTuple):
+    """A storage on meta.
+
+    ref      to it, whose end ends this
+    held     its values on the CPU; None: not known, or too many to keep
+    ours     `held` is ours alone to write to
+    truth    that holds at all its places, however many they are; None: not known
+    source   input whose default the values are, or are made of
+    """
+
+    ref: weakref.ref
+    held: torch.UntypedStorage | None
+    ours: bool = True
+    truth: bool | None = None
+    source: str = ""
+
+
+class Values:
+    """The values of one trace's tensors, by their storages on meta, as long as these live."""
+
+    def __init__(self) -> None:
+        self.assumed: dict[str, None] = {}  # in the order in which the step needed them
+        self.module_now: Callable[[], str] = str  # path of the module that runs
+        self.keeps_masked = False  # a mask that only computing the step would give keeps everything
+        self._said_of: set[str] = set()  # inputs whose defaults were read
+        self._draws = 0
+        self._known: dict[int, _Known] = {}
+
+    def assume(self, text: str) -> None:
+        """Note what the step takes for granted."""
+        self.assumed.setdefault(text)
+
+    # -- what is known
+
+    def learn(self, tensors: Iterable[Tensor], *, default: int | None = None) -> None:
+        """Take in what was remembered of the tensors; whole numbers and truths of which nothing was count as
+        `default`."""
+        for tensor in tensors:
+            if not tensor.is_meta or tensor.is_sparse:
+                continue
+            values = vars(tensor).get("gpufarm_values")
+            if values is not None and values.shape == tensor.shape and values.dtype is tensor.dtype:
+                self._know(tensor, values, ours=False)
+            elif default is not None and _is_whole(tensor) and _is_small(tensor):
+                source = vars(tensor).get("gpufarm_name", "the batch")
+                self._know(tensor, torch.full(tensor.shape, default, dtype=tensor.dtype, device="cpu"), source=source)
+
+    @contextlib.contextmanager
+    def of_data(self) -> Iterator[None]:
+        """Within, what `torch.tensor` makes of plain data on meta is known: it comes from the host."""
+
+        def with_values(function: Callable[..., Tensor], at: int) -> Callable[..., Tensor]:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Tensor:
+                made = function(*args, **kwargs)
+                if made.is_meta and not isinstance(args[at] if len(args) > at else None, Tensor) and _is_small(made):
+                    with contextlib.suppress(RuntimeError, TypeError):  # the data hold tensors without values
+                        host = torch.tensor if at else function
+                        values = host(*args[at:], **{**kwargs, "device": "cpu", "dtype": made.dtype})
+                        self._know(made, values.detach().reshape(made.shape))
+                return made
+
+            return call
+
+        # torch lists these functions once, for `with torch.device(...)`: not while others stand in their place.
+        if list_once := getattr(torch.utils._device, "_device_constructors", None):
+            list_once()
+        with contextlib.ExitStack() as stack:
+            for owner, name, at in ((torch, "tensor", 0), (torch, "as_tensor", 0), (Tensor, "new_tensor", 1)):
+                stack.enter_context(replaced(owner, name, with_values(getattr(owner, name), at)))
+            yield
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor, which must not be written to; None if they are not known."""
+        if not tensor.is_meta:
+            return tensor
+        known = self._entry(tensor)
+        if known is None or known.held is None:
+            return None
+        return _laid_out(known.held, tensor)
+
+    def _entry(self, tensor: Tensor) -> _Known | None:
+        return self._known.get(tensor.untyped_storage()._cdata)
+
+    def decide(self, func: OpOverload, name: str, args: tuple, kwargs: dict) -> object:
+        """Return what an operator gives whose result values decide; `NotImplemented` if that is not known, or any other
+        operator. Raises `UnknownValue` where a number is read back."""
+        if name not in DECIDED_BY_VALUES:
+            return NotImplemented
+        if name == "aten::_to_copy" and torch.device(kwargs.get("device") or "meta").type != "cpu":
+            return NotImplemented
+        if not any(tensor.is_meta for tensor in tensors_in(args)):
+            return NotImplemented
+        try:
+            given, named = self._on_cpu((args, kwargs))
+        except _Unknown:
+            if name == "aten::nonzero" and args[0].dim():
+                self.assume(ALL_KEPT)
+                return self._all_kept(args[0])
+            if name in (READ, "aten::equal", "aten::is_nonzero"):
+                raise UnknownValue(_NO_VALUE) from None
+            return NotImplemented
+        source = self._default_in(args, kwargs)
+        if source and source not in self._said_of:
+            self._said_of.add(source)
+            self.assume(ONES.format(name=source, place=self._place()))
+        out = func(*given, **named)
+        if name == "aten::_to_copy" or not isinstance(out, Tensor | tuple | list):
+            return out
+        return self._as_meta(out)
+
+    def _default_in(self, args: tuple, kwargs: dict) -> str:
+        """The input whose default decides these arguments' values; empty where there is none."""
+        tensors = (one for one in tensors_in((*args, *kwargs.values())) if one.is_meta and not one.is_sparse)
+        return next((known.source for one in tensors if (known := self._entry(one)) and known.source), "")
+
+    def _place(self) -> str:
+        """The module that runs, and the line of its code, or of the loss."""
+        module = self.module_now()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
+            frame = frame.f_back
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+        if not module:
+            return line or "the step"
+        return f"module {module!r} ({line})" if line else f"module {module!r}"
+
+    def without_masks(self, traits: Traits, args: tuple, nonzero: Callable[[Tensor], Any]) -> tuple:
+        """The arguments of an indexing operator, each mask that is known replaced by the places where it is true, as
+        CUDA's kernels do before they index. `nonzero` runs that operator. Raises `UnknownValue` for another mask, but
+        where values are put into a tensor, or masks keep everything."""
+        indices, put = args[1], "put" in traits.name
+        if not any(isinstance(i, Tensor) and i.is_meta and i.dtype in (torch.bool, torch.uint8) for i in indices):
+            return args
+        places: list[Tensor | None] = []
+        for index in indices:
+            if index is None or not index.is_meta or index.dtype not in (torch.bool, torch.uint8):
+                places.append(index)
+            elif self.of(index) is not None or (self.keeps_masked and not put):
+                places.extend(nonzero(index).unbind(1))
+            elif put:
+                return args
+            else:
+                raise UnknownValue(_HOW_MANY)
+        return args[0], places, *args[2:]
+
+    # -- what operators make of it
+
+    def follow(self, func: OpOverload, name: str, args: tuple, kwargs: dict, out: object, traits: Traits) -> None:
+        """Note what an operator, which is no view, has given, and forget what it overwrites with unknown numbers."""
+        if traits.mutates:
+            self._follow_writes(func, args, kwargs, traits)
+            return
+        outputs = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ()
+        if name in _ABOUT_FINITE and self._follow_truths(name, args, out):
+            return
+        if not outputs or not all(isinstance(one, Tensor) and one.is_meta and _is_small(one) for one in outputs):
+            return
+        first = next(tensors_in(args), None)  # nearly always it decides
+        if name not in _FILLED and first is not None and first.is_meta and self._entry(first) is None:
+            if name == "aten::topk":
+                self._spread(outputs[1], args)
+            return
+        if name in _FILLED:
+            fill = _FILLED[name]
+            fill = args[2 if name == "aten::new_full" else 1] if fill is None else fill
+            self._know(outputs[0], torch.full(outputs[0].shape, fill, dtype=outputs[0].dtype, device="cpu"))
+            return
+        try:
+            made = self._computed(func, args, kwargs, traits)
+        except _Unknown:
+            return
+        if isinstance(made, Tensor):
+            made = (made,)
+        if not isinstance(made, tuple | list) or len(made) != len(outputs):
+            return
+        source = self._default_in(args, kwargs)
+        for tensor, values in zip(outputs, made, strict=True):
+            if isinstance(values, Tensor) and values.shape == tensor.shape and values.dtype is tensor.dtype:
+                self._know(tensor, values, source=source)
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self._known.clear()
+
+    def _follow_writes(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> None:
+        known = self._known
+        targets = [args[i] for i in traits.written if i < len(args)]
+        targets += [kwargs[key] for key in traits.written_names if key in kwargs]
+        written = {t.untyped_storage()._cdata for t in tensors_in(targets) if t.is_meta and not t.is_sparse}
+        written &= known.keys()
+        if not written:
+            return
+        for key in written:
+            held = known[key].held
+            if held is not None and not known[key].ours:
+                held = held.clone()
+            known[key] = known[key]._replace(held=held, ours=True, truth=None)
+        try:
+            if traits.foreach:
+                raise _Unknown
+            self._computed(func, args, kwargs, traits)
+        except _Unknown:
+            for key in written:
+                del known[key]
+            return
+        if source := self._default_in(args, kwargs):
+            known |= {key: known[key]._replace(source=source) for key in written}
+
+    def _computed(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> object:
+        """Return the operator's result on the CPU. Raises `_Unknown` if an argument is not known, or the CPU cannot run
+        it."""
+        given, named = self._on_cpu((args, kwargs))
+        if named.get("device") is not None:
+            named["device"] = torch.device("cpu")
+        state = None
+        if traits.random:  # a draw of our own, the same in every trace
+            state = torch.get_rng_state()
+            self._draws += 1
+            torch.random.default_generator.manual_seed(self._draws)
+        try:
+            return func(*given, **named)
+        except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:  # a type that the CPU lacks
+            raise _Unknown from error
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)
+
+    def _follow_truths(self, name: str, args: tuple, out: object) -> bool:
+        """Return whether the result is a truth about finite numbers, which is then noted."""
+        truth = self._truth(name, args)
+        if truth is None or not isinstance(out, Tensor):
+            return False
+        self.assume(FINITE)
+        if _is_small(out):
+            self._know(out, torch.full(out.shape, truth, dtype=out.dtype, device="cpu"))
+        storage = out.untyped_storage()
+        known = self._entry(out) or _Known(self._watched(storage), None)
+        self._known[storage._cdata] = known._replace(truth=truth)
+        return True
+
+    def _truth(self, name: str, args: tuple) -> bool | None:
+        """Return what an operator of `_ABOUT_FINITE` gives at all places; None where that is not known."""
+        first = args[0]
+        if not isinstance(first, Tensor) or not first.is_meta:
+            return None
+        if first.is_floating_point():
+            if self._entry(first) is not None:
+                return None
+            if name in _OF_FINITE:
+                return _OF_FINITE[name]
+            itself = len(args) > 1 and args[1] is first  # as in isfinite
+            if name in ("aten::eq", "aten::ne") and (itself or (isinstance(args[1], float) and math.isinf(args[1]))):
+                return (name == "aten::eq") == itself
+            return None
+        if first.dtype is not torch.bool or name not in _OF_TRUTHS:
+            return None
+        known = [self._entry(one) for one in args if isinstance(one, Tensor)]
+        held = [one.truth for one in known if one is not None and one.truth is not None]
+        return _OF_TRUTHS[name](held) if len(held) == len(known) else None
+
+    def _spread(self, indices: Tensor, args: tuple) -> None:
+        """Row r of a choice of k among n takes k*r, k*r + 1, ... modulo n, as a router that is balanced does."""
+        first = args[0]
+        dim = args[2] if len(args) > 2 else -1
+        if not first.dim() or dim not in (-1, first.dim() - 1) or not indices.numel():
+            return
+        chosen, among = indices.shape[-1], first.shape[-1]
+        spread = torch.arange(indices.numel(), device="cpu").remainder_(among).reshape(-1, chosen)
+        self._know(indices, spread.reshape(indices.shape))
+        self.assume(SPREAD)
+
+    def _all_kept(self, tensor: Tensor) -> Tensor:
+        kept = torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device="meta")
+        if _is_small(kept):
+            self._know(kept, torch.ones(tensor.shape, dtype=torch.bool, device="cpu").nonzero())
+        return kept
+
+    # -- on the CPU and back
+
+    def _know(self, tensor: Tensor, values: Tensor, *, ours: bool = True, source: str = "") -> None:
+        storage = tensor.untyped_storage()
+        if ours and storage._cdata in self._known:  # it shares an argument's memory
+            return
+        held = values.untyped_storage()
+        same = tensor.stride() == values.stride() and tensor.storage_offset() == values.storage_offset()
+        if not same or held.nbytes() < storage.nbytes():
+            held = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
+            _laid_out(held, tensor).copy_(values)
+            ours = True
+        self._known[storage._cdata] = _Known(self._watched(storage), held, ours, source=source)
+
+    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref:
+        def died(ref: weakref.ref, key: int = storage._cdata) -> None:
+            if key in self._known and self._known[key].ref is ref:
+                del self._known[key]
+
+        return weakref.ref(storage, died)
+
+    def _as_meta(self, out: object) -> object:
+        if isinstance(out, Tensor):
+            made = torch.empty_like(out, device="meta")
+            if _is_small(out):
+                self._know(made, out)
+            return made
+        if isinstance(out, tuple | list):
+            made_of = [self._as_meta(one) for one in out]
+            return made_of if isinstance(out, list) else tuple(made_of)
+        return out
+
+    def _on_cpu(self, value: Any) -> Any:
+        """Return arguments with the values of all tensors. Raises `_Unknown` where one has none."""
+        if isinstance(value, Tensor):
+            values = None if value.is_sparse else self.of(value)
+            if values is None:
+                raise _Unknown
+            return values
+        if isinstance(value, dict):
+            return {key: self._on_cpu(one) for key, one in value.items()}
+        if isinstance(value, tuple | list):
+            given = [self._on_cpu(one) for one in value]
+            return given if isinstance(value, list) else tuple(given)
+        return value
+
+
+def _laid_out(held: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+    """Return the tensor on the CPU that lies in `held` as `tensor` does in its storage."""
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return empty.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() <= LARGEST

@@ -1,0 +1,297 @@
+"""Activity of a step's kernels: SMs, resident warps, DRAM, the FP32 pipe, the tensor cores.
+
+Start reading at `kernel_activity`. As the times, it computes on NumPy arrays for estimates and on torch tensors where
+`learn.fitting` fits what is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from featurize.device.device_spec import DeviceSpec
+from featurize.operators.table import FOREACH_CHUNK
+from featurize.timing.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
+from featurize.timing.power import KernelLoad, pointwise_s
+from featurize.timing.times import Kernels
+
+# Assumed of kernels, not of a model or a GPU. Fitted together, once, to run means of SM activity, occupancy and FP32
+# pipe of MLPs and CNNs (fp32, A100), rounded, and kept within a range judged plausible. Block shapes are those of
+# cuBLAS's, cuDNN's and PyTorch's usual kernels, not looked up per call.
+# Output tiles of one thread block: side, side, warps; and the share of the peak that a full wave of them reaches. Small
+# tiles reread their operands more often and hide less latency. fp32 products run on the FP32 pipe.
+TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
+FP32_EFFICIENCY = (0.92, 0.92, 0.80, 0.45)
+TENSOR_EFFICIENCY = (0.70, 0.70, 0.50, 0.50)
+TENSOR_WARPS = 4  # of one block on the tensor cores
+FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10  # of such blocks that registers let an SM hold
+SPLIT_DEPTH = 256  # a product's inner dimension is split over idle SMs down to this
+SPLIT_US = 1.0  # what adding up the parts takes
+ATTENTION_ROWS = 64  # queries of one head that one block takes
+
+_WARP = 32  # threads; AMD's wavefronts of 64 count as two
+_REGISTERS_HOLD = 64  # warps an SM held at most on the GPUs that the warps of streams are counted on
+
+
+class _Blocks(NamedTuple):
+    """Kernels of one class.
+
+    units          of a stream (elements, rows, channels) that one block takes; 0 for tiles of a product
+    block_warps    of one block; 0 where the tile says it
+    most_warps     that an SM holds: registers bound it for products (absolute), threads for streams (of 64)
+    """
+
+    units: float
+    block_warps: float
+    most_warps: float
+
+
+# Where the fit begins, and what stands where nothing was measured: the block shapes of PyTorch's, cuBLAS's and cuDNN's
+# usual kernels.
+CLASSES: Mapping[str, _Blocks] = {
+    "product": _Blocks(0, 0, FP32_WARPS_LIMIT),
+    "product_tensor": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
+    "convolution": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
+    "convolution_data": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
+    "convolution_weight": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
+    "convolution_fp32": _Blocks(0, 0, FP32_WARPS_LIMIT),
+    "attention": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
+    "depthwise": _Blocks(512, 4, 45),
+    "elementwise": _Blocks(512, 4, 45),
+    "reduction": _Blocks(4096, 8, 58),
+    "rows": _Blocks(1, 4, 58),  # of a softmax or layer norm
+    "normalization": _Blocks(1, 16, 58),  # channels of a batch norm
+    "optimizer": _Blocks(FOREACH_CHUNK, 16, 45),
+}
+CLASS_VALUES = ("most_warps", "block_warps")
+STEP_VALUES = ("wave", "stream_wave", "stream_blocks", "gap")
+_ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivityParameters:
+    """Learned parameters of activity.
+
+    Args:
+        by_class: `most_warps`: warps that an SM holds of each of `CLASSES`; `block_warps`: factor on a block's warps.
+            Both as logarithms.
+        single: `wave`, `stream_wave`: exponents on the share of the SMs that a kernel's blocks fill. `stream_blocks`:
+            logarithm of a factor on a stream's blocks. `gap`: share of a kernel's latency with the SMs empty.
+    """
+
+    by_class: Mapping[str, Any]
+    single: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupied:
+    """How a step's kernels lie on one GPU model, an entry a kernel: all that does not depend on what is learned.
+
+    Args:
+        place: Index into `CLASSES`.
+        tiled: 1 for products, convolutions and attention; 0 for streams.
+        filled: Share of the SMs that have a block, of tiled kernels.
+        per_sm: Blocks over SMs.
+        warps: Of one block.
+        warps_per_sm: That the SM can hold.
+        scale: Of `most_warps`: what an SM holds of streams follows from how many warps it can hold.
+    """
+
+    place: Any
+    tiled: Any
+    filled: Any
+    per_sm: Any
+    warps: Any
+    warps_per_sm: Any
+    scale: Any
+
+    def converted(self, convert: Callable[[Any], Any]) -> Occupied:
+        """Return the same as arrays of another library."""
+        return Occupied(**{name: convert(column) for name, column in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedKernels:
+    """The distinct kernels of a step on one GPU model; arrays have an entry a kernel.
+
+    Args:
+        calls: The kernels, and how often each runs.
+        on_device: The same, at the GPU model's rates.
+        per_sm: Blocks over SMs.
+        seconds: Of each.
+        latency_s: Part of each kernel's time that is no work.
+        sm_share: Share of the SMs that each keeps active.
+        occupancy: Share of the possible warps that is resident on those.
+        load: What each uses, at the board's own limit.
+        watts: Of the board while each runs.
+    """
+
+    calls: Calls
+    on_device: Kernels
+    per_sm: np.ndarray
+    seconds: np.ndarray
+    latency_s: float
+    sm_share: np.ndarray
+    occupancy: np.ndarray
+    load: KernelLoad
+    watts: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepActivity:
+    """Ratios in [0, 1] over one step, as NVIDIA's DCGM defines them; W.
+
+    Args:
+        smact: SMs with a warp resident.
+        smocc: Resident warps over the most possible.
+        drama: DRAM traffic over the data sheet's bandwidth.
+        fp32a: FP32 pipe.
+        tensor: Tensor cores.
+        gpu_util: Time with a kernel on the GPU or queued.
+        power_w: Of the board: what its kernels draw, and idle power where none runs.
+    """
+
+    smact: float
+    smocc: float
+    drama: float
+    fp32a: float
+    tensor: float
+    gpu_util: float
+    power_w: float
+
+
+def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec) -> Occupied:
+    """Return how a step's kernels lie on a GPU model.
+
+    Args:
+        calls: The kernels.
+        kernels: The same, on this GPU model.
+        spec: The GPU model.
+    """
+    tensor = kernels.units == 1
+    names = [
+        _class_of(kind, GROUPS[group], on) for kind, group, on in zip(calls.kind, calls.group, tensor, strict=True)
+    ]
+    place = np.array([_PLACES[name] for name in names], dtype=int)
+    shapes = np.array([CLASSES[name] for name in names], dtype=float).reshape(len(names), 3)
+    stream = np.isin(calls.group, [GROUPS.index(STREAM), GROUPS.index(DEPTHWISE)])
+    attention = calls.group == GROUPS.index(ATTENTION)
+    filled, blocks, tile_warps = _tiles(calls, kernels, spec, tensor)
+    of_attention = calls.batch * np.ceil(calls.rows / ATTENTION_ROWS)
+    blocks = np.where(attention, of_attention, blocks)
+    waves = np.maximum(np.ceil(blocks / spec.sm_count), 1.0)
+    filled = np.where(attention, blocks / (waves * spec.sm_count), filled)
+    work = np.where(stream, calls.rows * np.where(calls.group == GROUPS.index(DEPTHWISE), calls.batch, 1.0), 1.0)
+    of_stream = np.maximum(work / np.maximum(shapes[:, 0], 1.0), 1.0)
+    return Occupied(
+        place=place,
+        tiled=(~stream).astype(float),
+        filled=np.clip(filled, 1 / 1024, 1.0),
+        per_sm=np.where(stream, of_stream, blocks) / spec.sm_count,
+        warps=np.where(shapes[:, 1] > 0, shapes[:, 1], tile_warps),
+        warps_per_sm=np.full(len(names), spec.threads_per_sm / _WARP),
+        scale=np.where(stream, spec.threads_per_sm / _WARP / _REGISTERS_HOLD, 1.0),
+    )
+
+
+def kernel_activity(occupied: Occupied, learned: ActivityParameters, xp: Any = np) -> tuple[Any, Any]:
+    """Return of each kernel the share of the SMs that it keeps active, and the share of warps resident on those.
+
+    Args:
+        occupied: On a GPU model, as arrays of the library `xp`.
+        learned: As arrays of `xp`.
+        xp: numpy or torch.
+    """
+    single = learned.single
+    stream = 1 - occupied.tiled
+    per_sm = occupied.per_sm * (occupied.tiled + stream * xp.exp(single["stream_blocks"]))
+    share = occupied.tiled * occupied.filled ** single["wave"] + stream * per_sm.clip(max=1.0) ** single["stream_wave"]
+    block = occupied.warps * xp.exp(learned.by_class["block_warps"][occupied.place])
+    most = xp.exp(learned.by_class["most_warps"][occupied.place]) * occupied.scale
+    held = xp.minimum(xp.minimum(block * per_sm.clip(min=1.0), most), occupied.warps_per_sm)
+    return share, held / occupied.warps_per_sm
+
+
+def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned: ActivityParameters) -> StepActivity:
+    """Return what a step keeps busy.
+
+    Args:
+        timed: Its kernels on the GPU model.
+        spec: The GPU model.
+        step_s: Of the whole step.
+        learned: The parameters.
+    """
+    calls, kernels = timed.calls, timed.on_device
+    active = calls.count * (timed.seconds - learned.single["gap"] * timed.latency_s) * timed.sm_share
+    math_s = kernels.math_s * calls.count
+    tensor = kernels.units == 1
+    drama_s = calls.count * kernels.memory_s * (1 - kernels.cached)
+    busy_s = calls.count * timed.seconds
+    above_idle_j = float((busy_s * (timed.watts - spec.idle_power_w)).sum())
+    return StepActivity(
+        smact=_ratio(float(active.sum()) / step_s),
+        smocc=_ratio(float((active * timed.occupancy).sum()) / step_s),
+        drama=_ratio(float(drama_s.sum()) / step_s),
+        fp32a=_ratio(float((math_s * ~tensor).sum() + (calls.count * pointwise_s(calls, spec)).sum()) / step_s),
+        tensor=_ratio(float((math_s * tensor).sum()) / step_s),
+        gpu_util=_ratio(float(busy_s.sum()) / step_s),
+        power_w=spec.idle_power_w + above_idle_j / step_s,
+    )
+
+
+def _tiles(
+    calls: Calls, kernels: Kernels, spec: DeviceSpec, tensor: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of each product the share of the SMs that its tiles fill, its blocks, and a block's warps: by the tile
+    that ends soonest, its depth split over idle SMs."""
+    sms = spec.sm_count
+    tall, wide = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
+    work = np.maximum(2 * calls.rows * calls.columns * calls.depth * calls.batch, 1.0)
+    peak = np.where(kernels.math_s > 0, np.maximum(calls.flops, 1.0) / np.maximum(kernels.math_s, 1e-30), 1e13)
+    best = np.full(len(work), np.inf)
+    filled, blocks, warps = np.ones(len(work)), np.ones(len(work)), np.full(len(work), float(TENSOR_WARPS))
+    for (height, width, of_block), fp32, half in zip(TILES, FP32_EFFICIENCY, TENSOR_EFFICIENCY, strict=True):
+        slice_s = 2 * height * width * sms / (peak * np.where(tensor, half, fp32))
+        tiles = np.maximum(np.ceil(tall / height) * np.ceil(wide / width) * calls.batch, 1.0)
+        waves = np.ceil(tiles / sms)
+        part = np.maximum(calls.depth / np.maximum(sms // tiles, 1.0), SPLIT_DEPTH)
+        split = (2 * tiles <= sms) & (calls.depth > SPLIT_DEPTH)
+        split_s = np.where(split, slice_s * part + SPLIT_US * 1e-6, np.inf)
+        whole_s = waves * slice_s * calls.depth
+        parts = tiles * calls.depth / part
+        for seconds, here, share in (
+            (whole_s, tiles, tiles / (waves * sms)),
+            (split_s, parts, np.minimum(parts / sms, 1.0)),
+        ):
+            better = seconds < best
+            best = np.where(better, seconds, best)
+            blocks, filled = np.where(better, here, blocks), np.where(better, share, filled)
+            warps = np.where(better, of_block, warps)
+    return filled, blocks, warps
+
+
+def _class_of(kind: str, group: str, tensor: bool) -> str:
+    if group == ATTENTION:
+        return "attention"
+    if group == DEPTHWISE:
+        return "depthwise"
+    if group == "product":
+        return "product_tensor" if tensor else "product"
+    if group != STREAM:
+        direction = kind.removeprefix("grouped_general_").removeprefix("grouped_")
+        return direction if tensor else "convolution_fp32"
+    if kind.startswith(_CHANNELS):
+        return "normalization"
+    if kind.startswith(_ROWS):
+        return "rows"
+    return kind if kind in ("reduction", "optimizer") else "elementwise"
+
+
+def _ratio(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+_PLACES = {name: at for at, name in enumerate(CLASSES)}

@@ -1,0 +1,140 @@
+"""Communication of a step: how much of it computation hides, and how long a rank waits.
+
+Start reading at `communication_of`, or at `simulate_rank` for all that a rank shows of a traced step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from conf.units import MIB
+from featurize.device.device_spec import DeviceSpec
+from featurize.job.layout import Parallel
+from featurize.job.training_settings import TrainingSettings
+from featurize.memory.replay import MemoryProfile
+from featurize.recording.step_trace import StepTrace
+from featurize.timing.collectives import collective_s, communicators_mib, fabrics_of, sent_bytes
+from featurize.timing.delays import begin_moments_ms, delays_ms
+from featurize.timing.simulate import SimulatedStep, simulate
+from featurize.timing.step_time import overlapped, time_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Communication between the ranks of a job in a step.
+
+    busy_ms      of the collectives themselves, one after the other
+    exposed_ms   by which they make the step longer
+    bubble_ms    in which a rank of a pipeline waits for stages that compute, however quick its messages are
+    sent_mib     kind of collective -> MiB that a rank sends
+    """
+
+    busy_ms: float
+    exposed_ms: float
+    sent_mib: Mapping[str, float]
+    bubble_ms: float = 0.0
+
+    @property
+    def waits_ms(self) -> float:
+        """All that a rank waits for others."""
+        return self.exposed_ms + self.bubble_ms
+
+
+def communication_of(
+    trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel, step_ms: float
+) -> Communication:
+    """Return what a traced step's communication takes.
+
+    A collective runs beside the kernels on a stream of its own, from the moment at which its tensor is complete, and
+    slows no kernel. That the two share the GPU and its memory is left out. The host launches on while kernels wait:
+    of a step that it bounds, they wait within its time.
+
+    Args:
+        trace: A job's step on several GPUs.
+        spec: The GPU model.
+        settings: The trace's own.
+        parallel: The job's layout.
+        step_ms: The step's time without communication.
+    """
+    fabrics = fabrics_of(spec, parallel, [one.axis for one in trace.collectives])
+    lasts_ms = [collective_s(one.kind, one.nbytes, fabrics[one.axis]) * 1e3 for one in trace.collectives]
+    sent_mib: dict[str, float] = defaultdict(float)
+    for one in trace.collectives:
+        sent_mib[one.kind] += sent_bytes(one.kind, one.nbytes, fabrics[one.axis].ranks) / MIB
+    if trace.pipeline is not None and trace.pipeline.groups:
+        from featurize.timing.pipeline_time import waits_of  # its imports take a second
+
+        waits = waits_of(trace.pipeline, spec, settings, parallel, step_ms)
+        return Communication(busy_ms=sum(lasts_ms), sent_mib=dict(sent_mib), **waits)
+    own = time_step(trace, spec, settings)
+    delays = delays_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, own.busy_ms))
+    late_ms = delays[-1][1] if delays else 0.0
+    waits_ms = overlapped(own.busy_ms + late_ms, own.host_ms) - overlapped(own.busy_ms, own.host_ms)
+    return Communication(busy_ms=sum(lasts_ms), exposed_ms=waits_ms, sent_mib=dict(sent_mib))
+
+
+def lengthened(step: SimulatedStep, talk: Communication | None, device: DeviceSpec) -> SimulatedStep:
+    """Return a step that also waits for its communication, during which the GPU's units are taken to be idle."""
+    if talk is None or not step.step_time_ms:
+        return step
+    total_ms = step.step_time_ms + talk.waits_ms
+    share = step.step_time_ms / total_ms
+    return replace(
+        step,
+        step_time_ms=total_ms,
+        step_time_upper_ms=step.step_time_upper_ms + talk.waits_ms,
+        smact=step.smact * share,
+        smocc=step.smocc * share,
+        drama=step.drama * share,
+        gpu_util=step.gpu_util * share,
+        power_w=device.idle_power_w + (step.power_w - device.idle_power_w) * share,
+        bound_by="communication" if talk.exposed_ms > step.step_time_ms else step.bound_by,
+    )
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A rank's step with its waiting for others, and its memory with what the communication library keeps."""
+
+    step: SimulatedStep
+    talk: Communication
+
+
+def simulate_rank(
+    trace: StepTrace,
+    spec: DeviceSpec,
+    settings: TrainingSettings,
+    layout: Parallel,
+    *,
+    memory: MemoryProfile | None = None,
+) -> RankStep:
+    """Price the traced step of a rank.
+
+    Args:
+        trace: Of a job on several GPUs.
+        memory: A replay of the trace that is at hand already.
+
+    Raises:
+        UsageError: The GPU model's description says nothing of what joins the GPUs.
+    """
+    step = simulate(trace, spec, settings, memory=memory)
+    talk = communication_of(trace, spec, settings, layout, step.step_time_ms)
+    peak_mib = step.peak_memory_mib + communicators_mib(spec, layout, (one.axis for one in trace.collectives))
+    fits = step.fits and peak_mib <= spec.memory_mib
+    return RankStep(replace(lengthened(step, talk, spec), peak_memory_mib=peak_mib, fits=fits), talk)
+
+
+def ranks_of_stages(trace: StepTrace) -> Mapping[int, StepTrace]:
+    """Return the trace of each rank of `pp`, by its number; of a job without a pipeline that of rank 0 alone."""
+    if trace.pipeline is None:
+        return {0: trace}
+    groups = trace.pipeline.groups
+    traces = {
+        rank: replace(group.trace, pipeline=replace(group.trace.pipeline, groups=groups))
+        for group in groups
+        if group.trace.pipeline is not None
+        for rank in group.ranks
+    }
+    return dict(sorted(traces.items()))

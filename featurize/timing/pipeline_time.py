@@ -1,0 +1,322 @@
+"""The time of a pipeline's step, from the traces of its ranks: what each waits for others.
+
+Start reading at `waits_of`. PyTorch's own schedules, run over stages that hold nothing, give the order of each rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
+from torch.distributed.pipelining import schedules
+
+from featurize.device.device_spec import DeviceSpec
+from featurize.job.layout import GPIPE, INTERLEAVED, ONE_F_ONE_B, Parallel
+from featurize.job.training_settings import TrainingSettings, training_of
+from featurize.operators.replacing import replaced
+from featurize.recording.step_trace import PipelinePart, StepTrace
+from featurize.timing.collectives import SEND, collective_s, fabric_of, fabrics_of
+from featurize.timing.delays import begin_moments_ms, delays_ms
+from featurize.timing.step_time import overlapped, time_step
+
+
+class Compute(NamedTuple):
+    """A stage's pass over a micro-batch; `phase` is forward or backward."""
+
+    phase: str
+    stage: int
+    micro_batch: int
+
+
+class Message(NamedTuple):
+    """One side of a message: an activation (forward) or a gradient (backward) on its way into a stage."""
+
+    phase: str
+    stage: int
+    micro_batch: int
+    sends: bool
+
+
+class Post(NamedTuple):
+    """Messages of one call begin, as far as this rank is concerned."""
+
+    messages: tuple[Message, ...]
+
+
+class Wait(NamedTuple):
+    """A wait for messages: for all of those that were posted together."""
+
+    messages: tuple[Message, ...]
+
+
+Item: TypeAlias = Compute | Post | Wait
+_Key: TypeAlias = tuple[str, int, int]  # of a message: phase, stage, micro-batch
+
+
+def finished_ms(
+    orders: Sequence[Sequence[Item]], lasts_ms: Callable[[Compute], float], message_ms: Callable[[Message], float]
+) -> list[float]:
+    """Return when each rank has done all of its items, from their common beginning.
+
+    A message begins when both sides have posted it, and runs beside the kernels; what it shares its way with does not
+    slow it.
+
+    Args:
+        orders: The items of each rank.
+        lasts_ms: How long a pass takes.
+        message_ms: How long a message takes.
+    """
+    at, now = [0] * len(orders), [0.0] * len(orders)
+    posted: dict[_Key, list[float]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, items in enumerate(orders):
+            while at[rank] < len(items):
+                item = items[at[rank]]
+                if isinstance(item, Compute):
+                    now[rank] += lasts_ms(item)
+                elif isinstance(item, Post):
+                    for one in item.messages:
+                        posted.setdefault(one[:3], []).append(now[rank])
+                else:
+                    sides = [posted.get(one[:3], []) for one in item.messages]
+                    if any(len(moments) < 2 for moments in sides):
+                        break
+                    ends = [max(side) + message_ms(one) for side, one in zip(sides, item.messages, strict=True)]
+                    now[rank] = max(now[rank], *ends)
+                at[rank] += 1
+                moved = True
+    assert all(place == len(items) for place, items in zip(at, orders, strict=True)), "ranks wait for each other"
+    return now
+
+
+_CLASSES = {
+    GPIPE: schedules.ScheduleGPipe,
+    ONE_F_ONE_B: schedules.Schedule1F1B,
+    INTERLEAVED: schedules.ScheduleInterleaved1F1B,
+}
+
+
+def schedule_class(parallel: Parallel) -> type:
+    """Return PyTorch's class of a layout's schedule."""
+    return _CLASSES[parallel.order]
+
+
+def orders_of(parallel: Parallel) -> tuple[tuple[Item, ...], ...]:
+    """Return the items of each rank of `pp`, in the order in which it comes to them."""
+    return _orders(parallel.order, parallel.pp, parallel.chunks, parallel.parts)
+
+
+@functools.lru_cache(maxsize=8)
+def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[Item, ...], ...]:
+    """One schedule runs as each of its ranks: PyTorch's own plan all of them when they are made."""
+    items: list[Item] = []
+    run = None
+    orders = []
+    for rank in range(ranks):
+        stages = [_BlankStage(items, ranks, ranks * parts, number) for number in range(rank, ranks * parts, ranks)]
+        if run is None:
+            given = cast(Any, stages if parts > 1 else stages[0])
+            run = _CLASSES[schedule](given, chunks, loss_fn=lambda *_: None)
+        vars(run).update(_stages=stages, rank=rank) if parts > 1 else vars(run).update(_stage=stages[0])
+        with _noting(items):
+            run._step_microbatches(target_mbs=[None] * chunks, return_outputs=False)
+        orders.append(tuple(items))
+        items.clear()
+    return tuple(orders)
+
+
+def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, set[int]]:
+    """Return micro-batches of each stage of a rank whose passes show what all others do, but for the first one's.
+
+    Args:
+        order: Of the rank.
+        by_state: A pass finds the parameters of its stage as the pass before it left them: gathered, or not.
+    """
+    noted: dict[int, set[int]] = {}
+    before: dict[int, str] = {}
+    known: set[tuple[str | int, ...]] = set()
+    for one in order:
+        if not isinstance(one, Compute):
+            continue
+        context = (one.stage, one.phase, before.get(one.stage, "") if by_state else "")
+        of_stage = noted.setdefault(one.stage, set())
+        if one.micro_batch and context not in known:
+            known.add(context)
+            of_stage.add(one.micro_batch)
+        before[one.stage] = one.phase
+    return noted
+
+
+@contextmanager
+def _noting(items: list[Item]) -> Iterator[None]:
+    def batched(messages: Sequence[Message], desc: str | None = None) -> list[_Posted]:
+        """As PyTorch's own: messages of one direction are posted one by one, others together."""
+        both = len(messages) > 1 and len({one.sends for one in messages}) == 2
+        groups = [tuple(messages)] if both else [(one,) for one in messages]
+        items.extend(map(Post, groups))
+        return [_Posted(items, group) for group in groups]
+
+    def by_peer(messages: Sequence[Message], desc: str | None = None) -> dict[int, list[_Posted]]:
+        return {0: batched(messages)} if messages else {}
+
+    ready = lambda *_args, **_kwargs: (True, True)  # noqa: E731
+    with (
+        replaced(schedules, "_batch_p2p", batched),
+        replaced(schedules, "_sorted_batch_p2p", by_peer),
+        replaced(schedules._PipelineSchedule, "_initialize_pp_stages", ready),
+    ):
+        yield
+
+
+class _Posted:
+    """Messages that are under way."""
+
+    def __init__(self, items: list[Item], messages: tuple[Message, ...]) -> None:
+        self._items, self._messages = items, messages
+
+    def wait(self) -> None:
+        self._items.append(Wait(self._messages))
+
+
+class _BlankStage:
+    """Stands for a `PipelineStage`: notes what a schedule asks of it."""
+
+    submod: object = None
+    has_backward = True
+    _nothing: Callable[..., None] = staticmethod(lambda *_args, **_kwargs: None)
+    scale_grads = perform_reduce_grad = set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = _nothing
+
+    def __init__(self, items: list[Item], ranks: int, stages: int, number: int) -> None:
+        self._items, self.stage_index, self.num_stages = items, number, stages
+        self.group_size, self.group_rank = ranks, number % ranks
+        self.is_first, self.is_last = number == 0, number == stages - 1
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
+        self.act_send_info: dict[int, list[int]] = {}
+
+    def forward_one_chunk(self, chunk: int, *_args: Any, **_kwargs: Any) -> None:
+        self._items.append(Compute("forward", self.stage_index, chunk))
+
+    def backward_one_chunk(self, chunk: int, *_args: Any, **_kwargs: Any) -> None:
+        self._items.append(Compute("backward", self.stage_index, chunk))
+
+    def get_fwd_recv_ops(self, chunk: int) -> list[Message]:
+        return [] if self.is_first else [Message("forward", self.stage_index, chunk, sends=False)]
+
+    def get_fwd_send_ops(self, chunk: int) -> list[Message]:
+        return [] if self.is_last else [Message("forward", self.stage_index + 1, chunk, sends=True)]
+
+    def get_bwd_recv_ops(self, chunk: int) -> list[Message]:
+        return [] if self.is_last else [Message("backward", self.stage_index, chunk, sends=False)]
+
+    def get_bwd_send_ops(self, chunk: int) -> list[Message]:
+        return [] if self.is_first else [Message("backward", self.stage_index - 1, chunk, sends=True)]
+
+
+AXIS = "pp"
+_BEFORE, _AFTER = "before", "after"  # the schedule's passes, as phases
+
+
+# Milliseconds of each part of a rank's step: by phase, number of the stage on its rank, and micro-batch.
+_Lasting: TypeAlias = dict[tuple[str, int, int], float]
+
+
+def waits_of(
+    part: PipelinePart, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel, step_ms: float
+) -> dict[str, float]:
+    """Return `exposed_ms` and `bubble_ms` of one rank.
+
+    All passes of the schedule are put into their order on all ranks. The bubble is what is left with messages and
+    collectives that take no time.
+
+    Args:
+        part: The rank's, with the traces of all.
+        spec: The GPU model.
+        settings: The traces' own.
+        parallel: The job's layout.
+        step_ms: The rank's own step, without waiting for any other.
+    """
+    runs = training_of(settings).accumulation
+    alone: dict[int, _Lasting] = {}  # of each rank
+    waiting: dict[int, _Lasting] = {}  # for collectives, too
+    for group in part.groups:
+        timed = _timed(group.trace, spec, settings, parallel)
+        for of_rank, lasting in zip((alone, waiting), timed, strict=True):
+            of_rank.update(dict.fromkeys(group.ranks, lasting))
+    orders = [_whole_step(order, rank, runs, parallel.chunks) for rank, order in enumerate(orders_of(parallel))]
+    moves_ms = _moves_ms(part.sent, spec, parallel)
+
+    def pass_ms(of_rank: Mapping[int, _Lasting], one: Compute) -> float:
+        number, rank = divmod(one.stage, parallel.pp)
+        return of_rank[rank][one.phase, number, one.micro_batch]
+
+    def message_ms(one: Message) -> float:
+        return moves_ms[one.stage - 1 if one.phase == "forward" else one.stage]
+
+    computed_ms = max(finished_ms(orders, functools.partial(pass_ms, alone), lambda _: 0.0))
+    whole_ms = max(finished_ms(orders, functools.partial(pass_ms, waiting), message_ms))
+    return {"exposed_ms": max(whole_ms - computed_ms, 0.0), "bubble_ms": max(computed_ms - step_ms, 0.0)}
+
+
+def _whole_step(order: Sequence[Item], rank: int, runs: int, chunks: int) -> list[Item]:
+    """All runs of a schedule in a step, which number their micro-batches on; what comes before and after them."""
+
+    def later(item: Item, run: int) -> Item:
+        if isinstance(item, Compute):
+            return item._replace(micro_batch=item.micro_batch + run * chunks)
+        moved = tuple(one._replace(micro_batch=one.micro_batch + run * chunks) for one in item.messages)
+        return Post(moved) if isinstance(item, Post) else Wait(moved)
+
+    passes = [later(item, run) for run in range(runs) for item in order]
+    return [Compute(_BEFORE, rank, 0), *passes, Compute(_AFTER, rank, 0)]
+
+
+def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel) -> list[_Lasting]:
+    part = trace.pipeline
+    assert part is not None and part.passes, "a rank of a pipeline"
+    step = time_step(trace, spec, settings)
+    begins = begin_moments_ms(trace, spec, settings, step.busy_ms)
+    collectives = [one for one in trace.collectives if one.axis != AXIS]
+    fabrics = fabrics_of(spec, parallel, [one.axis for one in collectives])
+    lasts = [collective_s(one.kind, one.nbytes, fabrics[one.axis]) * 1e3 for one in collectives]
+    delays = delays_ms(collectives, lasts, begins)
+    moments = [moment for moment, _ in delays]
+
+    def late(moment: int) -> float:
+        place = bisect.bisect_right(moments, moment)
+        return delays[place - 1][1] if place else 0.0
+
+    # A rank's pass goes on until its next one begins; the micro-steps of a step number their micro-batches on.
+    runs: dict[tuple[str, int, int], int] = {}
+    keys = [(_BEFORE, 0, 0)]
+    for one in part.passes:
+        pass_key = one.phase, one.stage // parallel.pp, one.micro_batch
+        run = runs[pass_key] = runs.get(pass_key, -1) + 1
+        keys.append((*pass_key[:2], one.micro_batch + run * parallel.chunks))
+    keys.append((_AFTER, 0, 0))
+    edges = [0, *(one.begin for one in part.passes), part.end, len(begins) - 1]
+    waiting = [0.0, *(begins[edge] + late(edge) for edge in edges[1:])]
+    lasting = []
+    for ends_ms in ([begins[edge] for edge in edges], waiting):
+        # The host launches meanwhile: moments of the GPU's own time are later, in proportion.
+        slower = overlapped(ends_ms[-1], step.host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
+        lasts_ms = np.diff([end * slower for end in ends_ms]).tolist()
+        lasting.append(dict(zip(keys, lasts_ms, strict=True)))
+    return lasting
+
+
+def _moves_ms(sent: Sequence[int], spec: DeviceSpec, parallel: Parallel) -> list[float]:
+    """How long a message takes from each stage to the next one, and back."""
+    fabric, times = replace(fabric_of(spec, parallel), ranks=2), []
+    for stage, nbytes in enumerate(sent):
+        firsts = [one % parallel.pp * parallel.of_stage for one in (stage, stage + 1)]
+        ends = [(first, first + parallel.of_stage - 1) for first in firsts]
+        nodes = [{at // parallel.gpus_per_node for at in pair} for pair in zip(*ends, strict=True)]
+        times.append(collective_s(SEND, nbytes, replace(fabric, nodes=max(map(len, nodes)))) * 1e3)
+    return times

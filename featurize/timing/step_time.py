@@ -1,0 +1,291 @@
+"""The time of one training step on one GPU model, by kind of kernel, with what held-out steps say of its error.
+
+Start reading at `time_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+
+import numpy as np
+
+from conf.errors import EnvironmentProblem, UsageError
+from featurize.device.device_spec import DeviceSpec
+from featurize.job.training_settings import MEGATRON, TrainingSettings, uses_tf32
+from featurize.recording.step_trace import GATHERED, StepTrace
+from featurize.timing.activity import (
+    CLASS_VALUES,
+    CLASSES,
+    STEP_VALUES,
+    ActivityParameters,
+    StepActivity,
+    TimedKernels,
+    kernel_activity,
+    occupied_on,
+    step_activity,
+)
+from featurize.timing.calls import Calls, kernel_calls
+from featurize.timing.host import framework_of, host_ms, machines_of
+from featurize.timing.packaged import FILE, damage_named, packaged_text
+from featurize.timing.power import kernel_load, load_power, under_limit
+from featurize.timing.times import (
+    GROUP_VALUES,
+    SINGLE_VALUES,
+    UNIT_VALUES,
+    Parameters,
+    call_seconds,
+    kernels_on,
+    traffic_s,
+)
+
+VERSION = 2
+_NORMAL = NormalDist()
+OVERLAP = 6  # how sharply the longer of GPU and host decides
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedEfficiencies:
+    """The content of the file of parameters.
+
+    Args:
+        parameters: The efficiencies.
+        activity: What the kernels keep busy.
+        error_quantiles: Coverage -> factor by which measured steps are at most longer, of jobs that were held out.
+        fitted_on: Source -> number of its rows.
+        sharded: Factor by which kernels take longer while FSDP gathers weights and scatters gradients, than alone.
+    """
+
+    parameters: Parameters
+    activity: ActivityParameters
+    error_quantiles: Mapping[float, float]
+    fitted_on: Mapping[str, int]
+    sharded: float
+
+    @property
+    def latency_s(self) -> float:
+        """The part of each kernel's time that is no work, in seconds."""
+        return float(np.exp(self.parameters.single["latency_us"])) * 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """One step, in milliseconds.
+
+    Args:
+        step_time_ms: From one step's beginning to the next one's.
+        busy_ms: The GPU's own time.
+        host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
+        machines: Factor by which 9 of 10 machines' host takes at most longer.
+        input_ms: Of the input pipeline, which overlaps nothing.
+        by_kind_ms: Kind of kernel -> its time, the longest first.
+        activity: What the step keeps busy.
+        kernels: What all of this is summed over.
+        error_quantiles: Coverage -> factor on `step_time_ms` that a step stays below.
+    """
+
+    step_time_ms: float
+    busy_ms: float
+    host_ms: float
+    machines: float
+    input_ms: float
+    by_kind_ms: Mapping[str, float]
+    activity: StepActivity
+    kernels: TimedKernels = field(repr=False, compare=False)
+    error_quantiles: Mapping[float, float]
+
+    @property
+    def bound_by(self) -> str:
+        """Name what takes the longest: `input`, `host` or `gpu`."""
+        if self.input_ms > max(self.busy_ms, self.host_ms):
+            return "input"
+        return "host" if self.host_ms > self.busy_ms else "gpu"
+
+    def upper_ms(self, coverage: float = 0.9) -> float:
+        """Return what the step stays below with this probability: of the kernels' error, or of slower hosts.
+
+        Raises:
+            UsageError: A coverage that was not measured.
+        """
+        if coverage not in self.error_quantiles:
+            known = ", ".join(f"{one:g}" for one in self.error_quantiles)
+            raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
+        slower = self.machines ** (_NORMAL.inv_cdf(coverage) / _NORMAL.inv_cdf(0.9))
+        slow_ms = self.input_ms + overlapped(self.busy_ms, self.host_ms * slower)
+        return max(self.step_time_ms * self.error_quantiles[coverage], slow_ms)
+
+
+def time_step(
+    trace: StepTrace,
+    spec: DeviceSpec,
+    settings: TrainingSettings,
+    *,
+    input_ms: float = 0.0,
+    learned: LearnedEfficiencies | None = None,
+) -> TimedStep:
+    """Return the time of a traced step on a GPU model.
+
+    The GPU's time and the host's overlap; the longer decides. Kernels run one after the other.
+
+    Args:
+        trace: One step.
+        spec: The GPU model.
+        settings: The trace's own, which say what launches the kernels.
+        input_ms: Of the input pipeline, which overlaps nothing.
+        learned: The efficiencies; None: the packaged ones.
+
+    Raises:
+        EnvironmentProblem: The file of efficiencies is missing or damaged.
+    """
+    flags = uses_tf32(settings.precision)
+    calls = trace.remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
+    if learned is None:
+        learned = coming_along = load_efficiencies()
+        # An estimate asks twice of a GPU model: for its own figures, and for what fitted models read.
+        choices = settings.channels_last, settings.cudnn_benchmark, _half_of(settings), *flags.values()
+        key = ("timed kernels", spec, *choices)
+        timed = trace.remembered(key, lambda: timed_kernels(calls, spec, settings, coming_along))
+    else:
+        timed = timed_kernels(calls, spec, settings, learned)
+    framework = framework_of(trace, settings)
+    gathers = framework != MEGATRON and any(block.kind == GATHERED for block in trace.blocks)
+    beside = learned.sharded if gathers else 1.0
+    timed = replace(timed, seconds=timed.seconds * beside)
+    total_ms = calls.count * timed.seconds * 1e3
+    by_kind: dict[str, float] = defaultdict(float)
+    for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
+        by_kind[kind] += of_kind_ms
+    busy_ms = float(total_ms.sum())
+    launching_ms = host_ms(calls, spec, framework)
+    step_ms = input_ms + overlapped(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
+    return TimedStep(
+        step_time_ms=step_ms,
+        busy_ms=busy_ms,
+        host_ms=launching_ms,
+        machines=machines_of(framework),
+        input_ms=input_ms,
+        by_kind_ms=dict(sorted(by_kind.items(), key=lambda one: -one[1])),
+        activity=step_activity(timed, spec, step_ms * 1e-3, learned.activity),
+        kernels=timed,
+        error_quantiles=learned.error_quantiles,
+    )
+
+
+def timed_kernels(
+    calls: Calls, spec: DeviceSpec, settings: TrainingSettings, learned: LearnedEfficiencies
+) -> TimedKernels:
+    """Return each kernel's time on a GPU model, and what it keeps busy there. Args: as in `time_step`."""
+    kernels = kernels_on(
+        calls,
+        spec,
+        learned.parameters.names,
+        channels_last=settings.channels_last,
+        searched=settings.cudnn_benchmark,
+        half=_half_of(settings),
+    )
+    occupied = occupied_on(calls, kernels, spec)
+    sm_share, occupancy = kernel_activity(occupied, learned.activity)
+    seconds = call_seconds(kernels, learned.parameters)
+    load = kernel_load(
+        calls,
+        kernels,
+        spec,
+        seconds=seconds,
+        latency_s=learned.latency_s,
+        sm_share=sm_share,
+        memory_s=traffic_s(kernels, learned.parameters),
+    )
+    watts, longer = under_limit(load, spec, load_power())
+    return TimedKernels(
+        calls=calls,
+        on_device=kernels,
+        per_sm=occupied.per_sm,
+        seconds=seconds * longer,
+        latency_s=learned.latency_s,
+        sm_share=sm_share,
+        occupancy=occupancy,
+        load=load,
+        watts=watts,
+    )
+
+
+def _half_of(settings: TrainingSettings) -> str:
+    """Return the type of half precision whose rate counts, as `kernels_on` takes it."""
+    return "bf16" if "bf16" in settings.precision else "fp16"
+
+
+def overlapped(busy_ms: float, host_ms: float) -> float:
+    """Return how long a step takes whose GPU and host work at the same time: a little more than the longer of them."""
+    longer = max(busy_ms, host_ms)
+    return longer * (1 + (min(busy_ms, host_ms) / longer) ** OVERLAP) ** (1 / OVERLAP) if longer else 0.0
+
+
+@functools.cache
+def load_efficiencies() -> LearnedEfficiencies:
+    """Return the packaged efficiencies. Raises `EnvironmentProblem` for a damaged file."""
+    return read_efficiencies(packaged_text())
+
+
+def read_efficiencies(text: str) -> LearnedEfficiencies:
+    """Return the content of a file of efficiencies.
+
+    Raises:
+        EnvironmentProblem: It is damaged or of another version.
+    """
+    with damage_named():
+        content = json.loads(text)
+        if content["version"] != VERSION:
+            raise EnvironmentProblem(f"{FILE} has version {content['version']}, and this release reads {VERSION}")
+        compute, bandwidth = content["compute"], content["bandwidth"]
+        parameters = Parameters(
+            names=(tuple(compute), tuple(bandwidth)),
+            compute=np.array(list(compute.values())),
+            bandwidth=np.array(list(bandwidth.values())),
+            by_group={name: np.array(content["by_group"][name]) for name in GROUP_VALUES},
+            by_units={name: np.array(content["by_units"][name]) for name in UNIT_VALUES},
+            single={name: float(content["single"][name]) for name in SINGLE_VALUES},
+        )
+        of_activity = content["activity"]
+        activity = ActivityParameters(
+            by_class={name: np.array([float(of_activity[name][one]) for one in CLASSES]) for name in CLASS_VALUES},
+            single={name: float(of_activity[name]) for name in STEP_VALUES},
+        )
+        quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
+        sharded = float(content["sharded"])
+        fitted_on = {str(source): int(rows) for source, rows in content["fitted_on"].items()}
+    return LearnedEfficiencies(
+        parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on, sharded=sharded
+    )
+
+
+def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, object]) -> str:
+    """Return the file of efficiencies, as `read_efficiencies` reads it, and the sections that other modules read."""
+    parameters = learned.parameters
+    content = {
+        "version": VERSION,
+        "fitted_on": dict(learned.fitted_on),
+        "error_quantiles": {f"{coverage:g}": round(factor, 4) for coverage, factor in learned.error_quantiles.items()},
+        "sharded": round(learned.sharded, 4),
+        "single": {name: _rounded(value) for name, value in parameters.single.items()},
+        "by_units": {name: _rounded(values) for name, values in parameters.by_units.items()},
+        "by_group": {name: _rounded(values) for name, values in parameters.by_group.items()},
+        "activity": {
+            **{name: _rounded(value) for name, value in learned.activity.single.items()},
+            **{
+                name: dict(zip(CLASSES, _rounded(values), strict=True))
+                for name, values in learned.activity.by_class.items()
+            },
+        },
+        "compute": dict(zip(parameters.names[0], _rounded(parameters.compute), strict=True)),
+        "bandwidth": dict(zip(parameters.names[1], _rounded(parameters.bandwidth), strict=True)),
+        **sections,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _rounded(values):
+    return np.round(np.asarray(values, dtype=float), 4).tolist()

@@ -1,0 +1,255 @@
+"""How long each kernel takes on a GPU model: arithmetic and memory traffic at the described rates, over efficiencies.
+
+Start reading at `call_seconds`. It computes on NumPy arrays for estimates, and on torch tensors where `learn.fitting`
+fits the efficiencies, so that both have one formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from conf.units import MIB
+from featurize.device.device_spec import DeviceSpec
+from featurize.timing.calls import (
+    ATTENTION,
+    CONVOLUTION,
+    DEPTHWISE,
+    FP8,
+    FP32,
+    GROUPED,
+    GROUPS,
+    PIPES,
+    PRODUCT,
+    TENSOR,
+    TF32,
+    Calls,
+)
+
+# The logarithm of an efficiency is at most this: no kernel is faster than the roofline.
+_MOST_LOG = math.log(0.98)
+_TILE = {FP32: 64.0, TF32: 128.0, TENSOR: 128.0, FP8: 128.0}
+_LEAST_WIDTH = 16.0
+_SPLIT_DEPTH = 256.0  # depth that is worth a block of its own, where a product has too few tiles
+_MOST_SPLITS = 8.0
+_OF_PADDING = 0.3  # exponent
+_LENGTH_HALF = 256.0  # queries at which attention reaches half its rate
+_CACHED, _SOFTNESS = 0.6, 4.0  # share of the L2 cache up to which tensors stay there, and how soon they no longer do
+CORNER = 4  # of the roofline: the larger it is, the sharper
+_USUAL_SM_RATE = 1024.0  # FLOP in an SM and clock
+OTHER = "other"  # efficiency of a kind that nothing was learned of
+UNITS = ("fp32", "tensor")
+
+GROUP_VALUES = ("half_depth", "half_width", "sm_rate", "wave")
+UNIT_VALUES = ("power", "searched")
+SINGLE_VALUES = ("half_head", "latency_us", "l2", "unaligned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Learned parameters, as natural logarithms; `sm_rate`, `wave` and `power` are exponents.
+
+    Args:
+        names: Of the kernels in `compute` and `bandwidth`: what `Kernels` looks up.
+        compute: Share of the units' rate that each kind reaches.
+        bandwidth: Share of the memory's rate.
+        by_group: Name -> an array of GROUPS x UNITS. `half_depth`, `half_width`: inner and smaller outer size at which
+            half the rate is reached. `sm_rate`: how the share falls with what an SM computes in a clock, which its
+            shared memory has to feed. `wave`: how it falls with waves of blocks that are not full.
+        by_units: Name -> an array over UNITS. `power`: how the share falls where the power limit is below what the chip
+            takes. `searched`: what a search by `cudnn.benchmark` adds to a convolution's.
+        single: `half_head`: head size at which attention reaches half its rate. `latency_us`: of each kernel. `l2`: how
+            much faster than memory the L2 cache is. `unaligned`: share of the rate that sizes keep which tensor cores
+            do not take.
+    """
+
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+    compute: Any
+    bandwidth: Any
+    by_group: Mapping[str, Any]
+    by_units: Mapping[str, Any]
+    single: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Kernels on one GPU model: all that does not depend on what is learned, an entry a kernel.
+
+    Args:
+        compute, bandwidth: Index of the kernel's kind in `Parameters`.
+        group, units: Index into GROUPS and UNITS.
+        math_s, memory_s: At the data sheet's rates.
+        known: Share of the rate's logarithm that is not learned: padding, and attention over short texts.
+        log_filled: Of the share of the GPU that its waves of blocks fill.
+        log_sm_rate: Of the units' FLOP in an SM and clock over the usual number.
+        log_power: Of the power limit over what the chip takes.
+        depth, width, head: Sizes of products and of attention; infinite where they do not count.
+        cached: Share of the traffic that the L2 cache serves.
+        unaligned, searched: 1 where it holds.
+    """
+
+    compute: Any
+    bandwidth: Any
+    group: Any
+    units: Any
+    math_s: Any
+    memory_s: Any
+    known: Any
+    log_filled: Any
+    log_sm_rate: Any
+    log_power: Any
+    depth: Any
+    width: Any
+    head: Any
+    cached: Any
+    unaligned: Any
+    searched: Any
+
+    def converted(self, convert: Callable[[Any], Any]) -> Kernels:
+        """Return the same as arrays of another library."""
+        return Kernels(**{name: convert(column) for name, column in vars(self).items()})
+
+
+def kernels_on(
+    calls: Calls,
+    spec: DeviceSpec,
+    names: tuple[Sequence[str], Sequence[str]],
+    *,
+    channels_last: bool = False,
+    searched: bool = False,
+    half: str = "fp16",
+) -> Kernels:
+    """Return a step's kernels on one GPU model.
+
+    Args:
+        calls: The kernels.
+        spec: The GPU model.
+        names: Of `Parameters`.
+        channels_last: The convolutions' layout.
+        searched: `cudnn.benchmark`.
+        half: Type of half precision, of which only some GPUs have both at one rate: `fp16` or `bf16`.
+    """
+    bandwidth = spec.bandwidth_gb_s * 1e9
+    in_group = {name: calls.group == at for at, name in enumerate(GROUPS)}
+    attention, convolution = in_group[ATTENTION], in_group[CONVOLUTION] | in_group[GROUPED]
+    tiled = in_group[PRODUCT] | convolution
+    computes = tiled | attention | in_group[DEPTHWISE]
+    pipe, tensor, peak = _units_on(calls, spec, convolution, tiled | attention, half)
+    # Operands of 8 bits are half as wide as those of 16: at twice the rate, the units are fed as many bytes.
+    fed = peak / np.where(pipe == PIPES.index(FP8), 2.0, 1.0)
+
+    wide, narrow = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
+    tile = np.array([_TILE[pipe] for pipe in PIPES])[np.where(tensor, pipe, 0)]
+    narrow_tile = np.minimum(tile, 2.0 ** np.ceil(np.log2(np.maximum(narrow, _LEAST_WIDTH))))
+    waves = np.ceil(wide / tile) * np.ceil(narrow / narrow_tile) * calls.batch / spec.sm_count
+    splits = np.clip(calls.depth / _SPLIT_DEPTH, 1.0, _MOST_SPLITS)
+    filled = np.where(waves < 1, np.minimum(waves * splits, 1.0), waves / np.maximum(np.ceil(waves), 1.0))
+    # Below one tile `half_width` says it, and a larger batch must not take less time.
+    padded = np.where(
+        narrow > _LEAST_WIDTH, narrow / np.maximum(np.ceil(narrow / _LEAST_WIDTH) * _LEAST_WIDTH, 1.0), 1.0
+    )
+    short = np.log1p(_LENGTH_HALF / np.maximum(calls.rows, 1.0))
+    layout = "/channels_last" if channels_last else ""
+    return Kernels(
+        compute=_places(
+            [
+                tuple(f"{kind}{of_layout}/{one}" for one in units_names(pipe, units) for of_layout in (layout, ""))
+                for kind, pipe, units in zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)
+            ],
+            names[0],
+        ),
+        bandwidth=_places([(f"{kind}{layout}", kind) for kind in calls.kind], names[1]),
+        group=calls.group,
+        units=tensor.astype(int),
+        math_s=np.where(computes, calls.flops / peak, 0.0),
+        memory_s=calls.nbytes / bandwidth,
+        known=np.where(tiled, _OF_PADDING * np.log(padded), 0.0) - np.where(attention, short, 0.0),
+        log_filled=np.where(tiled, np.log(np.clip(filled, 1 / 256, 1.0)), 0.0),
+        log_sm_rate=np.log(fed / (spec.sm_count * clock_ghz(spec) * 1e9) / _USUAL_SM_RATE),
+        log_power=np.full(len(peak), _log_power(spec)),
+        depth=np.where(tiled, np.maximum(calls.depth, 1.0), np.inf),
+        width=np.where(tiled, np.maximum(narrow, 1.0), np.inf),
+        head=np.where(attention, np.maximum(calls.columns, 1.0), np.inf),
+        cached=1 / (1 + np.exp(np.clip(_SOFTNESS * (calls.nbytes / (spec.l2_mib * MIB) - _CACHED), -50, 50))),
+        unaligned=(~calls.aligned & tensor & tiled & (pipe != PIPES.index(FP32))).astype(float),
+        searched=convolution.astype(float) if searched else np.zeros(len(peak)),
+    )
+
+
+def _units_on(
+    calls: Calls, spec: DeviceSpec, convolution: np.ndarray, product: np.ndarray, half: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of each kernel the pipe, whether units for matrices do its arithmetic, and these units' FLOP/s."""
+    rates, pipe = spec.peak_tflops, calls.pipe
+    takes_tf32 = (rates.tf32 is not None) & (~convolution | spec.architecture.tf32_convolutions)
+    pipe = np.where((pipe == PIPES.index(TF32)) & ~takes_tf32, PIPES.index(FP32), pipe)
+    in_half = rates.bf16 or rates.fp16 if half == "bf16" else rates.fp16 or rates.bf16
+    pipe = np.where((pipe == PIPES.index(FP8)) & (rates.fp8 is None), PIPES.index(TENSOR), pipe)
+    has_units = np.array([one is not None for one in (rates.fp32_matrix, rates.tf32, in_half, rates.fp8)])
+    fp32 = spec.tflops("fp32")
+    tflops = np.array([fp32, spec.tflops("tf32"), in_half or fp32, rates.fp8 or fp32])
+    vectors = ~product & (pipe == PIPES.index(FP32))
+    return pipe, has_units[pipe] & ~vectors, np.where(vectors, rates.fp32, tflops[pipe]) * 1e12
+
+
+def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
+    """Return how long each kernel takes, in seconds: never less than the roofline says.
+
+    Args:
+        kernels: On a GPU model, as arrays of the library `xp`.
+        learned: The efficiencies, as arrays of `xp`.
+        xp: numpy or torch.
+    """
+    at = kernels.group, kernels.units
+    group, units, single = learned.by_group, learned.by_units, learned.single
+    share = (
+        learned.compute[kernels.compute]
+        + kernels.known
+        - group["sm_rate"][at] * kernels.log_sm_rate
+        + group["wave"][at] * kernels.log_filled
+        - xp.log1p(xp.exp(group["half_depth"][at]) / kernels.depth)
+        - xp.log1p(xp.exp(group["half_width"][at]) / kernels.width)
+        - xp.log1p(xp.exp(single["half_head"]) / kernels.head)
+        + units["power"][kernels.units] * kernels.log_power
+        + units["searched"][kernels.units] * kernels.searched
+        + single["unaligned"] * kernels.unaligned
+    )
+    math_s = kernels.math_s * xp.exp(-share.clip(max=_MOST_LOG))
+    work_s = (math_s**CORNER + traffic_s(kernels, learned, xp) ** CORNER + 1e-40) ** (1 / CORNER)
+    return work_s + xp.exp(single["latency_us"]) * 1e-6
+
+
+def traffic_s(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
+    """Return how long each kernel's traffic takes without its arithmetic and latency, in seconds. Args: as above."""
+    faster = 1 + (xp.exp(learned.single["l2"]) - 1) * kernels.cached
+    return kernels.memory_s / faster * xp.exp(-learned.bandwidth[kernels.bandwidth].clip(max=_MOST_LOG))
+
+
+def units_names(pipe: int, units: int) -> tuple[str, ...]:
+    """Return what the units of a kernel are called in the names of `Parameters.compute`, the most special one first.
+
+    TF32 has a share of its own: kernels load twice the bytes of half precision for a multiply-add.
+    """
+    return (TF32, UNITS[units]) if pipe == PIPES.index(TF32) and UNITS[units] == "tensor" else (UNITS[units],)
+
+
+def _places(names: Sequence[tuple[str, ...]], known: Sequence[str]) -> np.ndarray:
+    """Return for each name and its more general ones the index of the first that is known; else of `OTHER`."""
+    place = {name: at for at, name in enumerate(known)}
+    return np.array([next((place[name] for name in one if name in place), place[OTHER]) for one in names], dtype=int)
+
+
+def clock_ghz(spec: DeviceSpec) -> float:
+    """Return the clock that the described fp32 rate takes, in GHz."""
+    return spec.peak_tflops.fp32 * 1e3 / (2 * spec.architecture.fp32_lanes * spec.sm_count)
+
+
+def _log_power(spec: DeviceSpec) -> float:
+    watts = spec.architecture.watts_per_tflop
+    if watts is None:
+        return 0.0
+    return math.log(min(1.0, spec.power_limit_w / (spec.peak_tflops.fp32 * watts)))

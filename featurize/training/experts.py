@@ -1,0 +1,250 @@
+"""Expert parallelism: each rank keeps some of a mixture's experts, and tokens are sent to the ranks of theirs and back.
+
+Start reading at `divide_experts`. The same for a trace and for real ranks. A trace does not know where a router sends
+tokens: there, each rank receives as many as it sends.
+
+Shape suffixes: T tokens of a rank, K experts of a token, R rows that a rank receives, E width, X experts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from conf.errors import UsageError
+from featurize.job.layout import EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, Parallel
+from featurize.nets.prenorm import RoutedExperts
+from featurize.training.world import mesh_of_sizes
+
+_NAME = "experts"  # of the module that holds a mixture's experts
+_KNOWN = (
+    "a module named `experts` whose parameters are [experts, ...] and whose forward pass takes (tokens, top_k_index, "
+    "top_k_weights), as in transformers, or (tokens, num_tokens_per_expert), as in torchtitan"
+)
+
+
+def expert_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
+    """Return the ranks as experts are divided among them: replicas, shards of an expert, ranks with different experts;
+    those of each stage of a pipeline among themselves. Every rank of the job has to call it."""
+    sizes = {EXPERT_REPLICAS: parallel.ddp, EXPERT_SHARDS: parallel.expert_shards, EXPERTS: parallel.ep}
+    return mesh_of_sizes(mesh, {"stages": parallel.pp, **sizes})[tuple(sizes)]
+
+
+def divide_experts(model: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> list[list[nn.Module]]:
+    """Keep this rank's experts of each mixture, and let its forward pass exchange tokens. Changes the model.
+
+    Args:
+        model: Its optimizer is made afterwards.
+        mesh: Of the ranks that have different experts.
+        sharing: Of those among them that have the same tokens; None where each has its own. They exchange a part each.
+
+    Returns:
+        The modules that hold experts; those of one mixture are together.
+
+    Raises:
+        UsageError: The model has no mixture of a known kind, or its experts do not divide.
+    """
+    held = []
+    for path, module in list(model.named_modules()):
+        if isinstance(module, RoutedExperts):
+            if sharing is not None:
+                raise UsageError(f"parallel: ep with tp: {path} ({type(module).__name__}) is not divided; leave tp out")
+            held.append(_divide_places(path, module, mesh))
+        elif path.rpartition(".")[2] == _NAME:
+            held.append(_divide_grouped(path, module, mesh, sharing))
+    if not held:
+        raise UsageError(f"parallel: ep: the model has no experts of a known kind: {_KNOWN}")
+    return held
+
+
+def expert_counts(model: nn.Module) -> set[int]:
+    """Return how many experts the mixtures have that `divide_experts` divides: degrees of `ep` divide all of these."""
+    counts = {module.experts for module in model.modules() if isinstance(module, RoutedExperts)}
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == _NAME and not isinstance(module, nn.ModuleList):
+            sizes = _sizes_of(module)
+            if len(sizes) == 1 and _exchange_of(module) is not None:
+                counts |= sizes
+    return counts
+
+
+def _sizes_of(module: nn.Module) -> set[int]:
+    return {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() > 1}
+
+
+def _exchange_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    return _EXCHANGES.get(len(inspect.signature(module.forward).parameters))
+
+
+def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None) -> list[nn.Module]:
+    """Experts side by side in each parameter of one module."""
+    sizes, exchange, signature = _sizes_of(module), _exchange_of(module), inspect.signature(module.forward)
+    if len(sizes) != 1 or exchange is None or (sharing is not None and exchange is not _of_choices):
+        raise UsageError(f"parallel: ep: {path} ({type(module).__name__}) is not divided; what is: {_KNOWN}")
+    experts = sizes.pop()
+    _keep_own(path, module, experts, mesh)
+    if hasattr(module, "num_experts"):
+        vars(module)["num_experts"] = experts // mesh.size()
+    own, ranks = module.forward, _Ranks(mesh, experts)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        given = list(signature.bind(*args, **kwargs).arguments.values())
+        if sharing is None:
+            return exchange(own, ranks, *given)
+        return _whole(exchange(own, ranks, *(_part(one, sharing) for one in given)), len(given[0]), sharing)
+
+    # A module's own `forward` is found before its class's, whatever wrapper makes of the class.
+    vars(module)["forward"] = forward
+    return [module]
+
+
+def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[nn.Module]:
+    """Experts with as many places each: tokens move before the first of their layers, and back after the last."""
+    for name in ("rise", "fall"):
+        _keep_own(f"{path}.{name}", getattr(module, name), module.experts, mesh)
+    group = mesh.get_group()
+
+    def to_experts(_module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        parts = _exchanged(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
+        return parts.transpose(0, 1).flatten(1, 2)
+
+    def to_tokens(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        parts = out.unflatten(1, (mesh.size(), -1)).transpose(0, 1).flatten(0, 1)
+        return _exchanged(parts, None, None, group)
+
+    module.rise.register_forward_pre_hook(to_experts)
+    module.fall.register_forward_hook(to_tokens)
+    return [module.rise, module.fall]
+
+
+def _keep_own(path: str, module: nn.Module, experts: int, mesh: DeviceMesh) -> None:
+    ranks = mesh.size()
+    if experts % ranks:
+        fitting = ", ".join(str(one) for one in range(2, experts + 1) if experts % one == 0)
+        raise UsageError(
+            f"parallel: ep={ranks} does not divide the {experts} experts of {path}; of these, {fitting} do"
+        )
+    count = experts // ranks
+    first = mesh.get_local_rank() * count
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.shape[:1] == (experts,):
+            own = parameter.detach()[first : first + count].clone()
+            setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Those that have a mixture's experts."""
+
+    mesh: DeviceMesh
+    experts: int
+
+    @property
+    def own(self) -> int:
+        return self.experts // self.mesh.size()
+
+    def counts_of(self, counts_X: Tensor) -> Tensor:
+        """Return how many rows each rank sends to each of this one's experts: [ranks, own experts]."""
+        return _exchanged(counts_X.view(self.mesh.size(), self.own), None, None, self.mesh.get_group())
+
+    def sizes_of(self, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        """Return how many rows go to each rank, and how many come from each; in a trace all get alike, and the first
+        ones what is left."""
+        ranks = self.mesh.size()
+        if not sent.is_meta:
+            both: Sequence[list[int]] = torch.stack([sent.view(ranks, -1).sum(1), received.sum(1)]).tolist()
+            return both[0], both[1]
+        each = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        return each, [each[self.mesh.get_local_rank()]] * ranks
+
+    def experts_of(self, received: Tensor, rows: int) -> Tensor:
+        """Return which of this rank's experts each row is for that it receives, counted as `counts_of` returns it."""
+        if received.is_meta:
+            return torch.arange(rows, device=received.device).remainder_(self.own)
+        numbers = torch.arange(self.own, device=received.device).repeat(self.mesh.size())
+        return numbers.repeat_interleave(received.view(-1).long())
+
+    def exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return _exchanged(rows, sent, received, self.mesh.get_group())
+
+
+def _of_choices(
+    forward: Callable[..., Tensor], ranks: _Ranks, tokens_TE: Tensor, index_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Send each choice of each token to its expert, which takes it as a token's only choice; weigh what comes back."""
+    choices, (tokens, each) = index_TK.reshape(-1), index_TK.shape
+    order = torch.argsort(choices)
+    sent = torch.zeros(ranks.experts, dtype=torch.int64, device=choices.device)
+    sent.scatter_add_(0, choices, torch.ones_like(choices))
+    received = ranks.counts_of(sent)
+    outwards, inwards = ranks.sizes_of(sent, received, tokens * each)
+    rows_RE = ranks.exchanged(tokens_TE[order // each], outwards, inwards)
+    expert_R = ranks.experts_of(received, sum(inwards))
+    out_RE = forward(rows_RE, expert_R.unsqueeze(-1), rows_RE.new_ones(sum(inwards), 1))
+    back = ranks.exchanged(out_RE, inwards, outwards)
+    restored = torch.empty_like(back)
+    restored[order] = back
+    return (restored.view(tokens, each, -1) * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TE.dtype)
+
+
+def _of_groups(forward: Callable[..., Tensor], ranks: _Ranks, tokens_RE: Tensor, counts_X: Tensor) -> Tensor:
+    """Send rows that lie by expert to their ranks; there, those of one expert from all ranks are put together."""
+    received = ranks.counts_of(counts_X)
+    outwards, inwards = ranks.sizes_of(counts_X, received, len(tokens_RE))
+    rows_RE = ranks.exchanged(tokens_RE, outwards, inwards)
+    order = torch.argsort(ranks.experts_of(received, sum(inwards)), stable=True)
+    out_RE = forward(rows_RE[order], received.sum(0))
+    restored = torch.empty_like(out_RE)
+    restored[order] = out_RE
+    return ranks.exchanged(restored, inwards, outwards)
+
+
+# Arguments of a mixture's forward pass -> how its tokens are exchanged.
+_EXCHANGES: Mapping[int, Callable[..., Tensor]] = {2: _of_groups, 3: _of_choices}
+
+
+def _part(shared: Tensor, sharing: DeviceMesh) -> Tensor:
+    """Return this rank's rows of what several have; its gradient is gathered."""
+    whole = DTensor.from_local(shared, sharing, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(0)]).to_local()
+
+
+def _whole(rows: Tensor, count: int, sharing: DeviceMesh) -> Tensor:
+    """Return the rows of all ranks that share tokens."""
+    size = torch.Size((count, *rows.shape[1:]))
+    parts = DTensor.from_local(
+        rows.contiguous(), sharing, [Shard(0)], run_check=False, shape=size, stride=(rows.shape[1], 1)
+    )
+    return parts.full_tensor()
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all; its gradient goes the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.way = received, sent, group
+        made = functional.all_to_all_single(rows.contiguous(), received, sent, group)
+        return functional.wait_tensor(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(gradients[0], *ctx.way), None, None, None
+
+
+def _exchanged(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows that all ranks of a group send to this one, as many of each where sizes are None."""
+    out = _Exchange.apply(rows, sent, received, group)
+    assert isinstance(out, Tensor)
+    return out

@@ -1,0 +1,369 @@
+"""Optimizers by name: torch's and transformers' own, and those whose package needs a GPU, as they take memory.
+
+Start reading at `make_optimizer`; `OptimizerInBackward` and `OptimizerOnHost` say where and when one runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from conf.errors import EnvironmentProblem, unknown_name
+from featurize.job.trial_config import OPTIMIZERS
+from featurize.nets.vision import import_library
+from featurize.operators.autocast import replaced
+from featurize.operators.tensor_parts import mesh_of
+
+_T = TypeVar("_T")
+LEARNING_RATE = 1e-3
+# bitsandbytes' block-wise state: one byte an element, a float for each block; smaller tensors stay in 32 bits.
+STATE_BLOCK = 256
+SMALLEST_IN_8_BITS = 4096
+SMALLEST_PAGED = 100_000  # smaller state is not worth a page
+
+
+def make_optimizer(
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    *,
+    foreach: bool | None,
+    implementation: str | None = None,
+    weight_decay: float | None = None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer at learning rate 1e-3, with its library's defaults otherwise.
+
+    Args:
+        name: One of `OPTIMIZERS`. `momentum` is SGD with 0.9, `nesterov` the same with Nesterov's step.
+        parameters: What it updates.
+        foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
+            and the loop on CPU. Adafactor's default is the loop everywhere.
+        implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
+        weight_decay: None is the library's default. Where it is no part of the step itself, as in AdamW, torch adds the
+            decayed weights to a copy of the gradients: of all at once with `foreach` (`_multi_tensor_sgd` and its
+            likes in torch/optim), of one after the other with `loop`, of none with `fused`.
+
+    Raises:
+        UsageError: There is no such optimizer, or transformers is missing for its Adafactor.
+        EnvironmentProblem: bitsandbytes is missing, or the parameters are on the CPU, where it cannot run.
+    """
+    if name not in OPTIMIZERS:
+        raise unknown_name("optimizer", name, OPTIMIZERS)
+    given: list[Any] = alike(parameters)
+    known = OPTIMIZERS[name]
+    more: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
+    if known.cuda_only:
+        if all(p.is_meta for p in _parameters(given)):
+            # The kernel decays weights in place.
+            return BlockwiseAdamW(given, bits=32 if name == "paged_adamw" else 8, paged=name.startswith("paged"))
+        return _of_bitsandbytes(name, given, more)
+    if known.implementations != ("loop",):
+        more["foreach"] = foreach
+        if implementation is not None:
+            more["foreach"] = implementation == "foreach"
+        elif name == "adafactor":
+            more["foreach"] = None
+        if "fused" in known.implementations and implementation == "fused":
+            more["fused"] = True
+    with _fused_on_meta(_parameters(given)):
+        return _MAKERS[name](given, lr=LEARNING_RATE, **more)
+
+
+def _adafactor_of_transformers(parameters: list[Any], lr: float, **more: Any) -> torch.optim.Optimizer:
+    adafactor = import_library("transformers.optimization").Adafactor
+    return adafactor(parameters, lr=lr, relative_step=False, scale_parameter=False, **more)
+
+
+def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> torch.optim.Optimizer:
+    if any(p.device.type != "cuda" for p in _parameters(parameters)):
+        raise EnvironmentProblem(f"optimizer={name} runs on CUDA only; take adamw")
+    try:
+        from bitsandbytes import optim
+    except ImportError as error:
+        raise EnvironmentProblem(f"optimizer={name} needs bitsandbytes: pip install bitsandbytes") from error
+    names = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
+    return getattr(optim, names[name])(parameters, lr=LEARNING_RATE, **more)
+
+
+def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:
+    """Return the parameters of a list of them, or of groups."""
+    return [p for one in given for p in (one["params"] if isinstance(one, dict) else [one])]
+
+
+class _TensorByTensor(torch.optim.Optimizer):
+    """A step that updates one parameter after the other; a subclass sets `update`."""
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, group)
+        return loss
+
+
+class Lion(_TensorByTensor):
+    """The sign of an interpolation of momentum and gradient (arXiv 2302.06675).
+
+    State: one tensor like each parameter. A step takes two temporaries of the parameter's size.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        momentum, (short, long) = state["exp_avg"], group["betas"]
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        direction = momentum.clone().mul_(short).add(gradient, alpha=1 - short).sign_()
+        parameter.add_(direction, alpha=-group["lr"])
+        momentum.mul_(long).add_(gradient, alpha=1 - long)
+
+
+# Of `OPTIMIZERS`, those that every device runs: name -> what makes it of parameters and `lr`.
+_MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "nesterov": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adafactor": torch.optim.Adafactor,
+    "transformers_adafactor": _adafactor_of_transformers,
+    "lion": Lion,
+}
+
+
+class BlockwiseAdamW(_TensorByTensor):
+    """Memory that bitsandbytes' AdamW takes of the device; it updates nothing, so it is for meta tensors.
+
+    Two states of one byte an element and a float for every 256 of them; tensors of fewer than 4096 elements keep
+    32-bit states. All share two code books of 256 floats. The kernels work in place. Paged state lies in managed
+    memory, which the caching allocator does not hold, and which the driver moves to the host where room is short.
+    """
+
+    def __init__(self, parameters: Iterable[Any], *, bits: int, paged: bool) -> None:
+        super().__init__(parameters, {"lr": LEARNING_RATE})
+        self.bits, self.paged = bits, paged
+        self._code_books: tuple[Tensor, ...] = ()
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        if parameter not in self.state:
+            self._make_state(parameter)
+        parameter.add_(gradient)  # stands for the kernel, which makes no temporary
+
+    def _make_state(self, p: nn.Parameter) -> None:
+        small = self.bits == 32 or p.numel() < SMALLEST_IN_8_BITS
+        state = self.state[p]
+        if not (self.paged and p.numel() >= SMALLEST_PAGED):
+            dtype = torch.float32 if small else torch.uint8
+            state |= {name: torch.zeros_like(p, dtype=dtype) for name in ("state1", "state2")}
+        if small:
+            return
+        if not self._code_books:
+            self._code_books = tuple(torch.empty(256, device=p.device) for _ in range(2))
+        blocks = -(-p.numel() // STATE_BLOCK)
+        state |= {f"qmap{i + 1}": book for i, book in enumerate(self._code_books)}
+        state |= {name: torch.zeros(blocks, device=p.device) for name in ("absmax1", "absmax2")}
+
+
+class HasState(Protocol):
+    """An optimizer, as far as its state is read."""
+
+    @property
+    def state(self) -> Any: ...
+
+
+class OptimizerInBackward:
+    """An optimizer for each parameter, which steps in the backward pass and frees the gradient at once.
+
+    `around(parameter)` is entered for each step.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        around: Callable[[nn.Parameter], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self.optimizers = {p: make([p]) for p in parameters if p.requires_grad}
+        self._around = around
+        for parameter in self.optimizers:
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        optimizer = self.optimizers[parameter]
+        with self._around(parameter):
+            run_step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """The state of every parameter."""
+        return {p: state for optimizer in self.optimizers.values() for p, state in optimizer.state.items()}
+
+
+class OptimizerOnHost:
+    """State and step in host memory, as in ZeRO-Offload: gradients are copied to the host, weights copied back.
+
+    The device holds nothing of it. On meta tensors, which stand for the device, nothing is left to do.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.state: dict[Tensor, Any] = {}  # on the device
+        trained = [p for p in parameters if p.requires_grad]
+        if all(p.is_meta for p in trained):
+            return
+        self.pairs = [(p, nn.Parameter(p.detach().to("cpu", copy=True))) for p in trained]
+        self.optimizer = make([host for _, host in self.pairs])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.optimizer is None:
+            return
+        for on_device, on_host in self.pairs:
+            on_host.grad = None if on_device.grad is None else on_device.grad.to("cpu")
+        self.optimizer.step()
+        for on_device, on_host in self.pairs:
+            on_device.copy_(on_host)
+
+
+def run_step(optimizer: torch.optim.Optimizer) -> None:
+    """Step; also the fused implementation on meta tensors, which torch reserves for real devices.
+
+    There, counters on the host, one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long
+    as all else. Both replace parts of PyTorch: no other thread may trace meanwhile.
+    """
+    parameters = _parameters(optimizer.param_groups)
+    if not any(p.is_meta for p in parameters):
+        optimizer.step()
+        return
+    module, name = sys.modules.get(type(optimizer).__module__), "_get_value"
+    read = getattr(module, name, None)  # each optimizer of PyTorch's imports its own
+    reads = contextlib.nullcontext() if read is None else replaced(module, name, functools.partial(_host_value, read))
+    with _fused_on_meta(parameters), reads:
+        optimizer.step()
+
+
+def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
+    counts = type(value) is Tensor and value.is_cpu and not value.requires_grad and value.dtype is torch.float32
+    return ctypes.c_float.from_address(value.data_ptr()).value if counts else read(value)
+
+
+def state_tensors(optimizer: HasState) -> Iterator[Tensor]:
+    """Every tensor of the optimizer's state."""
+    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+@contextlib.contextmanager
+def _fused_on_meta(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    name = "_get_fused_kernels_supported_devices"
+    known = getattr(torch_optimizer, name, None)
+    # There are releases that do not ask. Real training may go on in another thread: nothing of it is replaced.
+    if known is None or not any(p.is_meta for p in parameters):
+        yield
+        return
+    with replaced(torch_optimizer, name, lambda: [*known(), "meta"]):
+        yield
+
+
+@torch.no_grad()
+def clip_norm(gradients: list[Tensor], largest: float) -> None:
+    """Scale the gradients in place so that the norm of all is at most `largest`, as `clip_grad_norm_` does on CUDA:
+    one norm a tensor, their norm, and one pass of for-each kernels."""
+    groups = by_kind(gradients)
+    norms = [norm for group in groups for norm in torch._foreach_norm(group)]
+    if not norms:
+        return
+    # Those of one mesh are reduced together.
+    totals = [
+        torch.linalg.vector_norm(torch.stack([norm.float() for norm in of_mesh]))
+        for of_mesh in _grouped(norms, mesh_of)
+    ]
+    total = totals[0]
+    if len(totals) > 1:
+        total = torch.linalg.vector_norm(torch.stack([_whole(one) for one in totals]))
+    factor = torch.clamp(largest / (total + 1e-6), max=1.0)
+    for group in groups:
+        torch._foreach_mul_(group, factor)
+
+
+@torch.no_grad()
+def clip_value(gradients: list[Tensor], largest: float) -> None:
+    """Clamp the gradients in place to [-largest, largest]."""
+    for group in by_kind(gradients):
+        torch._foreach_clamp_min_(group, -largest)
+        torch._foreach_clamp_max_(group, largest)
+
+
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups that for-each kernels take: of one type, and of one mesh of ranks."""
+    return _grouped(tensors, _kind_of)
+
+
+def _grouped(items: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
+    groups: dict[object, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _kind_of(tensor: Tensor) -> object:
+    return tensor.dtype, mesh_of(tensor)
+
+
+def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """Return parameters as an optimizer takes them: in a group for each mesh of ranks, which for-each kernels cannot
+    mix."""
+    groups = _grouped(parameters, mesh_of)
+    return [{"params": group} for group in groups] if len(groups) > 1 else [one for group in groups for one in group]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The value of a distributed tensor on each rank."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class MovingAverage:
+    """Exponential moving averages of a model's parameters and buffers, beside them on the device."""
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        self.decay = decay
+        self._sources = [*model.parameters(), *model.buffers()]
+        with torch.no_grad():
+            self.tensors = [t.detach().clone() for t in self._sources]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        pairs = [(a, s.detach()) for a, s in zip(self.tensors, self._sources, strict=True) if a.is_floating_point()]
+        for group in _grouped(pairs, lambda pair: _kind_of(pair[0])):
+            torch._foreach_lerp_([ours for ours, _ in group], [theirs for _, theirs in group], 1 - self.decay)

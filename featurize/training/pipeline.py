@@ -1,0 +1,449 @@
+"""Ranks of a pipeline in a trace: PyTorch's own schedule runs, over stages on meta tensors that send nothing.
+
+Start reading at `trace_ranks`, and at `PipelineRank` for one of them. What `schedules_on_meta` replaces is private to
+PyTorch. Real ranks test it with the installed release (tests/featurize/test_pipelines.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+from conf.errors import UsageError
+from featurize.job.layout import Parallel
+from featurize.operators.replacing import replaced
+from featurize.recording.batches import Inputs, named_tensors, tensors_of
+from featurize.recording.deeper import built_to_shorten
+from featurize.recording.skeleton import on_meta
+from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAlike, StagePass, StepTrace
+from featurize.timing.collectives import SEND
+from featurize.timing.pipeline_time import AXIS, noted_micro_batches, orders_of, schedule_class
+from featurize.training.data_parallel import Replica
+from featurize.training.repeated_passes import BACKWARD, FORWARD, LOSS, DoesNotRepeat, RepeatedPasses
+from featurize.training.sharded_rank import ShardedRank
+from featurize.training.sharding import DTYPES, shard_units, split_modules, units
+from featurize.training.shards_on_meta import ShardStates
+from featurize.training.stages import Stage, Survey, cut, like, starts_of, surveyed
+from featurize.training.streams import Streams
+from featurize.training.training_step import TrainingStep
+
+
+class TracedStage(PipelineStage):
+    """PyTorch's stage, which says what begins and what its memory is for.
+
+    Args:
+        stage: The model that runs.
+        number: Of the stage.
+        rank: That has it, and hears of each pass that begins.
+        group: Of the ranks of the pipeline.
+        replica: The wrapper of the stage's model, where data parallelism replicates it.
+    """
+
+    def __init__(
+        self, stage: Stage, number: int, rank: PipelineRank, group: dist.ProcessGroup, replica: Replica | None
+    ) -> None:
+        parallel = rank.parallel
+        super().__init__(
+            stage.model,
+            number,
+            parallel.stages,
+            torch.device("meta"),
+            group=group,
+            input_args=example_of(stage.received, parallel),
+            output_args=example_of(stage.given, parallel),
+        )
+        self._inference_mode = InferenceMode.STATIC
+        self._rank, self._replica, self._micro_batch = rank, replica, 0
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._begin("forward", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        def compute() -> list[Tensor]:
+            output = super(TracedStage, self).forward_maybe_with_nosync(*args, **kwargs)
+            if isinstance(output, AsyncCollectiveTensor):  # a collective makes it, and it is sent next
+                output.trigger_wait()
+            if not self.is_last:
+                self._rank.leave()
+            return [output]
+
+        return self._run(FORWARD, compute)[0]
+
+    def loss(self, compute: Callable[[], Tensor]) -> Any:
+        """Return the loss of the micro-batch whose forward pass was the last one. Args: `compute()` is it."""
+
+        def computed() -> list[Tensor]:
+            loss = compute()
+            self._rank.leave()
+            return [loss]
+
+        return self._run(LOSS, computed)[0]
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._begin("backward", bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if self._replica is not None:
+            self._replica.synchronizes = last_backward
+
+        def compute() -> Sequence[Tensor | None]:
+            gradients, _ = super(TracedStage, self).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            return gradients
+
+        return tuple(self._run(BACKWARD, compute)), None
+
+    def _run(self, kind: str, compute: Callable[[], Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
+        return self._rank.passes.run(kind, self.stage_index, self._micro_batch, compute)
+
+    def _begin(self, phase: str, micro_batch: int) -> None:
+        self._micro_batch = micro_batch
+        self._rank.begin_pass(phase, self.stage_index, micro_batch)
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        self._name_buffers(self.args_recv_info)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        self._name_buffers(self.grad_recv_info)
+
+    def _name_buffers(self, infos: Mapping[int, Sequence[Any]]) -> None:
+        buffers = [info.buffer for several in infos.values() for info in several if info.buffer is not None]
+        self._rank.recorder.memory.name(buffers, COMMUNICATION)
+
+
+class _Message:
+    """A message that is under way. What is sent lives as long as this (ProcessGroupNCCL.cpp, `pointToPoint`: a work's
+    `outputs_`), also after it was waited for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def schedules_on_meta(streams: Streams) -> Iterator[None]:
+    """While entered, schedules need no other rank: stages bring the shapes of what they receive, and messages are noted
+    on the streams."""
+
+    def batched(messages: Sequence[dist.P2POp], desc: str | None = None) -> list[_Message]:
+        under_way = []
+        for one in messages:
+            tensor = one.tensor
+            if isinstance(tensor, AsyncCollectiveTensor):  # a collective makes it
+                tensor = tensor.trigger_wait()
+            if one.op is dist.isend:
+                streams.send(SEND, tensor.nbytes, AXIS, asynchronous=True)
+            under_way.append(_Message(tensor))
+        return under_way
+
+    logger = logging.getLogger("torch.distributed.pipelining")
+    with (
+        replaced(schedules, "_batch_p2p", batched),
+        replaced(schedules._PipelineSchedule, "_warmup_p2p", lambda *_: None),
+        replaced(logger, "disabled", True),  # the whole schedule where a stage fails
+        replaced(schedules.logger, "disabled", True),
+    ):
+        yield
+
+
+def example_of(tensor: Tensor | None, parallel: Parallel) -> Tensor | tuple[()]:
+    """Return a tensor like that which stages send each other: FSDP2 lets modules compute in its own type."""
+    if tensor is None:
+        return ()
+    casts = parallel.sharded > 1 and tensor.is_floating_point()
+    return like(tensor, DTYPES[parallel.param_dtype] if casts else None)
+
+
+class Parts(nn.Module):
+    """A model once for each stage of a rank that has several. Its forward pass is that of one of them."""
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        super().__init__()
+        for number in range(count):
+            self.add_module(f"part{number}", model if number == 0 else on_meta(model))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return next(self.children())(*args, **kwargs)
+
+
+class PipelineRank(ShardedRank):
+    """A rank's part of a pipeline: makes its stages of a whole model, and runs steps of them.
+
+    Args:
+        parallel, mesh, streams, experts: As of any rank.
+        rank: Which of all ranks, from 0.
+        every_pass: Each pass of each micro-batch runs; False: passes that are alike are repeated.
+    """
+
+    keeps_operators = True
+    passes: RepeatedPasses
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        mesh: DeviceMesh,
+        streams: Streams,
+        experts: DeviceMesh | None,
+        rank: int,
+        *,
+        every_pass: bool,
+    ) -> None:
+        super().__init__(parallel, mesh, streams, experts)
+        self._place, self._every_pass = rank // parallel.of_stage, every_pass
+        self._numbers = [self._place + part * parallel.pp for part in range(parallel.parts)]
+        self._stages: list[Stage] = []
+        self._begun: list[StagePass] = []
+        self._part = PipelinePart(kinds=(), starts=(), sent=(), passes=(), end=0)
+
+    # -- making it
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Return a model as many times as this rank has stages."""
+        return model if len(self._numbers) == 1 else Parts(model, len(self._numbers))
+
+    def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
+        super().wrap(step, inputs)
+        self.parameters //= self.parallel.parts  # each stage was made of all
+
+    def _wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        """Leave in a model what this rank's stages need, and wrap them as the layout says. Changes the model.
+
+        Args:
+            model: What `prepare` gave, with the types that it trains with.
+            inputs: Of the whole batch.
+
+        Raises:
+            UsageError: The batch does not divide, or the model cannot be cut.
+        """
+        recorder = self.recorder  # which records only names of modules meanwhile
+        recorder.values.learn(tensors_of(inputs), default=1)
+        for name, tensor in named_tensors(inputs):
+            if tensor.dim() == 0 or tensor.shape[0] % self.parallel.chunks:
+                raise UsageError(
+                    f"parallel: pp: {name} of shape {list(tensor.shape)} does not divide into {self.parallel.chunks} "
+                    "micro-batches along its first dimension; change the batch, or micro_batches"
+                )
+        parts = [model] if len(self._numbers) == 1 else list(model.children())
+        for part, number in zip(parts, self._numbers, strict=True):
+            recorder.name_modules(part)
+            with recorder.watched():
+                self._stages.append(self._stage(part, number, _first_chunk(inputs, self.parallel.chunks)))
+        for stage in self._stages:
+            stage.pause = lambda paused: setattr(recorder, "paused", paused)
+        return model
+
+    def _stage(self, model: nn.Module, number: int, inputs: Inputs) -> Stage:
+        parallel = self.parallel
+        mixtures = split_modules(model, parallel, self._mesh, self._experts)
+        computed = DTYPES[parallel.param_dtype] if parallel.sharded > 1 else None
+        with torch.enable_grad():
+            survey = surveyed(model, inputs, parallel.stages, computed)
+        starts = starts_of(survey, parallel)
+        gathered = units(model, parallel.wrap) if parallel.sharded > 1 else []
+        if not self._stages:
+            given = [example_of(survey.outputs[at - 1], parallel) for at in starts[1:-1]]
+            self._part = replace(
+                self._part,
+                kinds=_kinds(survey, starts),
+                starts=tuple(survey.paths[at] for at in starts[1:-1]),
+                sent=tuple(one.nbytes for one in tensors_of(given)),
+            )
+        stage = cut(model, survey, starts[number], starts[number + 1], inputs)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(f"parallel: pp: stage {number} has nothing to train")
+        left = {id(module) for module in model.modules()}
+        own = [module for module in gathered if id(module) in left]
+        held = [modules for modules in mixtures if id(modules[0]) in left]
+        shard_units(model, parallel, self._mesh, own, self._experts, held)
+        return stage
+
+    def begin(self, step: TrainingStep, inputs: Inputs, target: Tensor | None) -> None:
+        """Make PyTorch's schedule of the stages, which `run` runs.
+
+        Args:
+            step: Whose model `wrap` wrapped.
+            inputs: Of the whole batch.
+            target: Likewise; None where the model computes its loss itself.
+        """
+        parallel, self._step = self.parallel, step
+        if parallel.replicates:
+            self._replicas = [Replica(stage.model, self.recorder, parallel, axis="ddp") for stage in self._stages]
+        self.passes = self._repeated_passes((*tensors_of(inputs), *tensors_of(target)))
+        group = self._mesh.get_group(AXIS)
+        replicas: Sequence[Replica | None] = self._replicas or [None] * len(self._stages)
+        stages = [
+            TracedStage(stage, number, self, group, replica)
+            for stage, number, replica in zip(self._stages, self._numbers, replicas, strict=True)
+        ]
+        whole = target is None or target.dim() == 0
+        scale, last = step.settings.accumulation, self._stages[-1]
+
+        def loss_of(_output: Any, chunk: Tensor) -> Tensor:
+            def compute() -> Tensor:
+                loss = step.loss(last.output(), target if whole else chunk)
+                return loss / scale if scale > 1 else loss
+
+            return stages[-1].loss(compute)
+
+        self._schedule = schedule_class(parallel)(
+            stages[0] if parallel.parts == 1 else stages, n_microbatches=parallel.chunks, loss_fn=loss_of
+        )
+        self._targets = torch.empty(parallel.chunks, device="meta") if whole else target
+
+    def _repeated_passes(self, batch: Sequence[Tensor]) -> RepeatedPasses:
+        """The first micro-batch makes gradients, and what modules keep; with the last one, replicas reduce."""
+        parallel, recorder = self.parallel, self.recorder
+        states = {
+            number: ShardStates(stage.model, recorder, self._streams)
+            for stage, number in zip(self._stages, self._numbers, strict=True)
+        }
+        noted = None
+        if not self._every_pass:
+            noted = noted_micro_batches(orders_of(parallel)[self._place], by_state=parallel.sharded > 1)
+        unlike = (0, parallel.chunks - 1) if self._replicas else (0,)
+        known = [values for one in batch if (values := recorder.values.of(one)) is not None and values.dim()]
+        chunks = [one.chunk(parallel.chunks) for one in known]
+        differ = any(not torch.equal(chunk, of_one[0]) for of_one in chunks for chunk in of_one)
+        return RepeatedPasses(recorder, self._streams, states, noted, unlike, values_differ=differ)
+
+    # -- running it
+
+    def held(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
+        """Return what of a batch lies on this rank: the inputs on the first one, what the loss needs on the last,
+        as the labels from which transformers' models compute theirs."""
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        of_inputs = [one for one in tensors_of(inputs) if one is not labels] if self._stages[0].first else []
+        of_loss = list(tensors_of((labels, target))) if self._stages[-1].last else []
+        return (*of_inputs, *of_loss)
+
+    def run(self, inputs: Inputs, _target: Tensor | None) -> None:
+        """Run one optimizer step on a batch; accumulated ones run the schedule several times."""
+        step = self._step
+        step.zero_grad()
+        self._begun.clear()
+        for replica in self._replicas:
+            replica.rebuild()
+        for number in range(step.settings.accumulation):
+            if number:
+                step.on_batch()
+            step.on_phase("forward")
+            args: Sequence[object] = ()
+            kwargs: Mapping[str, object] = {}
+            if self._stages[0].first:
+                given = step.converted(inputs)
+                args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
+            losses: list[Tensor] = []
+            self.passes.begin_schedule()
+            output = self._scheduled(args, kwargs, losses)
+            step.hold(output, losses)
+            del output, losses, args, kwargs
+        self._part = replace(self._part, passes=tuple(self._begun), end=len(self.recorder.log.operators))
+        step.update()
+
+    def _scheduled(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
+        """Run PyTorch's schedule. Errors of a stage are its own: PyTorch wraps them, with all shapes."""
+        target, returns = self._targets if self._stages[-1].last else None, not self.parallel.drop_outputs
+        own: BaseException | None = None
+        try:
+            return self._schedule.step(*args, target=target, losses=losses, return_outputs=returns, **kwargs)
+        except RuntimeError as error:
+            if error.__cause__ is None or "ailed to run" not in str(error):
+                raise
+            own = error.__cause__
+        raise own  # outside of the handler: else each would be the other's cause
+
+    def begin_pass(self, phase: str, stage: int, micro_batch: int) -> None:
+        """Begin a stage's pass over a micro-batch."""
+        self._begun.append(StagePass(phase, stage, micro_batch, len(self.recorder.log.operators)))
+        self._step.on_phase(phase)
+
+    def leave(self) -> None:
+        """End a forward pass with its loss: autocast forgets what it cast."""
+        self._step.on_phase("forward")
+
+    def part(self) -> PipelinePart:
+        """Return what the last step was made of."""
+        return self._part
+
+
+def _first_chunk(inputs: Inputs, chunks: int) -> Inputs:
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    of_args, of_kwargs = split_args_kwargs_into_chunks(args, kwargs, chunks)
+    return of_kwargs[0] if kwargs else of_args[0]
+
+
+def _kinds(survey: Survey, starts: Sequence[int]) -> tuple[str, ...]:
+    members = survey.members()
+    kinds = []
+    for begin, end in itertools.pairwise(starts):
+        texts: list[object] = [begin == 0, end == len(members)]
+        for member in members[begin:end]:
+            tensors = [(name, one.shape, one.dtype, one.requires_grad) for name, one in member.named_parameters()]
+            texts.append((repr(member), tensors))
+        kinds.append(hashlib.sha256(repr(texts).encode()).hexdigest()[:16])
+    return tuple(kinds)
+
+
+def trace_ranks(of_rank: Callable[[int, bool], StepTrace], parallel: Parallel, rank: int | None = None) -> StepTrace:
+    """Return the trace of the rank with the most bytes alive, with those of all others in its `pipeline.groups`.
+
+    Ranks are of one kind whose stages hold modules that are alike. The first of them has the most micro-batches in
+    flight, whatever the schedule.
+
+    Args:
+        of_rank: Gives the trace of one of all ranks; its second argument is `every_pass` of `trace_step`.
+        parallel: The job, with a pipeline.
+        rank: The only one that is wanted, of all ranks. None: all of them.
+    """
+
+    def trace_rank(number: int) -> StepTrace:
+        try:
+            return of_rank(number, False)
+        except DoesNotRepeat:
+            return of_rank(number, True)
+
+    if rank is not None:
+        return trace_rank(rank)
+    first = trace_rank(0)
+    assert first.pipeline is not None, "a rank of a pipeline"
+    members: dict[Hashable, list[int]] = {}
+    for place in range(parallel.pp):
+        members.setdefault(first.pipeline.kinds[place :: parallel.pp], []).append(place)
+    groups = tuple(
+        RanksAlike(tuple(places), trace_rank(places[0] * parallel.of_stage) if places[0] else first)
+        for places in members.values()
+    )
+    worst = max((group.trace for group in groups), key=lambda trace: trace.peak_live_bytes)
+    assert worst.pipeline is not None
+    return replace(worst, pipeline=replace(worst.pipeline, groups=groups))
+
+
+def built_once(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[], nn.Module]:
+    """Return a model that all ranks can be cut from; a factory where a copy would not be like what it makes."""
+    if isinstance(model, nn.Module):
+        return model
+    try:
+        return built_to_shorten(model) or model
+    except Exception:  # a factory may raise anything, and the trace says so
+        return model

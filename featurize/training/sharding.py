@@ -1,0 +1,298 @@
+"""A model whose parameters are spread over ranks, wrapped as its user would wrap it.
+
+Start reading at `wrapped` for real ranks, and at `shard`, which is the same for a trace and for real ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import Shard
+
+from conf.errors import UsageError
+from featurize.job.layout import EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, MODES, OWN, WRAPPED, Parallel
+from featurize.nets.checkpointing import repeated_blocks
+from featurize.operators.tensor_parts import local_tensor
+from featurize.training.data_parallel import own_part
+from featurize.training.experts import divide_experts
+from featurize.training.optimizers import run_step
+from featurize.training.tensor_plan import apply_plan
+
+_PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+_STRATEGIES = {  # whether parameters are freed after the forward pass, whether there are replicas
+    (True, False): ShardingStrategy.FULL_SHARD,
+    (False, False): ShardingStrategy.SHARD_GRAD_OP,
+    (True, True): ShardingStrategy.HYBRID_SHARD,
+    (False, True): ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
+class FlatShards(FullyShardedDataParallel):
+    """The outermost wrapper of a model. `accumulates` says that micro-steps but the last leave gradients whole."""
+
+    accumulates = False
+
+    def between_updates(self) -> contextlib.AbstractContextManager[object]:
+        """Return what micro-steps but the last of a step run in."""
+        return self.no_sync() if self.accumulates else contextlib.nullcontext()
+
+
+def shard_flat(
+    model: nn.Module, parallel: Parallel, mesh: DeviceMesh, chosen: Sequence[nn.Module], types: MixedPrecision
+) -> FlatShards:
+    """Shard flat parameters, their gradients and optimizer state with FSDP1. Changes the model, and returns what
+    trains.
+
+    Args:
+        model: Its optimizer is made afterwards.
+        parallel: The degrees and FSDP1's own settings.
+        mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
+        chosen: The modules around which a wrapper goes, besides the model.
+        types: Those of gathered parameters and of reduced gradients.
+
+    Raises:
+        UsageError: A unit has frozen and other parameters, which `use_orig_params=false` does not allow, or
+            parameters of several types.
+    """
+    shards = mesh.get_group("fsdp")
+    replicas = parallel.ddp > 1
+    members = {id(one) for one in chosen}
+    device = next(model.parameters()).device
+    try:
+        wrapper = FlatShards(
+            model,
+            process_group=(shards, mesh.get_group("ddp")) if replicas else shards,
+            sharding_strategy=_STRATEGIES[parallel.reshard_after_forward is not False, replicas],
+            auto_wrap_policy=CustomPolicy(lambda module: id(module) in members),
+            backward_prefetch=_PREFETCHES[parallel.backward_prefetch],
+            mixed_precision=types,
+            limit_all_gathers=parallel.limit_all_gathers,
+            use_orig_params=parallel.use_orig_params,
+            device_id=torch.device("cpu") if device.type == "cpu" else None,
+        )
+    except ValueError as error:
+        if "uniform" not in str(error) and "requires_grad" not in str(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        way_out = "give its parameters one type, or use fsdp_version=2"
+        if "requires_grad" in reason:
+            way_out = "a unit with frozen and other parameters needs use_orig_params=true"
+        raise UsageError(
+            f"parallel: FullyShardedDataParallel does not flatten what a unit holds ({reason}); {way_out}"
+        ) from error
+    wrapper.accumulates = parallel.no_sync
+    return wrapper
+
+
+DTYPES: Mapping[str | None, torch.dtype | None] = {
+    None: None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> nn.Module:
+    """Split modules by plan, divide experts, then shard parameters, gradients and optimizer state with FSDP. Changes
+    the model, and returns what trains: the model itself, or FSDP1's wrapper of it.
+
+    Args:
+        model: Its optimizer is made afterwards.
+        parallel: The degrees and FSDP2's own settings.
+        mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
+        experts: As `featurize.training.experts.expert_mesh` returns it, where there is `ep`.
+
+    Raises:
+        UsageError: There is no module of a class that `wrap` names; the plan or `ep` does not fit the model.
+    """
+    if parallel.flat:
+        types = MixedPrecision(param_dtype=DTYPES[parallel.param_dtype], reduce_dtype=DTYPES[parallel.reduce_dtype])
+        return shard_flat(model, parallel, mesh, units(model, parallel.wrap), types)
+    mixtures = split_modules(model, parallel, mesh, experts)
+    if parallel.sharded > 1:
+        shard_units(model, parallel, mesh, units(model, parallel.wrap), experts, mixtures)
+    return model
+
+
+def split_modules(
+    model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: DeviceMesh | None = None
+) -> list[list[nn.Module]]:
+    """Split modules by plan and divide experts, where the layout has ranks that share them. Changes the model.
+
+    Args:
+        model, parallel, mesh, experts: As `shard`.
+
+    Returns:
+        Modules with the experts of each mixture, as `featurize.training.experts.divide_experts` does.
+    """
+    if parallel.tp > 1:
+        apply_plan(model, parallel.tp_plan, mesh["tp"], whole_experts=parallel.ep > 1)
+    if experts is None:
+        return []
+    return divide_experts(model, experts[EXPERTS], mesh["tp"] if parallel.tp > 1 else None)
+
+
+def shard_units(
+    model: nn.Module,
+    parallel: Parallel,
+    mesh: DeviceMesh,
+    chosen: Sequence[nn.Module],
+    experts: DeviceMesh | None = None,
+    mixtures: Sequence[list[nn.Module]] = (),
+) -> None:
+    """Shard parameters with FSDP2, where the layout does. Changes the model.
+
+    Args:
+        model: Whose parameters outside of the units are one more unit.
+        parallel: The degrees and FSDP2's own settings.
+        mesh: As `shard`.
+        chosen: What `units` returns.
+        experts: As `shard`.
+        mixtures: Modules with the experts of each mixture, as `divide_experts` returns them.
+    """
+    if parallel.sharded == 1:
+        return
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[parallel.param_dtype], reduce_dtype=DTYPES[parallel.reduce_dtype]
+        ),
+        "offload_policy": CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy(),
+    }
+    if parallel.reshard_after_forward is not None:  # torch 2.6 does not take None for its own choice
+        options["reshard_after_forward"] = parallel.reshard_after_forward
+    if experts is not None:
+        _shard_experts(mixtures, parallel, experts, options)
+    own = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
+    for unit in (*chosen, model):
+        fully_shard(unit, mesh=own, **options)
+
+
+def _shard_experts(
+    mixtures: Sequence[list[nn.Module]], parallel: Parallel, mesh: DeviceMesh, options: dict[str, Any]
+) -> None:
+    """Spread each rank's experts over those that have the same ones, in units of their own."""
+    kept = parallel.reshard_after_forward
+    if isinstance(kept, int) and not isinstance(kept, bool):
+        options = {**options, "reshard_after_forward": True}
+    own = mesh[EXPERT_REPLICAS, EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
+    ranks = parallel.expert_shards
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        """Spread fewer experts than ranks along their next dimension, as torchtitan: FSDP2 would gather padding."""
+        few = parameter.dim() > 1 and len(parameter) < ranks and parameter.shape[1] % ranks == 0
+        return Shard(1) if few else None
+
+    for modules in mixtures:
+        unit = fully_shard(modules, mesh=own, shard_placement_fn=place, **options)
+        for one in unit:
+            if isinstance(one, FSDPModule):
+                # Of an expert's gradients, all ranks' batches are the mean: a sum, divided by itself.
+                one.set_gradient_divide_factor(float(parallel.ddp * parallel.sharded))
+                one.set_force_sum_reduction_for_comms(ranks > 1)
+
+
+def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
+    """Return the modules whose parameters are gathered together, inner ones first; the rest is the model's own unit.
+
+    Args:
+        model: Whose modules.
+        classes: Names of their classes. None: the repeated blocks; none of these where the model has none.
+    """
+    if classes is None:
+        return repeated_blocks(model)
+    chosen = [module for module in model.modules() if type(module).__name__ in classes and module is not model]
+    known = {type(module).__name__ for module in chosen}
+    if missing := [name for name in classes if name not in known]:
+        there = sorted({type(module).__name__ for module in model.modules() if any(module.children())})
+        raise UsageError(
+            f"parallel: wrap: the model has no module of class {', '.join(missing)}; it has {', '.join(there)}"
+        )
+    return chosen[::-1]
+
+
+def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
+    """Return the model as a rank trains it: in `DistributedDataParallel`, or its parts of what ranks share.
+
+    Args:
+        model: On this rank's device, with the parameters and types that it trains with.
+        parallel: The job's layout. The default process group has its ranks.
+
+    Raises:
+        UsageError: A mode that real ranks do not run in yet; a plan or a class that the model does not have.
+    """
+    unknown = [name for name in (*MODES, EXPERTS, OWN) if name not in WRAPPED and getattr(parallel, name, 1) > 1]
+    if unknown:
+        raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
+    if parallel.replicates and parallel.tp > 1:
+        raise UsageError("parallel: ddp with tp: real ranks need fsdp there, as in ddp=2,fsdp=4,tp=2")
+    if parallel.zero:
+        raise UsageError(
+            f"parallel: zero={parallel.zero}: real ranks do not run DeepSpeed; estimate it, or simulate it with "
+            "device=A100-SXM4-40GB"
+        )
+    if parallel.shards:
+        device = next(model.parameters()).device.type
+        names = tuple(parallel.axes)
+        return shard(model, parallel, init_device_mesh(device, tuple(parallel.axes.values()), mesh_dim_names=names))
+    # torch 2.13 warns of the argument, whatever it is, and has no other that means the same.
+    buffers: dict[str, Any] = {} if parallel.broadcast_buffers else {"broadcast_buffers": False}
+    return nn.parallel.DistributedDataParallel(
+        model,
+        bucket_cap_mb=parallel.bucket_cap_mb,
+        find_unused_parameters=parallel.find_unused_parameters,
+        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
+        static_graph=parallel.static_graph,
+        **buffers,
+    )
+
+
+class LocalOptimizer:
+    """Updates parts of parameters; gradients are read, and freed, where the wrapper leaves them.
+
+    Args:
+        parameters: Of the wrapped model.
+        make: Gives the optimizer of some parameters; an elementwise one.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        self._pairs = [(p, nn.Parameter(local_tensor(p.detach()), requires_grad=p.requires_grad)) for p in parameters]
+        self._optimizer = make([own for _, own in self._pairs])
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's own."""
+        return self._optimizer.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients, or fill them with zeros."""
+        for parameter, _ in self._pairs:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                local_tensor(parameter.grad).zero_()
+
+    def step(self) -> None:
+        for parameter, own in self._pairs:
+            own.grad = None if parameter.grad is None else own_part(parameter.grad, parameter)
+        run_step(self._optimizer)
+        for _, own in self._pairs:
+            own.grad = None

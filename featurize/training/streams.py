@@ -1,0 +1,260 @@
+"""The streams of a GPU in a trace: on which one memory is taken, and which collectives its kernels wait for.
+
+Start reading at `Streams`, which stands for `torch.cuda` where PyTorch's wrappers ask a device for its streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from featurize.recording.step_trace import Collective
+
+if TYPE_CHECKING:
+    from featurize.recording.recorder import Recorder
+
+MAIN = 0  # the stream of the kernels
+_BESIDE = -1  # that of a process group, for collectives that are asynchronous
+
+
+Moments: TypeAlias = list[tuple[int, dict[int, int]]]
+
+
+class Since(NamedTuple):
+    """A moment of a step: how many operators and collectives come before."""
+
+    operators: int
+    collectives: int
+
+
+class Streams:
+    """Streams and events of the GPU on which a trace runs.
+
+    A stream's work waits for what the stream was told to wait for, and the host for events that it synchronizes
+    with. A moment is the number of the step's operators that come before it; operators of all streams count as the
+    kernels'.
+
+    recorder   hears on which stream memory is taken; None while the model is built
+    sent       collectives of the step
+    main       the stream of the kernels
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self._all = [OneStream(self, MAIN)]
+        self._current = self.main = self._all[MAIN]
+        self.sent: list[SentNote] = []
+        self._host_after = 0  # what begins now comes after so many operators, for which the host has waited
+
+    # -- what torch.cuda has
+
+    def Stream(self, priority: int = 0) -> OneStream:
+        self._all.append(OneStream(self, len(self._all)))
+        return self._all[-1]
+
+    def Event(self, *_: object, **__: object) -> StreamMoment:
+        return StreamMoment(self)
+
+    def current_stream(self, _device: object = None) -> OneStream:
+        return self._current
+
+    @contextlib.contextmanager
+    def stream(self, stream: OneStream | None) -> Iterator[None]:
+        """Make a stream the current one, for a while."""
+        before = self._current
+        self._enter(stream or before)
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def current_device(self) -> int:
+        return MAIN
+
+    def is_available(self) -> bool:
+        return True
+
+    # -- what the trace says and asks
+
+    def begin_step(self) -> None:
+        """Forget the collectives of the step before, for which its optimizer waited."""
+        self.sent, self._host_after = [], 0
+        for stream in self._all:
+            stream.after, stream.done = 0, {}
+
+    def send(self, kind: str, nbytes: int, axis: str, *, asynchronous: bool = False) -> int:
+        """Note a collective, and return its number.
+
+        Args:
+            kind: Of `featurize.timing.collectives.KINDS`.
+            nbytes: As `Collective` has them.
+            axis: Whose ranks take part.
+            asynchronous: It runs beside the current stream, which waits for it later.
+        """
+        stream, number = self._current, len(self.sent)
+        after = max(stream.moment(), self._host_after)
+        self.sent.append(SentNote(kind, nbytes, axis, _BESIDE if asynchronous else stream.number, after))
+        if not asynchronous:
+            stream.done[stream.number] = number
+            if stream.number == MAIN:
+                self.wait_for(number)
+        return number
+
+    def repeat(self, one: SentNote, began: Since, later: Since) -> None:
+        """Note a collective like another one.
+
+        Args:
+            one: Of a pass that is repeated.
+            began: When that pass began.
+            later: So much later the repeated one begins.
+        """
+        after = max(one.after + later.operators, 0)
+        if one.after < began.operators and one.stream > MAIN:  # what it waited for came before the pass
+            after = self._all[one.stream].after
+        before = None if one.before is None else one.before + later.operators
+        self.sent.append(dataclasses.replace(one, after=after, before=before))
+
+    def moments(self) -> Moments:
+        """Return of each stream what its work waits for: so many operators, and collectives of others."""
+        return [(stream.after, dict(stream.done)) for stream in self._all]
+
+    def repeat_moments(self, before: Moments, after: Moments, later: Since) -> None:
+        """Make each stream wait for what it came to wait for between two moments, so much later in the step."""
+        for stream, (first, done), (last, all_done) in zip(self._all, before, after, strict=False):
+            if last != first:
+                stream.after = max(stream.after, last + later.operators)
+            for other, number in all_done.items():
+                if number != done.get(other):
+                    stream.done[other] = max(stream.done.get(other, -1), number + later.collectives)
+
+    def since(self) -> Since:
+        """Return the present moment of the step."""
+        return Since(self.now(), len(self.sent))
+
+    def wait_for(self, number: int) -> None:
+        """Make the kernels wait for one collective."""
+        if self.sent[number].before is None:
+            self.sent[number].before = self.now()
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return what was sent in the step, in its order. What no kernel waits for ends with the step."""
+        end = self.now()
+        return tuple(
+            Collective(one.kind, one.nbytes, one.after, end if one.before is None else one.before, one.axis)
+            for one in self.sent
+        )
+
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what blocks are."""
+        if self.recorder is not None:
+            self.recorder.memory.name(tensors, kind)
+
+    def empty(self, count: int, like: Tensor, kind: str) -> Tensor:
+        """Take a block of so many elements of a tensor's type, and say what it is."""
+        made = torch.empty(count, dtype=like.dtype, device=like.device)
+        self.name([made], kind)
+        return made
+
+    def copied(self, *tensors: Tensor) -> None:
+        """Say that tensors are copied by what no operator of the trace does."""
+        if self.recorder is not None:
+            self.recorder.log.copied(tensors)
+
+    def use(self, tensor: Tensor, stream: OneStream) -> None:
+        """Say that a stream uses a tensor, whichever it was made on."""
+        if self.recorder is not None:
+            self.recorder.memory.used_on(tensor, stream.number)
+
+    def place(self) -> int:
+        """Return the number of the recorder's events so far."""
+        return 0 if self.recorder is None else len(self.recorder.memory.events)
+
+    def host_waited(self, after: int, place: int) -> None:
+        """Make the host wait for a moment of a stream."""
+        self._host_after = max(self._host_after, after)
+        if self.recorder is not None:
+            self.recorder.memory.host_waited(place)
+
+    def now(self) -> int:
+        """Return the moment of the host."""
+        return 0 if self.recorder is None else len(self.recorder.log.operators)
+
+    def waited(self, stream: OneStream, done: dict[int, int]) -> None:
+        """Make a stream wait for the collectives of others up to some."""
+        if stream.number != MAIN:
+            return
+        for number, one in enumerate(self.sent):
+            if one.before is None and number <= done.get(one.stream, -1):
+                one.before = self.now()
+
+    def _enter(self, stream: OneStream) -> None:
+        self._current = stream
+        if self.recorder is not None:
+            self.recorder.memory.stream = stream.number
+
+
+class OneStream:
+    """One stream; made by `Streams.Stream`."""
+
+    def __init__(self, streams: Streams, number: int) -> None:
+        self.number = number
+        self.after = 0  # its work waits for so many operators
+        self.done: dict[int, int] = {}  # stream -> the last of its collectives that this one's work waits for
+        self._streams = streams
+
+    def moment(self) -> int:
+        """Return for how many operators new work would wait."""
+        return self._streams.now() if self.number == MAIN else self.after
+
+    def wait_event(self, event: StreamMoment) -> None:
+        self.after = max(self.after, event.after)
+        for stream, last in event.done.items():
+            self.done[stream] = max(last, self.done.get(stream, -1))
+        self._streams.waited(self, event.done)
+
+    def wait_stream(self, stream: OneStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: StreamMoment | None = None) -> StreamMoment:
+        event = event or StreamMoment(self._streams)
+        event.after, event.done, event.place = self.moment(), dict(self.done), self._streams.place()
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+
+class StreamMoment:
+    """A moment of a stream."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.after = self.place = 0
+        self.done: dict[int, int] = {}
+        self._streams = streams
+
+    def record(self, stream: OneStream | None = None) -> None:
+        (stream or self._streams.current_stream()).record_event(self)
+
+    def wait(self, stream: OneStream | None = None) -> None:
+        (stream or self._streams.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._streams.host_waited(self.after, self.place)
+
+
+@dataclass
+class SentNote:
+    """A collective of the step; `before` is None until the kernels wait for it."""
+
+    kind: str
+    nbytes: int
+    axis: str
+    stream: int
+    after: int
+    before: int | None = None

@@ -1,0 +1,389 @@
+"""One training step, as the real devices run it and as the trace records it.
+
+Start reading at `TrainingStep`; `preload` is for the process that forks trials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from conf.errors import UsageError
+from featurize.device.tf32 import allow_tf32
+from featurize.job.training_settings import Training as Training
+from featurize.job.training_settings import TrainingSettings as TrainingSettings
+from featurize.job.training_settings import training_of
+from featurize.job.trial_config import OPTIMIZERS
+from featurize.nets.checkpointing import checkpoint_blocks
+from featurize.operators.quantized import quantize
+from featurize.operators.tensor_parts import is_shared
+from featurize.recording.batches import Inputs, arguments, call, mapped, own_loss
+from featurize.training.float8 import convert
+from featurize.training.optimizers import (
+    MovingAverage,
+    OptimizerInBackward,
+    OptimizerOnHost,
+    by_kind,
+    clip_norm,
+    clip_value,
+    make_optimizer,
+    run_step,
+    state_tensors,
+)
+
+MakeOptimizer: TypeAlias = Callable[..., torch.optim.Optimizer]
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
+
+# What a first step imports lazily. The optimizer's first call imports torch._dynamo (about a second). The
+# rest of the list comes with it or with a checkpointed backward; names that a release does not have are skipped.
+_LAZY_MODULES = (
+    "torch._dynamo",
+    "torch.amp.grad_scaler",
+    "torch.autograd.graph",
+    "torch.optim.adam",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.checkpoint",
+)
+
+
+@runtime_checkable
+class OwnUpdates(Protocol):
+    """A wrapper that says what micro-steps but the last run in, and clips the norm of all ranks' gradients."""
+
+    def between_updates(self) -> contextlib.AbstractContextManager[object]: ...
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
+
+
+class OwnOptimizer(Protocol):
+    """An optimizer of a rank's parts of the parameters."""
+
+    @property
+    def state(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def step(self) -> None: ...
+
+
+class TrainingStep:
+    """`step(inputs, targets)` runs zero_grad, forward, cross entropy, backward and the optimizer once.
+
+    `model` must lie on `device` already. Precisions: `fp32` is PyTorch's default (matrix products in fp32; on Ampere
+    and later cuDNN's convolutions may use TF32), `tf32` allows TF32 in both, `bf16` and `fp16` are autocast over fp32
+    weights; fp16 on CUDA scales the loss; `bf16-true` and `fp16-true` convert the model. Sets torch's global TF32 and
+    cuDNN flags (not for the meta device), so one process should train one model. `loss(output, targets)` is cross
+    entropy by default. With `holds_output`, output and loss live until the next step assigns its own, as the variables
+    of a usual loop do; `on_hold(inputs, output, loss)` is called where they are assigned, without output and loss where
+    those of the step before are let go, and `on_updated()` at the step's end. `on_phase(name)` is called as `forward`,
+    `backward` and `optimizer` begin, `on_batch()` before every further micro-step of an accumulated step. Settings of
+    `Training` that concern the model (precision, checkpointing, quantization) change it; `wrap` is given the changed
+    model, and returns what trains.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: TrainingSettings,
+        device: torch.device | str,
+        *,
+        on_phase: Callable[[str], None] | None = None,
+        loss: Callable[..., Tensor] | None = None,
+        holds_output: bool = False,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.settings = training_of(settings)
+        self.on_phase = on_phase or (lambda name: None)
+        self.on_batch: Callable[[], None] = lambda: None
+        self.loss = loss or cross_entropy
+        self.holds_output = holds_output and self.settings.holds_output
+        self.held: tuple = ()
+        self.on_hold: Callable[..., None] = lambda *variables: None
+        self.on_updated: Callable[[], None] = lambda: None
+        if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
+            model.compile(mode=self.settings.compile_mode)
+        model = _prepared(model, self.settings)
+        self._take((model if wrap is None else wrap(model)).train())
+        self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
+        self._weight_dtype = WEIGHT_DTYPES.get(settings.precision)
+        self._scaler = None
+        if self.settings.scales_loss and self.device.type == "cuda":
+            self._scaler = torch.amp.GradScaler("cuda")
+        if self.device.type != "meta":
+            # Convolutions may, as by PyTorch's default. Refusing it would take the tensor-core engines away from half
+            # precision, too (ATen/native/cudnn/Conv_v8.cpp, filterEngineConfigs).
+            allow_tf32(matmul=settings.precision == "tf32", cudnn=True)
+            torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+
+    def __call__(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
+        """One step; returns the loss, detached and still on the device (no synchronisation).
+
+        `inputs` go to the model as positional arguments, a mapping as keyword arguments; `targets` hold class indices,
+        as `cross_entropy` takes them. None: the loss is the one in the model's output. An accumulated step trains on
+        them once for each micro-step, and returns the last loss.
+        """
+        settings = self.settings
+        late = settings.zero_grad == "after_forward"
+        if not late:
+            self.zero_grad()
+        for number in range(settings.accumulation):
+            if number:
+                self.on_batch()
+            last = number == settings.accumulation - 1
+            updates: OwnUpdates | None = self.model if isinstance(self.model, OwnUpdates) and not last else None
+            with updates.between_updates() if updates is not None else contextlib.nullcontext():
+                self.on_phase("forward")
+                given = self.converted(inputs)  # which live until the next, as a script's variables do
+                loss = self._forward(given, targets)
+                if settings.accumulation > 1:
+                    loss = loss / settings.accumulation
+                if late and not number:
+                    self.zero_grad()
+                self.on_phase("backward")
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        self.update()
+        self.on_updated()
+        return loss.detach()
+
+    def update(self) -> None:
+        """Run the optimizer, where the backward pass has not done so, and the moving average."""
+        if not self.settings.optimizer_in_backward:
+            self.on_phase("optimizer")
+            self._optimize()
+        if self.average is not None:
+            self.on_phase("optimizer")
+            self.average.update()
+
+    def rewrap(
+        self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], OwnOptimizer] | None = None
+    ) -> None:
+        """Wrap the model. The optimizer then takes the parameters that the wrapper leaves; `update` makes one that
+        takes others."""
+        self._take(wrapper(self.model), update)
+
+    def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], OwnOptimizer] | None = None) -> None:
+        self.model = model
+        self.average = MovingAverage(model) if self.settings.ema else None
+        self.optimizer = self._make_optimizer() if update is None else update(self._making())
+
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """The tensors of the optimizer's state that lie on the device."""
+        return state_tensors(self.optimizer)
+
+    def _making(self) -> MakeOptimizer:
+        settings, foreach = self.settings, True if self.device.type == "meta" else None
+        return functools.partial(
+            make_optimizer,
+            settings.optimizer,
+            foreach=foreach,
+            implementation=settings.implementation,
+            weight_decay=settings.weight_decay,
+        )
+
+    def _make_optimizer(self) -> torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | OwnOptimizer:
+        settings, make = self.settings, self._making()
+        if settings.optimizer_in_backward:
+            return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
+        if settings.offload_optimizer:
+            return OptimizerOnHost(self.model.parameters(), functools.partial(make, foreach=None))
+        if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
+            from featurize.training.sharding import LocalOptimizer  # its imports are heavy
+
+            if OPTIMIZERS[settings.optimizer].elementwise:
+                return LocalOptimizer(self.model.parameters(), make)
+        return make(self.model.parameters())
+
+    @contextlib.contextmanager
+    def _while_updating(self, parameter: nn.Parameter) -> Iterator[None]:
+        self.on_phase("optimizer")
+        yield
+        self.on_phase("backward")
+
+    def zero_grad(self) -> None:
+        """Free the gradients, or fill them with zeros, as the settings have it."""
+        if isinstance(self.optimizer, OptimizerInBackward):
+            return
+        if isinstance(self.optimizer, OptimizerOnHost):
+            self.model.zero_grad(set_to_none=self.settings.set_to_none)
+        else:
+            self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
+
+    def converted(self, inputs: Inputs) -> Inputs:
+        """The inputs in the format and type that the model takes."""
+        if self.settings.channels_last:
+            inputs = arguments(mapped(inputs, _channels_last))
+        if (dtype := self._weight_dtype) is not None:
+            inputs = arguments(mapped(inputs, lambda x: _in_dtype(x, dtype)))
+        return inputs
+
+    def _forward(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
+        with self._autocast(), self._saving():
+            output = call(self.model, inputs)
+            self.hold(output, None)
+            self.on_hold(inputs)
+            loss = self.loss(output, targets)
+            self.hold(output, loss)
+            self.on_hold(inputs, output, loss)
+            del output
+        return loss
+
+    def hold(self, *variables: object) -> None:
+        """Keep what a usual loop's variables hold until they are assigned again."""
+        if self.holds_output:
+            self.held = variables
+
+    def _optimize(self) -> None:
+        """Unscale, clip and step."""
+        optimizer, scaler, settings = self.optimizer, self._scaler, self.settings
+        assert not isinstance(optimizer, OptimizerInBackward)
+        clips = settings.clip_norm is not None or settings.clip_value is not None
+        if scaler is not None and isinstance(optimizer, torch.optim.Optimizer):
+            if clips:
+                scaler.unscale_(optimizer)
+                self._clip()
+            scaler.step(optimizer)
+            scaler.update()
+            return
+        if self.device.type == "meta" and settings.scales_loss:
+            # The scaler reads a value back, which meta can't; its unscaling is one in-place pass over the gradients.
+            for gradients in by_kind(g._values() if g.is_sparse else g for g in self._gradients()):
+                torch._foreach_mul_(gradients, 1.0)
+        if clips:
+            self._clip()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            run_step(optimizer)
+        else:
+            optimizer.step()
+
+    def _clip(self) -> None:
+        if self.settings.clip_norm is not None and isinstance(self.model, OwnUpdates):
+            self.model.clip_grad_norm_(self.settings.clip_norm)
+        elif self.settings.clip_norm is not None:
+            clip_norm(self._gradients(), self.settings.clip_norm)
+        elif self.settings.clip_value is not None:
+            clip_value(self._gradients(), self.settings.clip_value)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        # Autocast does nothing to meta tensors; the trace brings its own (featurize.operators.cuda_policy).
+        if self._autocast_dtype is None or self.device.type == "meta":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+
+    def _saving(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context of a forward pass, whose saved tensors may wait in host memory (`save_on_cpu`).
+
+        Everything that autograd saves is moved, weights included, and comes back as a new tensor of the device when its
+        backward operator reads it. Meta tensors stand for the device's: nothing but their shape is kept.
+        """
+        if not self.settings.offload_activations:
+            return contextlib.nullcontext()
+        if self.device.type != "meta":
+            return save_on_cpu(pin_memory=self.device.type == "cuda")
+        return saved_tensors_hooks(_to_host, _from_host)
+
+
+def _prepared(model: nn.Module, settings: Training) -> nn.Module:
+    """The model in the types, formats and wrappers that the settings ask for."""
+    if settings.channels_last:
+        layout: dict[str, Any] = {"memory_format": torch.channels_last}  # which the stubs of torch leave out
+        model = model.to(**layout)
+    if (dtype := WEIGHT_DTYPES.get(settings.precision)) is not None:
+        model = model.to(dtype)
+    if settings.float8 is not None:
+        convert(model, settings.float8, settings.float8_skip, all_gather=settings.float8_all_gather)
+    if settings.quantize is not None:
+        keeps = settings.quantize_keeps_inputs
+        quantize(model, settings.quantize, settings.quantize_skip, keeps_inputs=keeps)
+    if settings.checkpointing is not None:
+        checkpoint_blocks(
+            model, settings.checkpointing, every=settings.checkpoint_every, reentrant=settings.checkpoint_reentrant
+        )
+    return model
+
+
+def cross_entropy(output: Any, targets: Tensor | None) -> Tensor:
+    """Cross entropy of a model's output: logits [N, C] or [N, C, ...], or [N, T, C] with targets [N, T].
+
+    An output object with `logits` (as many published models return) or a tuple's first tensor counts as the logits.
+    Without targets it is the loss that the output holds (`featurize.recording.batches.own_loss`).
+    """
+    if targets is None:
+        loss = own_loss(output)
+        if loss is None:
+            raise UsageError(
+                f"the model's output ({type(output).__name__}) has no loss of its own; give a target, or a loss"
+            )
+        return loss
+    if not isinstance(output, Tensor):
+        output = output.logits if hasattr(output, "logits") else output[0]
+    if output.dim() > 2 and output.shape[:-1] == targets.shape:
+        output, targets = output.flatten(0, -2), targets.flatten()
+    return nn.functional.cross_entropy(output, targets)
+
+
+def targets_for(output: Any, loss: Callable | None = None) -> Tensor:
+    """Class indices, all 0, of the shape that `cross_entropy` wants for this output, on its device.
+
+    The classes are in the last dimension of [N, C] and [N, T, C] and in the second of [N, C, H, W]. An output without
+    logits is an `UsageError`, but where there is a `loss` of its own: that gets a single 0.
+    """
+    logits = output
+    if not isinstance(logits, Tensor):
+        logits = getattr(output, "logits", None)
+        if logits is None and isinstance(output, list | tuple) and output:
+            logits = output[0]
+    if not isinstance(logits, Tensor) or logits.dim() == 0 or not logits.is_floating_point():
+        if loss is not None:
+            return torch.zeros((), dtype=torch.long)
+        kind = f"shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise UsageError(
+            f"the model's output ({kind}) has no logits to take cross entropy of; "
+            "wrap the model in one that returns a tensor [N, classes] or [N, T, classes], or give a loss"
+        )
+    if logits.dim() == 1:  # one figure a sample: class probabilities of the same shape cost the same
+        return torch.zeros_like(logits)
+    shape = logits.shape[:-1] if logits.dim() in (2, 3) else (logits.shape[0], *logits.shape[2:])
+    return torch.zeros(shape, dtype=torch.long, device=logits.device)
+
+
+def preload() -> None:
+    """Import what a first training step would import, so that forked trials need not.
+
+    Runs no operator and touches no CUDA, so that a fork afterwards is safe: only imports.
+    """
+    for name in _LAZY_MODULES:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_floating_point() else x
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _to_host(tensor: Tensor) -> Tensor | tuple[torch.Size, torch.dtype]:
+    return (tensor.shape, tensor.dtype) if tensor.is_meta else tensor
+
+
+def _from_host(saved: Tensor | tuple[torch.Size, torch.dtype]) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    shape, dtype = saved
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,492 @@
+"""One rank of stages 1 and 2 of DeepSpeed's ZeRO in a trace: flat parameters, and an optimizer for a part of them.
+
+Start reading at `PartitionedRank`. DeepSpeed wants several processes; its rules are followed here, with meta tensors
+(DeepSpeed 0.19, deepspeed/runtime/zero/stage_1_and_2.py). Real ranks are the test of it (tests/featurize/test_zero.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UsageError
+from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
+from featurize.recording.batches import Inputs
+from featurize.recording.recorder import Recorder
+from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
+from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
+from featurize.training.data_parallel import dense_parameters
+from featurize.training.float8 import is_converted
+from featurize.training.optimizers import run_step, state_tensors
+from featurize.training.rank import Rank
+from featurize.training.streams import OneStream, Streams
+from featurize.training.training_step import TrainingStep
+
+_ALIGNMENT = 2  # elements, of each rank's part: nccl_start_alignment_factor
+
+
+class FlatPartition:
+    """Parameters one after the other in a flat buffer, padded so that all ranks update an even number of elements
+    (`get_partition_info`).
+
+    Args:
+        sizes: Elements of each parameter.
+        ranks: That share them.
+    """
+
+    def __init__(self, sizes: Sequence[int], ranks: int) -> None:
+        self.sizes, self.ranks = tuple(sizes), ranks
+        unit = _ALIGNMENT * ranks
+        self.padded = math.ceil(sum(sizes) / unit) * unit  # elements of the buffer
+        self.size = self.padded // ranks  # elements of each rank's part
+        self.starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+
+    def of_rank(self, rank: int) -> dict[int, tuple[int, int]]:
+        """Return what a rank updates: place of a parameter -> its first element there, and how many."""
+        begin, end = self.size * rank, self.size * (rank + 1)
+        edges = [(max(begin - at, 0), min(end - at, size)) for at, size in zip(self.starts, self.sizes, strict=True)]
+        return {place: (first, last - first) for place, (first, last) in enumerate(edges) if first < last}
+
+    def slices(self, places: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the rank and the number of elements of each piece of parameters that lie one after the other;
+        neighbours of the same rank are one piece."""
+        pieces = []
+        for place in places:
+            at, end = self.starts[place], self.starts[place] + self.sizes[place]
+            while at < end:
+                rank = at // self.size
+                count = min(end, self.size * (rank + 1)) - at
+                pieces.append((rank, count))
+                at += count
+        return [
+            (rank, sum(count for _, count in run)) for rank, run in itertools.groupby(pieces, key=lambda one: one[0])
+        ]
+
+
+_TRUE = {"bf16": "bf16-true", "fp16": "fp16-true"}
+# Type of the model -> precisions that say the same, or nothing
+_APT = {"bf16": ("fp32", "bf16", "bf16-true"), "fp16": ("fp32", "fp16", "fp16-true"), "fp32": ("fp32", "tf32")}
+
+
+def settings_of_stage(parallel: Parallel, training: Training) -> Training:
+    """Return the settings as ZeRO's ranks train: with `param_dtype`, the whole model is of that type, and there is no
+    autocast (DeepSpeed 0.19, deepspeed/runtime/engine.py: `_cast_module_mixed_precision`).
+
+    Raises:
+        UsageError: `param_dtype` contradicts the precision; a setting that DeepSpeed does not have.
+    """
+    _require_known(parallel, training)
+    dtype = parallel.param_dtype
+    if dtype is None:
+        return training
+    if training.precision not in _APT[dtype]:
+        raise UsageError(
+            f"parallel: param_dtype={dtype} of zero contradicts precision={training.precision}; with it precision is "
+            f"one of {', '.join(_APT[dtype])}, or left out"
+        )
+    return replace(training, precision=_TRUE.get(dtype, training.precision))
+
+
+def _require_known(parallel: Parallel, training: Training) -> None:
+    others = {
+        "clip_value": training.clip_value is not None,  # DeepSpeed clips the norm
+        "ema": training.ema,
+        "optimizer_in_backward": training.optimizer_in_backward,
+        "compile": bool(training.compile),
+        "float8": training.float8 is not None,
+        "quantize": training.quantize is not None and parallel.zero == 3,  # packed weights are no parameters to it
+        "offload_activations": training.offload_activations and parallel.zero == 3,  # it would move gathered weights
+        "grad_scaler": training.grad_scaler is True,  # DeepSpeed scales the loss itself
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise UsageError(f"parallel: zero={parallel.zero} does not go with {', '.join(given)}; leave either out")
+
+
+Make = Callable[..., torch.optim.Optimizer]
+NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
+
+
+class ZeroRank(Rank):
+    """A rank of any stage, which is the optimizer of its part, too: master weights in fp32 with an optimizer for each,
+    none where they are in host memory.
+
+    Args:
+        parallel: Stage and settings.
+        rank: Which one, from 0.
+        settings: Of the training.
+    """
+
+    def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
+        self._parallel, self._rank, self._settings = parallel, rank, settings
+        self._streams = Streams()
+        self._passes = 0  # forward passes of the step so far
+        self._in_backward = False
+        # Says whether a micro-step is the last one of its step, where the settings do not.
+        self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
+        self._masters: list[nn.Parameter] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        if any(map(is_converted, model.modules())):
+            raise UsageError(
+                f"parallel: zero={self._parallel.zero} does not go with float8: the model holds linear layers that "
+                "torchao converted; leave either out"
+            )
+        return model
+
+    def attach(self, recorder: Recorder) -> None:
+        super().attach(recorder)
+        self._streams.recorder = recorder
+
+    def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
+        super().wrap(step, inputs)
+        step.rewrap(self.wrapped, self.update)
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Return the model as the rank has it from now on. Raises `UsageError` for parameters of several types."""
+        raise NotImplementedError
+
+    def update(self, make: Make) -> ZeroRank:
+        """Return the optimizer of the rank's part, after `wrapped`."""
+        with self.recorder:
+            self._make_masters(make)
+            self._streams.name(state_tensors(self), "optimizer_state")  # Adagrad makes its own at once
+        return self
+
+    def begin_step(self) -> None:
+        self._passes = 0
+        self._streams.begin_step()
+
+    def begin_phase(self, phase: str) -> None:
+        if self._in_backward:
+            self._end_backward()
+        self._passes += phase == "forward"
+        self._in_backward = phase == "backward"
+
+    def collectives(self) -> tuple[Collective, ...]:
+        return self._streams.collectives()
+
+    # -- as an optimizer
+
+    @property
+    def state(self) -> Any:
+        """The states of all optimizers."""
+        return {key: value for one in self._optimizers for key, value in one.state.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: gradients were freed as they were reduced."""
+
+    def step(self) -> None:
+        """Check the gradients, take their norm, update the rank's part, and gather parameters."""
+        raise NotImplementedError
+
+    def _make_masters(self, make: Make) -> None:
+        raise NotImplementedError
+
+    def _end_backward(self) -> None:
+        raise NotImplementedError
+
+    def _add_master(self, make: Make, weights: Tensor) -> None:
+        master = nn.Parameter(weights)
+        self._streams.name([master], MASTER)
+        self._masters.append(master)
+        self._optimizers.append(make([master]))
+
+    def _update_master(self, number: int, gradients: list[Tensor], *, scales: bool) -> nn.Parameter:
+        """Update master weights, and return them with their gradient. Frees the gradients."""
+        master, flat = self._masters[number], flattened(gradients)
+        self._streams.name([flat], "gradient")
+        master.grad = flat.to(torch.float32)
+        self._streams.name([master.grad], "gradient")
+        del flat
+        gradients.clear()
+        if scales:
+            master.grad.mul_(1.0)
+        run_step(self._optimizers[number])
+        return master
+
+
+class PartitionedRank(ZeroRank):
+    """A rank of stages 1 and 2. Parameters are views of one flat buffer; gradients are reduced in buckets, and each
+    rank keeps those of its own parameters (`reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
+    `copy_grads_in_partition`). Arguments: as `ZeroRank`."""
+
+    @torch.no_grad()
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        trained, parallel, streams = one_type(model), self._parallel, self._streams
+        self._trained, self._places = trained, {id(p): place for place, p in enumerate(trained)}
+        self._partition = FlatPartition([p.numel() for p in trained], parallel.ddp)
+        self._own = self._partition.of_rank(self._rank)
+        self._offloads = self._settings.offload_optimizer  # so do gradients
+        self._contiguous = parallel.contiguous_gradients or self._offloads
+        self._beside: OneStream | None = streams.Stream() if parallel.overlap_comm else None
+        self._buffers: list[Tensor] = []
+        self._turn = 0  # in which of them the bucket is
+        self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
+        self._elements = 0
+        self._late: list[Tensor] = []  # parameters whose gradients are freed once their reduction is over
+        self._kept: Tensor | None = None  # the rank's own gradients, one after the other
+        self._filled = 0
+        self._summed: list[Tensor] | None = None  # own gradients of the micro-steps so far
+        self._on_host: set[int] = set()  # places whose gradients of earlier micro-steps are in host memory
+        self._averaged: list[Tensor] = []  # of the rank's partition, once the step's last backward pass is over
+        self._norms: list[Tensor] = []  # of those that are in host memory
+        self.recorder.hold(trained, "temporary")
+        with self.recorder:
+            padding = self._partition.padded - sum(self._partition.sizes)
+            rest = [torch.zeros(padding, dtype=trained[0].dtype, device=trained[0].device)] if padding else []
+            self._flat = flattened([*trained, *rest])
+            self.recorder.memory.name([self._flat], "parameter")
+            for parameter, start in zip(trained, self._partition.starts, strict=True):
+                parameter.data = self._flat.narrow(0, start, parameter.numel()).view(parameter.shape)
+            if self._offloads:
+                most = max(self._partition.sizes)
+                self._largest = torch.zeros(most, dtype=trained[0].dtype, device=trained[0].device)
+                streams.name([self._largest], COMMUNICATION)
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+        return model
+
+    def _make_masters(self, make: Make) -> None:
+        copy = self._part().detach().clone()
+        if not self._offloads:
+            self._add_master(make, copy.to(torch.float32))
+
+    def _part(self) -> Tensor:
+        """Return the rank's part of the parameters."""
+        return self._flat.narrow(0, self._rank * self._partition.size, self._partition.size)
+
+    # -- gradients
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Take a complete gradient."""
+        self._take_buffers()
+        self._streams.name([_gradient(parameter)], UNREDUCED)
+        if self._parallel.zero == 2 or (self._beside is not None and self.is_boundary()):
+            self._add(parameter)
+
+    def _end_backward(self) -> None:
+        partitions, last = self._parallel.zero == 2, self.is_boundary()
+        if not (partitions or last):
+            return
+        if not partitions and self._beside is None:
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    self._add(parameter)
+        self._reduce()
+        if self._beside is not None:
+            self._streams.current_stream().wait_stream(self._beside)
+            self._free_late()
+        if not self._offloads:
+            self._sum()
+        self._buffers, self._kept, self._filled = [], None, 0
+        for parameter in self._trained:
+            parameter.grad = None
+        if last:
+            self._on_host.clear()
+
+    def _add(self, parameter: Tensor) -> None:
+        """Put a gradient into the bucket, which is reduced first where it has no room for it."""
+        size, most = parameter.numel(), self._parallel.reduce_bucket_size
+        if not size:
+            return
+        self._take_buffers()
+        if self._elements + size > most:
+            self._reduce()
+            self._turn = (self._turn + 1) % max(len(self._buffers), 1)
+        if self._contiguous and size <= most:
+            _move_gradient(parameter, self._buffers[self._turn], self._elements)
+        self._elements += size
+        self._waiting.append(parameter)
+
+    def _take_buffers(self) -> None:
+        if self._contiguous and not self._buffers:
+            size, count = self._parallel.reduce_bucket_size, 1 if self._beside is None else 2
+            self._buffers, self._turn = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)], 0
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Reduce the bucket; free what is other ranks', and move the rank's own."""
+        if not self._waiting:
+            return
+        main = self._streams.current_stream()
+        if self._beside is not None:
+            self._beside.wait_stream(main)
+            main.wait_stream(self._beside)
+        if not self._contiguous:
+            self._free_late()
+        with self._streams.stream(self._beside or main):
+            if not self._contiguous:
+                gradients = [_gradient(p) for p in self._waiting]
+                self._all_reduce(gradients, [True] * len(gradients), divides=True)
+                del gradients
+            elif self._elements <= self._parallel.reduce_bucket_size:
+                self._reduce_pieces(self._buffers[self._turn][: self._elements])
+            else:
+                self._reduce_pieces(_gradient(self._waiting[0]).view(-1))
+            for parameter in self._waiting:
+                self._leave(parameter)
+        self._waiting, self._elements = [], 0
+
+    def _reduce_pieces(self, whole: Tensor) -> None:
+        """Copy each rank's pieces of a bucket together, and the sum of the rank's own back."""
+        whole.div_(self._partition.ranks)
+        groups: list[list[tuple[int, Tensor]]] = [[]]
+        at = elements = 0
+        for rank, count in self._partition.slices([self._places[id(p)] for p in self._waiting]):
+            if elements > self._parallel.reduce_bucket_size:
+                groups.append([])
+                elements = 0
+            groups[-1].append((rank, whole.narrow(0, at, count)))
+            at, elements = at + count, elements + count
+        for group in groups:
+            self._all_reduce([piece for _, piece in group], [rank == self._rank for rank, _ in group])
+
+    def _all_reduce(self, tensors: list[Tensor], keeps: list[bool], *, divides: bool = False) -> None:
+        together = flattened(tensors)
+        self._streams.name([together], COMMUNICATION)
+        if divides:
+            together.div_(self._partition.ranks)
+        self._streams.send(ALL_REDUCE, together.nbytes, "")
+        for tensor, kept, summed in zip(tensors, keeps, together.split([t.numel() for t in tensors]), strict=True):
+            if kept:
+                tensor.copy_(summed.view(tensor.shape))
+
+    def _leave(self, parameter: Tensor) -> None:
+        own = self._places[id(parameter)] in self._own
+        if own and self._offloads:
+            self._to_host(parameter)
+        elif own and self._contiguous:  # out of the bucket, which will be filled again
+            if self._kept is None:
+                size = sum(self._partition.sizes[place] for place in self._own)
+                self._kept = self._streams.empty(size, parameter, "gradient")
+            _move_gradient(parameter, self._kept, self._filled)
+            self._filled += parameter.numel()
+        elif not own and self._parallel.zero == 2:
+            if self._beside is not None and not self._contiguous:
+                self._late.append(parameter)
+            else:
+                parameter.grad = None
+
+    def _to_host(self, parameter: Tensor) -> None:
+        """Add what earlier micro-steps left in host memory, and copy it there; the last one also takes its norm."""
+        place, gradient = self._places[id(parameter)], _gradient(parameter)
+        if place in self._on_host:
+            back = self._largest.narrow(0, 0, parameter.numel())
+            self._streams.copied(back)
+            gradient.view(-1).add_(back)
+        if place in self._on_host or not self.is_boundary():
+            self._streams.copied(gradient)
+            self._on_host.add(place)
+        if self.is_boundary():
+            piece = gradient.view(-1).narrow(0, *self._own[place])
+            self._norms.append(torch.linalg.vector_norm(piece.to(torch.float64)))
+            if gradient.dtype is not torch.float32:
+                look_for_overflow(gradient)
+            self._streams.copied(piece.to(torch.float32))
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _sum(self) -> None:
+        parameters = [self._trained[place] for place in self._own]
+        new = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        if self._summed is None:
+            self._summed = new
+        else:
+            for total, more in zip(self._summed, new, strict=True):
+                total.add_(more)
+        if not self.is_boundary():
+            return
+        self._averaged = [
+            total if count == total.numel() else total.reshape(-1).narrow(0, first, count)
+            for total, (first, count) in zip(self._summed, self._own.values(), strict=True)
+        ]
+        if rest := self._partition.size - sum(count for _, count in self._own.values()):
+            first_one = self._trained[0]
+            self._averaged.append(torch.zeros(rest, dtype=first_one.dtype, device=first_one.device))
+        self._summed = None
+
+    def _free_late(self) -> None:
+        for parameter in self._late:
+            parameter.grad = None
+        self._late.clear()
+
+    # -- the update
+
+    @torch.no_grad()
+    def step(self) -> None:
+        send, dtype = self._streams.send, self._flat.dtype
+        if dtype is not torch.float32:
+            for gradient in self._averaged:
+                look_for_overflow(gradient)
+            send(ALL_REDUCE, FLAG, "")
+        norm = self._norm()
+        send(ALL_REDUCE, NORM, "")
+        if self._masters:
+            scales = self._settings.clip_norm is not None or dtype is torch.float16
+            master = self._update_master(0, self._averaged, scales=scales)
+            master.grad = None
+            self._part().copy_(master)
+        else:
+            self._streams.copied(self._part())  # from host memory
+        del norm
+        send(ALL_GATHER, self._flat.nbytes, "")
+
+    def _norm(self) -> Tensor:
+        """Return the norm, in fp64: of one gradient after the other (`get_grad_norm_direct`)."""
+        if self._masters:
+            norms = norms_of(self._averaged[: len(self._own)])
+        else:
+            norms, self._norms = self._norms, []
+        return torch.stack(norms).pow(2.0).sum().float() if norms else torch.zeros((), device=self._flat.device)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@torch.no_grad()
+def _move_gradient(parameter: Tensor, buffer: Tensor, at: int) -> None:
+    """Copy a gradient into a buffer, and leave it there."""
+    place = buffer.narrow(0, at, parameter.numel())
+    place.copy_(_gradient(parameter).reshape(-1))
+    parameter.grad = place.view(parameter.shape)
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors as one: a copy, but of a single one a view."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+
+
+def look_for_overflow(tensor: Tensor) -> None:
+    """Look for what is not finite (deepspeed/runtime/utils.py: `has_inf_or_nan`)."""
+    tensor.amax()
+    tensor.amin()
+
+
+def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the norm of each tensor, in fp64."""
+    return [torch.linalg.vector_norm(one.to(torch.float64)) for one in tensors]
+
+
+def one_type(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that train. Raises `UsageError` where they are of several types, or have gradients of a few
+    rows."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if len(dense_parameters(model)) < len(list(model.parameters())):
+        raise UsageError(
+            "parallel: zero has no sparse gradients; make embeddings without sparse=True, or use ddp alone"
+        )
+    if len(kinds := sorted({str(p.dtype).removeprefix("torch.") for p in trained})) > 1:
+        raise UsageError(
+            f"parallel: zero keeps all parameters in one type, and the model has {', '.join(kinds)}; give param_dtype"
+        )
+    return trained

@@ -1,0 +1,406 @@
+"""The default estimator: what the trace says, corrected by what was measured, and how far off that can be.
+
+Start reading at `HybridEstimator.fit`. `learn.estimators.familiarity` tells cases that are unlike anything fitted on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Self
+
+import numpy as np
+
+from featurize.device.device_spec import plain_device
+from learn.estimators.bounds import Held, conformal_score, group_score, held_of, too_few_for
+from learn.estimators.familiarity import (
+    DEVICE,
+    FAMILY,
+    LEAST_KNOWN,
+    Evidence,
+    Familiarity,
+    LeftOut,
+    Unfamiliar,
+    kinds_to_leave_out,
+    share_of_known,
+    torch_release,
+)
+from learn.estimators.protocol import (
+    LEVEL,
+    Estimator,
+    ResidualPrediction,
+    open_state,
+    to_space,
+    traced_rows,
+    write_state,
+)
+from learn.estimators.tabular import cross_fitted, group_folds
+from learn.estimators.trees import MEMBERS, Boosters, Settings, Trees, boost
+from learn.rows.cases import Case
+from learn.rows.data import Rows
+from learn.rows.step_record import StepRecord, traced_column
+from learn.rows.step_store import StepStore
+
+FOLDS = 5
+LEAST_ROWS = 10
+OWN_SCORES = 300  # held-out rows from which on a family has a bound of its own
+MANY_MODULES = 10  # a family of so many is held out by module: new ones are what it will be asked about
+KNOTS_PER_DOUBLING = 4
+# The scale of an error is at least this share of the 90th percentile of all: a network that looks all but certain, and
+# is not, must not stretch everybody's bound.
+_SCALE_SHARE = 0.1
+_MEMORY = Settings(rounds=160, leaves=15, least=15, l2=5.0, share=0.3)
+_OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
+_SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
+_LOG_MEMORY = "job_log_memory"
+_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # what its factor is learned from, with PyTorch's release
+_TORCH = "env_torch"  # a case's, not its record's
+# How much wider the bound becomes for each reason, and for a new device, where no fit could leave out a kind of that
+# axis: chosen. `learn.estimation.memory_causes` has measured ones, which `learn.estimate` takes for a traced step.
+_WIDER, _WIDER_DEVICE, _MOST_REASONS = 1.5, 2.0, 3
+# What is unfamiliar does not stretch a bound beyond so many times the point: more would say nothing.
+_STRETCHED_AT_MOST = 4.0
+
+
+class HybridEstimator(Estimator):
+    """The trace's figure times a learned factor (ratios: plus a learned term); gradient-boosted trees learn it.
+
+    The factor of memory is learned from what a network is, whatever its batch size, from how assumptions about
+    workspaces move the trace, and from the trace's memory. For each network, and for given ratios of these assumptions,
+    the curve from traced to estimated memory is made monotone. It never falls below weights and context. Rows that ran
+    out of memory count as "at least the device's memory".
+
+    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many), and
+    a conformal bound is taken over the scaled ones, by family and device where there are enough of them; what is of
+    none of these families has the bound of a family drawn at random. A case unlike anything that was fitted on gets a
+    wider one, and a warning that says why.
+    """
+
+    name: ClassVar[str] = "hybrid"
+    needs_trace: ClassVar[bool] = True
+    uses_out_of_memory: ClassVar[bool] = True
+    _knots = np.empty(0)  # of memory only
+    _evidence = Evidence()
+
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
+        """Fit on the trusted rows whose step can be traced; `UsageError` for fewer than 10 of them or a single group.
+
+        For memory, out-of-memory rows take part; for other targets only rows with a figure."""
+        rows = rows.trusted if rows.target.is_memory else rows.trusted.exact
+        rows, records = traced_rows(rows, StepStore() if steps is None else steps, LEAST_ROWS)
+        self.target = rows.target
+        self._columns = self._choose(records)
+        table, base = self._table(rows.cases, records), self._base(records)
+        label = to_space(rows.label, self.target.space)
+        if self.target.space == "ratio":
+            label = np.clip(label, 0.0, 1.0)
+        weight = _balanced(rows.module)
+        if self.target.is_memory:
+            traced_memory = table[:, self._columns.index(_LOG_MEMORY)]
+            low, high = math.floor(traced_memory.min()), math.ceil(traced_memory.max())
+            self._knots = np.linspace(low, high, (high - low) * KNOTS_PER_DOUBLING + 1)
+        settings = _MEMORY if self.target.is_memory else _OTHERS
+
+        correction = label - base
+
+        def answers(inside: np.ndarray, asked: np.ndarray, members: int = MEMBERS) -> np.ndarray:
+            """Return the points of the rows `asked`, fitted on the rows `inside`."""
+            boosters = boost(
+                settings, self.seed, table[inside], correction[inside], rows.censored[inside], weight[inside], members
+            )
+            return self._centre(boosters, table[asked], base[asked])
+
+        held_out = cross_fitted(group_folds(_units(rows), FOLDS, self.seed), lambda inside: answers(inside, ~inside))
+        self._correction = boost(settings, self.seed, table, correction, rows.censored, weight).trees()
+
+        exact = ~rows.censored
+        if self.target.is_memory:
+            self._evidence = _weighed(
+                rows,
+                records,
+                correction,
+                held_out - base,
+                lambda inside, asked: answers(inside, asked, members=1) - base[asked],
+            )
+            shares = np.array([self._evidence.share_of_family(str(family)) for family in rows.family])
+            held_out = base + shares * (held_out - base)
+        gap = label - held_out
+        residual = gap[exact]
+        self._floor = max(_SCALE_SHARE * float(np.quantile(np.abs(residual), 0.9)), 1e-6)
+        network = self._of_network(table)[exact]
+        self._scale = boost(_SCALE, self.seed, network, np.abs(residual), None, weight[exact]).trees()
+        self._kinds, self._scores = self._calibrated(rows, table, gap)
+        self._familiarity = Familiarity.learn(rows, records)
+        return self
+
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
+        target = self.require_fitted()
+        steps = StepStore() if steps is None else steps
+        records = [steps.record(case) for case in cases]
+        refusals = {i: refusal for i, record in enumerate(records) if (refusal := self._refusal(record)) is not None}
+        known = [i for i in range(len(cases)) if i not in refusals]
+        n = len(cases)
+        centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
+        unfamiliar: dict[int, tuple[str, ...]] = {}
+        kind = np.array([self._kind(case) for case in cases], dtype=int)
+        outside = {i for i in known if kind[i] == 0 or self._familiarity.is_new_module(cases[i])}
+        if known:
+            kept = [records[i] for i in known]
+            table, base = self._table([cases[i] for i in known], kept), self._base(kept)
+            centre[known] = self._centre(self._correction, table, base)
+            traced = dict(zip(known, base.tolist(), strict=True))
+            scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
+            if target.is_memory:
+                least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in kept]
+            for i, record in zip(known, kept, strict=True):
+                unlike = self._familiarity.judge(cases[i], record)
+                share = self._evidence.share(unlike.axes) if unlike is not None and target.is_memory else 1.0
+                if (kept_share := min(share, self._evidence.share_of_family(cases[i].family))) < 1.0:
+                    centre[i] = traced[i] + kept_share * (centre[i] - traced[i])
+                if unlike is not None:
+                    if reasons := _reasons(unlike, share):
+                        unfamiliar[i] = reasons
+                    if unlike.widening:
+                        outside.add(i)
+                    scale[i] *= self._widening(self._wanted(unlike), scale[i], kind[i])
+        warning = too_few_for(LEVEL, self._held_out_rows)
+        return ResidualPrediction(
+            centre,
+            self._scores,
+            target.space,
+            (warning,) if warning else (),
+            refusals,
+            unfamiliar,
+            scale=scale,
+            kind=kind,
+            least=least,
+            outside=frozenset(outside),
+            held=self._held,
+        )
+
+    def _widening(self, wanted: float, scale: float, kind: int) -> float:
+        if self.target.space != "log":
+            return wanted
+        margin = scale * conformal_score(self._scores[kind], LEVEL)
+        return min(wanted, max(math.log(_STRETCHED_AT_MOST) / max(margin, 1e-9), 1.0))
+
+    def _wanted(self, unlike: Unfamiliar) -> float:
+        """Return how much wider the bound is: as left-out kinds showed, else as chosen."""
+        shown = [self._evidence.widening[axis] for axis in unlike.widening if axis in self._evidence.widening]
+        chosen = [axis for axis in unlike.widening if axis not in self._evidence.widening]
+        device = DEVICE in chosen
+        return math.prod(shown) * _WIDER ** min(len(chosen) - device, _MOST_REASONS) * (_WIDER_DEVICE if device else 1)
+
+    def _kind(self, case: Case) -> int:
+        family, device = _place(case)
+        return self._kinds.get(f"{family} on {device}", self._kinds.get(family, 0))
+
+    def _refusal(self, record: StepRecord) -> str | None:
+        if record.error is not None:
+            return record.error
+        missing = [name for name in self._columns if name not in record.values and name != _TORCH]
+        return f"it was fitted with features that this code does not compute: {', '.join(missing)}" if missing else None
+
+    # ---- parts of it
+
+    def _choose(self, records: Sequence[StepRecord]) -> tuple[str, ...]:
+        names = sorted(records[0].values)
+        if self.target.is_memory:
+            return (*(name for name in names if name.startswith(_OF_MEMORY)), _TORCH, _LOG_MEMORY)
+        return (*names, _TORCH)
+
+    def _table(self, cases: Sequence[Case], records: Sequence[StepRecord]) -> np.ndarray:
+        rows = [{**record.values, _TORCH: _torch(case)} for case, record in zip(cases, records, strict=True)]
+        return np.array([[row[name] for name in self._columns] for row in rows], dtype=float)
+
+    def _of_network(self, table: np.ndarray) -> np.ndarray:
+        """Return what the scale is learned from: for memory nothing that the batch changes, so that bounds grow too."""
+        return table[:, :-1] if self.target.is_memory else table
+
+    def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
+        name = traced_column(self.target)
+        return to_space(np.array([record.values[name] for record in records]), self.target.space)
+
+    def _centre(self, trees: Trees | Boosters, table: np.ndarray, base: np.ndarray) -> np.ndarray:
+        if not self.target.is_memory:
+            raw = base + trees.predict(table)
+            return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
+        # From traced to estimated memory, network by network: a curve through knots that never falls.
+        knots, count = self._knots, len(self._knots)
+        curve = np.maximum.accumulate(knots * math.log(2) + trees.predict_along(table, knots), axis=1)
+        asked = np.log2(np.exp(base))
+        place = np.clip(asked, knots[0], knots[-1])
+        left = np.clip(np.searchsorted(knots, place, side="right") - 1, 0, count - 2)
+        rows = np.arange(len(table))
+        part = (place - knots[left]) / (knots[left + 1] - knots[left])
+        inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
+        return inside + (asked - place) * math.log(2)  # beyond the knots: the factor of the nearest
+
+    def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
+        """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
+        enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
+        small. Rows that ran out of memory count where they were told to fit: the error is at least so large.
+
+        Scores above the estimate are stretched until the bound holds for a group that was left out: a module, where a
+        family has many, else a configuration."""
+        informative = ~rows.censored | (gap > 0)
+        rows, gap, network = rows.subset(informative), gap[informative], self._of_network(table)[informative]
+        units = _units(rows)
+        weight = _balanced(rows.module)
+
+        def without(inside: np.ndarray) -> np.ndarray:
+            exact = inside & ~rows.censored
+            boosters = boost(_SCALE, self.seed, network[exact], np.abs(gap[exact]), None, weight[exact])
+            return np.maximum(boosters.predict(network[~inside]), self._floor)
+
+        scale = cross_fitted(group_folds(units, FOLDS, self.seed + 1), without)
+        score = gap / scale
+        self._held_out_rows = len(rows)
+        self._held = {}
+        kinds, scores = {}, [_evened(score, rows.family)]
+        places = list(map(_place, rows.cases))
+        for names in ([family for family, _ in places], [f"{family} on {device}" for family, device in places]):
+            for name in sorted(set(names)):
+                mine = np.array([one == name for one in names])
+                if mine.sum() >= OWN_SCORES:
+                    own, unit = score[mine], units[mine]
+                    kind = "families" if _of_many_modules(rows, str(rows.family[mine][0])) else "configurations"
+                    held = held_of(own, unit, partial(_bound, own, unit), kind)
+                    if held is not None:
+                        self._held[len(scores)] = held
+                    kinds[name] = len(scores)
+                    scores.append(_stretched(np.sort(own), _bound(own, unit, np.ones(len(own), dtype=bool))))
+        scores[0] = _stretched(scores[0], max(conformal_score(one, LEVEL) for one in scores))  # new is never surer
+        return kinds, scores
+
+    # ---- on disk
+
+    def save(self, folder: Path) -> None:
+        folder = Path(folder)
+        state = {
+            "columns": list(self._columns),
+            "knots": self._knots.tolist(),
+            "floor": self._floor,
+            "kinds": self._kinds,
+            "held": {str(kind): asdict(held) for kind, held in self._held.items()},
+            "held_out_rows": self._held_out_rows,
+            "scores": [scores.tolist() for scores in self._scores],
+            "familiarity": asdict(self._familiarity),
+            "evidence": asdict(self._evidence),
+        }
+        write_state(folder, self, state)
+        self._correction.save(folder, "correction")
+        self._scale.save(folder, "scale")
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        folder = Path(folder)
+        loaded, state = open_state(cls, folder)
+        loaded._columns = tuple(state["columns"])
+        loaded._knots = np.asarray(state["knots"], dtype=float)
+        loaded._floor = float(state["floor"])
+        loaded._kinds = dict(state["kinds"])
+        loaded._held = {int(kind): Held(**held) for kind, held in state["held"].items()}
+        loaded._held_out_rows = int(state["held_out_rows"])
+        loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
+        loaded._familiarity = Familiarity(**state["familiarity"])
+        loaded._evidence = Evidence(**state["evidence"])
+        loaded._correction = Trees.load(folder, "correction")
+        loaded._scale = Trees.load(folder, "scale")
+        return loaded
+
+
+def _weighed(
+    rows: Rows,
+    records: Sequence[StepRecord],
+    residual: np.ndarray,
+    correction: np.ndarray,
+    correction_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> Evidence:
+    """Return what leaving out one kind of the rows after the other shows.
+
+    Args:
+        rows: The rows fitted on.
+        records: Of their steps.
+        residual: Label less trace, (n,).
+        correction: What fits without each row's group add to the trace, (n,).
+        correction_of: Mask of the rows to fit on, and of those asked -> what the fit adds to the trace of these.
+    """
+    exact = ~rows.censored
+    left_out: dict[str, list[LeftOut]] = {}
+    families = rows.family.astype(str)
+    for axis, mask in kinds_to_leave_out(records, rows.device.astype(str).tolist(), families.tolist(), exact):
+        judged = mask & exact
+        if axis == FAMILY and _of_many_modules(rows, families[judged][0]):  # its modules were each held out already
+            added = correction[judged]
+        else:
+            added = correction_of(~mask, judged)
+        left_out.setdefault(axis, []).append(LeftOut(residual[judged], added))
+    of_known = {}
+    for family in np.unique(families).tolist():
+        mine = exact & (families == family)
+        if mine.sum() >= LEAST_KNOWN:
+            of_known[family] = share_of_known(LeftOut(residual[mine], correction[mine]))
+    known = np.abs(residual - correction)[exact]
+    return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
+
+
+def _evened(score: np.ndarray, family: np.ndarray) -> np.ndarray:
+    """The scores of all rows, ascending, those of small families repeated: each family counts about as much as the
+    largest one, so that an easy one does not speak for networks of no family."""
+    _, member, sizes = np.unique(family.astype(str), return_inverse=True, return_counts=True)
+    return np.sort(np.repeat(score, np.round(sizes.max() / sizes).astype(int)[member]))
+
+
+def _bound(score: np.ndarray, unit: np.ndarray, seen: np.ndarray) -> float:
+    return max(conformal_score(np.sort(score[seen]), LEVEL), group_score(score[seen], unit[seen], LEVEL))
+
+
+def _stretched(score: np.ndarray, wanted: float) -> np.ndarray:
+    """The scores, ascending, those above the estimate multiplied so that the bound is at least `wanted`."""
+    bound = conformal_score(score, LEVEL)
+    return np.where(score > 0, score * max(wanted / bound, 1.0), score) if bound > 0 else score
+
+
+def _torch(case: Case) -> float:
+    """PyTorch's version in the case's environment, else the installed one: 2.04 for 2.4.1."""
+    major, minor = torch_release(case).split(".")
+    return int(major) + int(minor) / 100
+
+
+def _place(case: Case) -> tuple[str, str]:
+    """Family and device, as bounds are told apart by them."""
+    return case.family, plain_device(case.device if case.described is None else case.described.name)
+
+
+def _units(rows: Rows) -> np.ndarray:
+    """Return what is held out together: near-copies; in a family of many modules, a module."""
+    units = rows.group.astype(object).copy()
+    for family in set(map(str, rows.family)):
+        if _of_many_modules(rows, family):
+            mine = rows.family == family
+            units[mine] = rows.module[mine]
+    return units
+
+
+def _of_many_modules(rows: Rows, family: str) -> bool:
+    return len(set(map(str, rows.module[rows.family == family]))) >= MANY_MODULES
+
+
+def _reasons(unlike: Unfamiliar, share: float) -> tuple[str, ...]:
+    """Return the reasons, and what they do to the point; none for what is only of no known family."""
+    if not unlike.reasons or share == 1.0:
+        return unlike.reasons
+    if share == 0.0:
+        return (*unlike.reasons, "the trace's own figure stands, without the learned correction")
+    return (*unlike.reasons, f"only {share:.0%} of the learned correction is applied to the trace's figure")
+
+
+def _balanced(module: np.ndarray) -> np.ndarray:
+    """A weight for each row: a module of a hundred rows counts as much as four of them with six each."""
+    _, member, sizes = np.unique(module.astype(str), return_inverse=True, return_counts=True)
+    weight = 1 / np.sqrt(sizes[member])
+    return weight / weight.mean()

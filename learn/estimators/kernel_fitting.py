@@ -1,0 +1,305 @@
+"""Fit the efficiencies of the kernel model to measured kernels and steps at once, and judge them on held-out ones.
+
+Start reading at `fitted`. The formula is `featurize.timing.times.call_seconds`, on torch tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from featurize.device.device_spec import DeviceSpec
+from featurize.job.training_settings import EAGER
+from featurize.timing.calls import ATTENTION, GROUPS, STREAM, Calls
+from featurize.timing.host import host_ms
+from featurize.timing.step_time import OVERLAP, overlapped
+from featurize.timing.times import (
+    GROUP_VALUES,
+    OTHER,
+    SINGLE_VALUES,
+    UNIT_VALUES,
+    UNITS,
+    Kernels,
+    Parameters,
+    call_seconds,
+    kernels_on,
+    units_names,
+)
+from learn.estimators.kernel_fitter import (
+    Descent,
+    Values,
+    descended,
+    joined,
+    of_rows,
+    robust,
+    row_of_kernels,
+    weights_by,
+)
+
+KERNELS = "kernels"  # source of rows that are one kernel each
+SAILOR, LIGER = "sailor", "liger"  # sources of rows that are the few kernels of a layer, forward or backward
+PRODUCTS = "products"  # source of rows that are one large product, timed in a row of many
+ALONE = (KERNELS, SAILOR, LIGER)  # timed one by one, which adds a little to each
+_NO_STEPS = (*ALONE, PRODUCTS)
+SHARDED = ("llm_foundry",)  # sources of steps with FSDP: weights arrive and gradients leave while the GPU computes
+# Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
+_COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
+# Kernels of narrow groups load an operand for each multiply-add.
+_COMPUTE_OF = {"depthwise_large": math.log(0.03), "depthwise": math.log(0.15), "grouped": math.log(0.3)}
+_BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rate": 0.15, "wave": 0.7}
+# Exponentials bind flash attention, and tensor cores do not speed them up: on an H100 it reaches half the share that it
+# reaches on an A100 (FlashAttention-3, arXiv:2407.08608).
+_SM_RATE_OF_ATTENTION = 0.9
+_BY_UNITS = {"power": 0.5, "searched": 0.15}
+_SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
+INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
+_HOST_FACTOR = 1.0  # of the time that `featurize.timing.host` gives a launch: hosts differ
+_LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
+TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
+_DESCENT = Descent(
+    of_priors=2e-4,
+    firmness={"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0},
+    iterations=250,
+    rate=0.03,
+    last_rate=0.008,
+    # What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
+    limits={
+        "sm_rate": (0.0, 1.0),
+        "wave": (0.0, 1.0),
+        "power": (0.0, 1.5),
+        "searched": (0.0, 0.7),
+        "leftover": (0.0, 1.0),
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTime:
+    """One measured step, or one measured kernel.
+
+    Args:
+        name: For messages.
+        source: Of the measurement: rows of a source are left out together. `KERNELS` for single kernels.
+        group: What is left out together of a source: a family of models.
+        device: The GPU model.
+        calls: The kernels of the step.
+        measured_ms: Its time.
+        channels_last, searched: As in `kernels_on`.
+        run_id: Of the row of `runs`; empty for single kernels.
+    """
+
+    name: str
+    source: str
+    group: str
+    device: DeviceSpec
+    calls: Calls
+    measured_ms: float
+    channels_last: bool = False
+    searched: bool = False
+    run_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedTimes:
+    """Result of a fit.
+
+    Args:
+        parameters: The efficiencies.
+        instrument_ms: (GPU model, operator) -> what timing one kernel adds.
+        leftover: Source of `SHARDED` -> factor by which its kernels take longer than alone. It stays out of the
+            efficiencies; a source that was left out has the others' median.
+    """
+
+    parameters: Parameters
+    instrument_ms: Mapping[tuple[str, str], float]
+    leftover: Mapping[str, float]
+
+    def instrument(self, row: MeasuredTime) -> float:
+        """Return what timing the row's kernel adds, in ms: on a GPU model that was left out, the others' median."""
+        key = row.device.name, row.group
+        others = [value for (_, operator), value in self.instrument_ms.items() if operator == row.group]
+        return self.instrument_ms.get(key) or (float(np.median(others)) if others else INSTRUMENT_MS)
+
+    def row_ms(self, row: MeasuredTime, busy_ms: float, host_ms: float) -> float:
+        """Return the time of a row, from its kernels' own and its host's."""
+        if row.source in ALONE:
+            return busy_ms + self.instrument(row)
+        return overlapped(busy_ms * self.factor(row.source), host_ms)
+
+    def factor(self, source: str) -> float:
+        """Return by how much longer a source's kernels take than alone."""
+        if source not in SHARDED:
+            return 1.0
+        return self.leftover.get(source) or float(np.median([*self.leftover.values()] or [math.exp(_LEFTOVER)]))
+
+
+class TimeFit:
+    """Rows made ready once, to be fitted with some of them left out.
+
+    Args:
+        rows: What was measured.
+        weights: Source -> weight of all its rows together, beside the square root of their number.
+    """
+
+    def __init__(self, rows: Sequence[MeasuredTime], weights: Mapping[str, float]) -> None:
+        self.rows, self.weights = rows, weights
+        self.names = _names(rows)
+        self.sources = np.array([row.source for row in rows])
+        self.steps = ~np.isin(self.sources, _NO_STEPS)
+        self.groups = np.array([f"{row.source}/{row.group}" for row in rows])
+        self.devices = np.array([row.device.name for row in rows])
+        self.measured_ms = of_rows(row.measured_ms for row in rows)
+        self.host_ms = of_rows(host_ms(row.calls, row.device, EAGER) for row in rows)
+        self.one_kernel = torch.tensor([row.source in ALONE for row in rows])
+        instruments = [(row.device.name, row.group) if row.source in ALONE else ("", "") for row in rows]
+        self.instruments = list(dict.fromkeys(instruments))
+        self.instrument = torch.tensor([self.instruments.index(instrument) for instrument in instruments])
+        self.hosts, places = np.unique(self.sources, return_inverse=True)
+        self.host = torch.tensor(places)
+        self.is_sharded = of_rows(row.source in SHARDED for row in rows)
+        self.kernels, self.count, self.row = self._all_kernels(self.names)
+
+    def _all_kernels(self, names: tuple[Sequence[str], Sequence[str]]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
+        """Return the kernels of all rows as one sequence, how often each runs, and in which row."""
+        alike: dict[tuple, list[int]] = {}
+        for at, row in enumerate(self.rows):
+            alike.setdefault((row.device, row.channels_last, row.searched), []).append(at)
+        kernels, calls = [], []
+        for (device, channels_last, searched), members in alike.items():
+            calls.append(joined([self.rows[at].calls for at in members]))
+            kernels.append(kernels_on(calls[-1], device, names, channels_last=channels_last, searched=searched))
+        order = [at for members in alike.values() for at in members]
+        rows = row_of_kernels(order, [self.rows[at].calls for at in order])
+        return joined(kernels).converted(torch.as_tensor), torch.as_tensor(joined(calls).count), rows
+
+    def fitted(self, of: np.ndarray, *, iterations: int = _DESCENT.iterations) -> FittedTimes:
+        """Return the efficiencies that explain the rows of the mask `of`, (rows,), and what timing kernels adds."""
+
+        def losses(values: Values) -> torch.Tensor:
+            return robust(torch.log(self._milliseconds(values) / self.measured_ms), TOLERANCE)
+
+        values = descended(self._begin(), losses, self.row_weights(of), replace(_DESCENT, iterations=iterations))
+        measured = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
+        sharded = set(self.sources[of].tolist()) & set(SHARDED)
+        added_ms = torch.exp(values["instrument"]).tolist()
+        return FittedTimes(
+            parameters=self._parameters(values, np.asarray),
+            instrument_ms={
+                key: ms for key, ms in zip(self.instruments, added_ms, strict=True) if key in measured and key[0]
+            },
+            leftover={
+                str(source): math.exp(value)
+                for source, value in zip(self.hosts, values["leftover"].tolist(), strict=True)
+                if source in sharded
+            },
+        )
+
+    def row_weights(self, of: np.ndarray) -> np.ndarray:
+        """Return each row's weight in a fit of the rows that `of` names; 0 for the others, 1 in sum."""
+        return weights_by(self.sources, of, power=0.5, factors=self.weights)
+
+    def roofline(self) -> FittedTimes:
+        """Return what the described rates alone say: every kernel reaches them."""
+        zeros = {name: np.zeros((len(GROUPS), len(UNITS))) for name in GROUP_VALUES}
+        no_size = {name: np.full((len(GROUPS), len(UNITS)), -np.inf) for name in ("half_depth", "half_width")}
+        single = {name: -np.inf if name in ("half_head", "latency_us") else 0.0 for name in SINGLE_VALUES}
+        parameters = Parameters(
+            names=self.names,
+            compute=np.zeros(len(self.names[0])),
+            bandwidth=np.zeros(len(self.names[1])),
+            by_group={**zeros, **no_size},
+            by_units={name: np.zeros(len(UNITS)) for name in UNIT_VALUES},
+            single=single,
+        )
+        return FittedTimes(parameters=parameters, instrument_ms={}, leftover=dict.fromkeys(SHARDED, 1.0))
+
+    def log_ratios(self, fitted: FittedTimes) -> np.ndarray:
+        """Return the logarithm of estimated over measured time of each row; the host's time is the described one."""
+        seconds = np.zeros(len(self.rows))
+        names = fitted.parameters.names
+        kernels = self.kernels if names == self.names else self._all_kernels(names)[0]
+        kernels = kernels.converted(lambda column: column.numpy())
+        np.add.at(seconds, self.row.numpy(), self.count.numpy() * call_seconds(kernels, fitted.parameters))
+        estimated = [
+            fitted.row_ms(row, busy, host)
+            for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
+        ]
+        return np.log(np.array(estimated) / self.measured_ms.numpy())
+
+    def _begin(self) -> dict[str, torch.Tensor]:
+        def full(shape: Sequence[int], value: float) -> torch.Tensor:
+            return torch.full(tuple(shape), value, dtype=torch.float64)
+
+        by_group = {name: full([len(GROUPS), len(UNITS)], _BY_GROUP[name]) for name in GROUP_VALUES}
+        by_group["sm_rate"][GROUPS.index(ATTENTION)] = _SM_RATE_OF_ATTENTION
+        return {
+            "compute": torch.tensor([_compute_of(name) for name in self.names[0]], dtype=torch.float64),
+            "bandwidth": full([len(self.names[1])], _BANDWIDTH),
+            **by_group,
+            **{name: full([len(UNITS)], _BY_UNITS[name]) for name in UNIT_VALUES},
+            **{name: full([], _SINGLE[name]) for name in SINGLE_VALUES},
+            "instrument": full([len(self.instruments)], math.log(INSTRUMENT_MS)),
+            "host": full([len(self.hosts)], math.log(_HOST_FACTOR)),
+            "leftover": full([len(self.hosts)], _LEFTOVER),
+        }
+
+    def _milliseconds(self, values: Values) -> torch.Tensor:
+        learned = self._parameters(values, lambda value: value)
+        seconds = self.count * call_seconds(self.kernels, learned, torch)
+        busy = torch.zeros(len(self.rows), dtype=torch.float64).index_add(0, self.row, seconds) * 1e3
+        host = self.host_ms * torch.exp(values["host"])[self.host]
+        one_kernel = busy + torch.exp(values["instrument"])[self.instrument]
+        beside_others = busy * torch.exp(values["leftover"][self.host] * self.is_sharded)
+        return torch.where(self.one_kernel, one_kernel, overlapped_ms(beside_others, host))
+
+    def _parameters(self, values: Values, convert: Callable) -> Parameters:
+        return Parameters(
+            names=self.names,
+            compute=convert(values["compute"]),
+            bandwidth=convert(values["bandwidth"]),
+            by_group={name: convert(values[name]) for name in GROUP_VALUES},
+            by_units={name: convert(values[name]) for name in UNIT_VALUES},
+            single={name: convert(values[name]) for name in SINGLE_VALUES},
+        )
+
+
+def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
+    """Return what `featurize.timing.step_time.overlapped` does, of many steps; both at 0 have a gradient."""
+    return (busy_ms**OVERLAP + host_ms**OVERLAP + 1e-30) ** (1 / OVERLAP)
+
+
+def held_out_by(labels: np.ndarray, folds: int | None = None) -> list[np.ndarray]:
+    """Return the mask of what is left out: each label in turn, or so many parts of labels that stay together."""
+    if folds is None:
+        return [labels == label for label in np.unique(labels)]
+    part = np.array([zlib.crc32(str(label).encode()) % folds for label in labels])
+    return [part == fold for fold in range(folds)]
+
+
+def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of `Parameters`: of every kind, in every layout and on all units that the rows have."""
+    compute, bandwidth = {OTHER}, {OTHER}
+    for row in rows:
+        layout = "/channels_last" if row.channels_last else ""
+        rates = row.device.peak_tflops
+        half = (rates.fp16 or rates.bf16) is not None
+        has = (False, rates.tf32 is not None, half, half)
+        for kind, group, pipe in zip(row.calls.kind, row.calls.group.tolist(), row.calls.pipe.tolist(), strict=True):
+            in_layout = layout if _in_layouts(kind) else ""
+            bandwidth.add(f"{kind}{in_layout}")
+            if GROUPS[group] != STREAM:
+                compute.add(f"{kind}{in_layout}/{units_names(pipe, has[pipe])[0]}")
+    return tuple(sorted(compute)), tuple(sorted(bandwidth))
+
+
+def _in_layouts(kind: str) -> bool:
+    return not kind.startswith(("product", "attention", "layer_norm", "softmax", "optimizer", "gather", "scatter"))
+
+
+def _compute_of(name: str) -> float:
+    return next((share for kind, share in _COMPUTE_OF.items() if name.startswith(kind)), _COMPUTE)

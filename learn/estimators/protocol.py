@@ -1,0 +1,300 @@
+"""The Estimator Protocol, the distribution that every estimator predicts, and the table of estimators.
+
+Start reading at `Estimator`; `tests/contracts/test_estimator_contract.py` runs over every entry of `ESTIMATORS`.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
+
+import numpy as np
+
+from conf.errors import UsageError, unknown_name
+from learn.estimators.bounds import LEVEL, Held, conformal_score
+from learn.rows.cases import Case
+from learn.rows.data import Rows
+from learn.rows.step_record import StepRecord
+from learn.rows.step_store import StepStore
+from learn.rows.targets import Target, get_target
+
+ESTIMATORS: dict[str, str] = {
+    "deepspeed": "learn.peers.deepspeed:DeepSpeed",
+    "dnnmem": "learn.peers.dnnmem:DNNMem",
+    "faketensor": "learn.peers.faketensor:FakeTensor",
+    "forest": "learn.peers.schedtune:SchedTune",
+    "gnn": "learn.peers.gnn:GNNEstimator",
+    "gpumemnet_mlp": "learn.peers.gpumemnet:GPUMemNetMLP",
+    "gpumemnet_transformer": "learn.peers.gpumemnet:GPUMemNetTransformer",
+    "horus": "learn.peers.horus:Horus",
+    "hybrid": "learn.estimators.hybrid:HybridEstimator",
+    "lightgbm": "learn.estimators.tabular:LightGBMEstimator",
+    "llmem": "learn.peers.llmem:LLMem",
+    "trace": "learn.peers.trace:Trace",
+    "xmem": "learn.peers.xmem:XMem",
+}
+TRAINING_FREE = ("deepspeed", "dnnmem", "faketensor", "horus", "llmem", "trace", "xmem")
+PREFERRED = "hybrid"  # of several fitted models
+OF_CONFIGS = "lightgbm"  # reads configurations only
+
+
+@runtime_checkable
+class Prediction(Protocol):
+    """A distribution of the label for each of n cases, in the target's unit."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings that a reader of the figures has to know."""
+
+    @property
+    def refusals(self) -> Mapping[int, str]:
+        """Row -> why there is no answer; every figure of that row is NaN."""
+
+    @property
+    def unfamiliar(self) -> Mapping[int, tuple[str, ...]]:
+        """Row -> why it is unlike what was fitted on; its bound is wider."""
+
+    @property
+    def outside(self) -> frozenset[int]:
+        """Rows that no held-out rows speak for."""
+
+    @property
+    def point(self) -> np.ndarray:
+        """(n,) the single best guess; NaN in the rows of `refusals`."""
+
+    def quantile(self, q: float) -> np.ndarray:
+        """(n,) the q-quantile, 0 < q < 1; grows with q."""
+
+    def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
+        """(n, k + 1) the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by row."""
+
+    def upper(self, level: float = LEVEL) -> np.ndarray | None:
+        """(n,) a bound, never below the point, that `level` of new labels stay under; None: none was calibrated."""
+
+    def held_of(self, row: int) -> Held | None:
+        """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
+
+
+class Estimator(ABC):
+    """Learns one target. Everything random is drawn from `seed`; predicting is pure.
+
+    targets             the targets that it can be fitted to; None: any
+    needs_trace         it reads records of a `StepStore`, which `StepStore.prepare` computes in parallel
+    uses_out_of_memory  rows that ran out of memory are fitted on as lower bounds
+    """
+
+    name: ClassVar[str]
+    targets: ClassVar[tuple[str, ...] | None] = None
+    needs_trace: ClassVar[bool] = False
+    uses_out_of_memory: ClassVar[bool] = False
+
+    target: Target  # once it is fitted or loaded
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = int(seed)
+
+    def require_fitted(self) -> Target:
+        """Return the target that it was fitted to. Raises `RuntimeError` before that."""
+        if not hasattr(self, "target"):
+            raise RuntimeError("fit or load the estimator first: it is not fitted")
+        return self.target
+
+    @abstractmethod
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
+        """Learn from the rows, whose steps' records are taken from `steps` (None: a store of this call's own). Nothing
+        to learn from, or a target not among `targets`, raises `UsageError`."""
+
+    @abstractmethod
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> Prediction:
+        """Return one distribution a case, in order, whatever its neighbours are. `steps` as in `fit`."""
+
+    def save(self, folder: Path) -> None:
+        """Write the fitted state into an existing folder, as text that any version can read; no pickle."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Return what `save` wrote, predicting the same figures."""
+        raise NotImplementedError
+
+
+EstimatorT = TypeVar("EstimatorT", bound=Estimator)
+
+
+def default_estimator(rows: Rows) -> str:
+    """Return the name of the estimator that is fitted to these rows where none is named.
+
+    The trace makes the labels of simulated rows, so the hybrid, which starts from the trace, reproduces them whatever
+    it learns. An estimator that reads configurations only has something to learn there.
+    """
+    return OF_CONFIGS if set(rows.source) == {"simulated"} else PREFERRED
+
+
+def get_estimator(name: str) -> type[Estimator]:
+    """Return the estimator's class, imported now. An unknown name raises `UsageError` listing the known."""
+    if name not in ESTIMATORS:
+        raise unknown_name("estimator", name, ESTIMATORS)
+    estimator: type[Estimator] = pkgutil.resolve_name(ESTIMATORS[name])
+    return estimator
+
+
+def require_target(estimator: type[Estimator], target: str) -> None:
+    """Raise `UsageError` where the estimator cannot be fitted to that target."""
+    if estimator.targets is not None and target not in estimator.targets:
+        known = ", ".join(estimator.targets)
+        raise UsageError(f"estimator={estimator.name} estimates target={known} only, got target={target}")
+
+
+def make_estimator(name: str, seed: int = 0) -> Estimator:
+    """Return a new, unfitted estimator."""
+    return get_estimator(name)(seed=seed)
+
+
+def write_state(folder: Path, estimator: Estimator, state: Mapping[str, Any]) -> None:
+    """Write `estimator.json`: who a fitted estimator is, its target and seed, and what else `load` needs."""
+    about = {"estimator": estimator.name, "target": estimator.require_fitted().name, "seed": estimator.seed}
+    (folder / "estimator.json").write_text(json.dumps({**about, **state}, indent=1))
+
+
+def open_state(cls: type[EstimatorT], folder: Path) -> tuple[EstimatorT, dict[str, Any]]:
+    """Return an estimator of the target and seed that `write_state` wrote, and all that it wrote."""
+    state = json.loads((folder / "estimator.json").read_text())
+    loaded = cls(state["seed"])
+    loaded.target = get_target(state["target"])
+    return loaded, state
+
+
+# Label <-> the space in which errors are taken. Labels near 0 are lifted to 1e-9, so that a logarithm exists.
+def to_space(values: np.ndarray, space: str) -> np.ndarray:
+    """`log` takes the natural logarithm; `ratio` is left as it is."""
+    values = np.asarray(values, dtype=float)
+    return np.log(np.maximum(values, 1e-9)) if space == "log" else values
+
+
+def from_space(values: np.ndarray, space: str) -> np.ndarray:
+    """Inverse of `to_space`; ratios are clipped to [0, 1]."""
+    values = np.asarray(values, dtype=float)
+    return np.asarray(np.exp(values) if space == "log" else np.clip(values, 0.0, 1.0))
+
+
+@dataclass(frozen=True)
+class ResidualPrediction:
+    """`centre + scale * residual` in the target's space, with the residuals of held-out rows as the distribution.
+
+    centre      (n,) the point in that space; NaN in the rows of `refusals`
+    residuals   ascending: (label - centre) / scale of rows that no fit had seen; one array, or one for each kind of
+                case. An empty one means a bare point: all mass on it, and no bound
+    unfamiliar  row -> why it is unlike what was fitted on
+    scale       (n,); kind (n,) int: which of `residuals` is a row's own; least (n,) in the target's unit: no figure of
+                a row lies below it
+    outside     rows that no held-out residuals speak for: their scale is wider, or no row of their family or their
+                module was fitted on
+    held        index in `residuals` -> what the bound at `LEVEL` held of left-out rows
+    """
+
+    centre: np.ndarray
+    residuals: np.ndarray | Sequence[np.ndarray]
+    space: str
+    warnings: tuple[str, ...] = ()
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    scale: np.ndarray | float = 1.0
+    kind: np.ndarray | int = 0
+    least: np.ndarray | float = 0.0
+    outside: frozenset[int] = frozenset()
+    held: Mapping[int, Held] = field(default_factory=dict)
+
+    @property
+    def point(self) -> np.ndarray:
+        return self._figure(self.centre)
+
+    def quantile(self, q: float) -> np.ndarray:
+        if not 0 < q < 1:
+            raise ValueError(f"a quantile lies between 0 and 1, got {q}")
+        return self._at(lambda residuals: _quantile(residuals, q) if residuals.size else 0.0)
+
+    def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
+        n = len(self.centre)
+        edges = np.asarray(edges, dtype=float)
+        edges = np.broadcast_to(edges, (n, edges.shape[-1]))
+        scale, kind, least = (np.broadcast_to(values, n) for values in (self.scale, self.kind, self.least))
+        gap = (to_space(edges, self.space) - self.centre[:, None]) / scale[:, None]
+        below = np.zeros(edges.shape)
+        for index, residuals in enumerate(self._by_kind):
+            known = residuals if residuals.size else np.zeros(1)
+            below[kind == index] = np.searchsorted(known, gap[kind == index], side="left") / len(known)
+        below = np.where(edges <= least[:, None], 0.0, below)  # no figure lies below it
+        if self.space == "ratio":  # and no ratio above 1
+            below = np.where(edges > 1, 1.0, below)
+        return class_masses(below, edges, self.centre)
+
+    def upper(self, level: float = LEVEL) -> np.ndarray | None:
+        """Split-conformal, by kind of case: the ceil((m + 1) * level)-th smallest of m residuals (Vovk; Lei et al.
+        2018, eq. 8; scaled ones: section 5.2). With fewer than level / (1 - level) residuals no such rank exists and
+        the largest residual stands in."""
+        if not any(residuals.size for residuals in self._by_kind):
+            return None
+        return self._at(lambda residuals: conformal_score(residuals, level))
+
+    def held_of(self, row: int) -> Held | None:
+        return None if row in self.outside else self.held.get(int(np.broadcast_to(self.kind, len(self.centre))[row]))
+
+    @property
+    def _by_kind(self) -> Sequence[np.ndarray]:
+        return (self.residuals,) if isinstance(self.residuals, np.ndarray) else self.residuals
+
+    def _at(self, score_of: Callable[[np.ndarray], float]) -> np.ndarray:
+        asked = set(np.ravel(self.kind).tolist())
+        scores = [score_of(residuals) if index in asked else 0.0 for index, residuals in enumerate(self._by_kind)]
+        return self._figure(self.centre + self.scale * np.asarray(scores, dtype=float)[self.kind])
+
+    def _figure(self, values: np.ndarray) -> np.ndarray:
+        return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space), self.least))
+
+
+def _quantile(ascending: np.ndarray, q: float) -> float:
+    """Return what `np.quantile` returns, which sorts again and takes a hundred times longer."""
+    place = q * (len(ascending) - 1)
+    low, high = ascending[int(place)], ascending[min(int(place) + 1, len(ascending) - 1)]
+    part = place - int(place)
+    return float(low + part * (high - low) if part < 0.5 else high - (1 - part) * (high - low))
+
+
+def class_masses(below: np.ndarray, edges: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Return each class's mass, (n, k + 1), from the mass `below` its upper edge; NaN where `known` (n,) is."""
+    below = np.where(edges <= 0, 0.0, below)  # no figure lies below 0
+    n = len(known)
+    mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
+    mass[np.isnan(known)] = np.nan
+    return mass
+
+
+def require_rows(rows: Rows, least: int = 1) -> Rows:
+    """Return the rows with an exact label that nothing speaks against; fewer than `least` raises `UsageError`."""
+    exact = rows.trusted.exact
+    if len(exact) < least:
+        raise UsageError(
+            f"target={rows.target.name}: {len(exact)} rows with an exact label to fit on, {least} are needed"
+        )
+    return exact
+
+
+def traced_rows(rows: Rows, steps: StepStore, least: int) -> tuple[Rows, list[StepRecord]]:
+    """Return the rows whose step can be traced, by run id, and their records. Raises `UsageError` where fewer than
+    `least` of them have an exact label."""
+    rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
+    records = [steps.record(case) for case in rows.cases]
+    traced = np.array([record.error is None for record in records], dtype=bool)
+    exact = int((traced & ~rows.censored).sum())
+    if exact < least:
+        reasons = sorted({record.error for record in records if record.error is not None})
+        raise UsageError(
+            f"target={rows.target.name}: {exact} traced rows with an exact label to fit on, {least} are needed"
+            + "".join(f"; not traced: {reason}" for reason in reasons[:1])
+        )
+    return rows.subset(traced), [record for record in records if record.error is None]

@@ -1,0 +1,269 @@
+"""Estimators over the table of a configuration's scalar features, with a conformal bound from out-of-fold residuals.
+
+Start reading at `TabularEstimator.fit`; a subclass fits the trees, as `LightGBMEstimator` does.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar, Self
+
+import numpy as np
+
+from conf.errors import CommandError, UsageError
+from featurize.device.device_spec import DeviceSpec
+from featurize.families import get_family
+from learn.estimators.bounds import too_few_for
+from learn.estimators.protocol import (
+    LEVEL,
+    Estimator,
+    ResidualPrediction,
+    open_state,
+    require_rows,
+    to_space,
+    write_state,
+)
+from learn.estimators.trees import Trees
+from learn.rows.cases import Case
+from learn.rows.data import Rows
+from learn.rows.step_store import StepStore
+
+FOLDS = 5
+
+
+class TabularEstimator(Estimator):
+    """One model for the point; the residuals of grouped 5-fold models inside the training rows for the rest.
+
+    Errors are taken in the target's space: relative (natural logarithm) for memory, time and power, absolute for
+    ratios. The result does not depend on the rows' order, nor on the number of cores. Modules are refused by row.
+    """
+
+    model_name: ClassVar[str]  # of the file of its trees
+    dtype: ClassVar[type[np.floating]] = np.float64  # in which the trees compare features
+    table: FeatureTable  # the columns that the model reads, once it is fitted or loaded
+    trees: Trees  # which read it
+
+    @abstractmethod
+    def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
+        """Fit trees to (n, columns) features, NaN where missing, and (n,) labels in the target's space."""
+
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
+        """Fit on the rows with exact labels; at least 10 of them, in at least 2 groups, or `UsageError`.
+
+        Out-of-memory rows are left out: a regressor has no use for "at least this much". So estimates near the
+        device's memory lean low; `learn.judging.evaluate` shows it as the recall of the top bin.
+        """
+        rows = require_rows(rows, least=10)
+        rows = require_rows(rows.subset([i for i, case in enumerate(rows.cases) if why_not(case) is None]), least=10)
+        rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
+        self.target = rows.target
+        self.table = FeatureTable.learn(rows.cases)
+        features = self.table.matrix(rows.cases).astype(self.dtype)
+        label = to_space(rows.label, rows.target.space)
+        if rows.target.space == "ratio":
+            label = np.clip(label, 0.0, 1.0)
+
+        held_out = cross_fitted(
+            group_folds(rows.group, FOLDS, self.seed),
+            lambda inside: self._within(self._train(features[inside], label[inside]).predict(features[~inside])),
+        )
+        self._residuals = np.sort(label - held_out)
+        self.trees = self._train(features, label)
+        return self
+
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
+        self.require_fitted()
+        refusals = {i: reason for i, case in enumerate(cases) if (reason := why_not(case)) is not None}
+        known = [i for i in range(len(cases)) if i not in refusals]
+        raw = np.full(len(cases), np.nan)
+        if known:
+            raw[known] = self.trees.predict(self.table.matrix([cases[i] for i in known]).astype(self.dtype))
+        return self.prediction_of(raw, refusals)
+
+    def prediction_of(self, raw: np.ndarray, refusals: Mapping[int, str]) -> ResidualPrediction:
+        """Return the prediction for what the trees say, (n,); NaN for the rows of `refusals`."""
+        warning = too_few_for(LEVEL, len(self._residuals))
+        centre = self._within(raw)
+        return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
+
+    def save(self, folder: Path) -> None:
+        write_state(folder, self, {"features": self.table.to_mapping(), "residuals": self._residuals.tolist()})
+        self.trees.save(folder, self.model_name)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        folder = Path(folder)
+        loaded, state = open_state(cls, folder)
+        loaded.table = FeatureTable.from_mapping(state["features"])
+        loaded._residuals = np.asarray(state["residuals"], dtype=float)
+        loaded.trees = Trees.load(folder, cls.model_name)
+        return loaded
+
+    def _within(self, raw: np.ndarray) -> np.ndarray:
+        return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
+
+
+class LightGBMEstimator(TabularEstimator):
+    """Small trees, a round each; categorical columns as such."""
+
+    name: ClassVar[str] = "lightgbm"
+    rounds = 400
+    model_name: ClassVar[str] = "model"
+
+    def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
+        import lightgbm
+
+        table = lightgbm.Dataset(
+            features,
+            label,
+            feature_name=[f"f{i}" for i in range(features.shape[1])],  # its names may hold no JSON characters
+            categorical_feature=self.table.categorical,
+            params={"verbosity": -1, "min_data_in_bin": 1, "num_threads": 1},
+        )
+        booster = lightgbm.train(self._parameters(len(label)), table, num_boost_round=self.rounds)
+        return Trees.of_lightgbm([booster])
+
+    def _parameters(self, n: int) -> dict:
+        """LightGBM's defaults want 20 rows a leaf and 100 a category, which is a stump on 60 rows."""
+        return {
+            "objective": "regression",
+            "learning_rate": 0.05,
+            "num_leaves": 15 if n < 1000 else 31,
+            "min_data_in_leaf": int(np.clip(n // 50, 3, 10)),
+            "min_data_in_bin": 1,
+            "min_data_per_group": 5,
+            "cat_smooth": 2.0,
+            "cat_l2": 2.0,
+            "lambda_l2": 0.5,
+            "feature_fraction": 0.8,
+            "bagging_fraction": 0.8,
+            "bagging_freq": 1,
+            "seed": self.seed,
+            "deterministic": True,
+            "force_row_wise": True,
+            "num_threads": 1,  # a sum's order depends on the threads; and small tables are faster on one
+            "verbosity": -1,
+        }
+
+
+def group_folds(groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
+    """Fold of each row, (n,) int in 0..folds-1: whole groups, dealt at random, about equally many rows a fold."""
+    names, member, sizes = np.unique(np.asarray(groups).astype(str), return_inverse=True, return_counts=True)
+    folds = min(folds, len(names))
+    if folds < 2:
+        raise UsageError("all rows are near-copies of one configuration: nothing can be held out to judge by")
+    shuffled = np.random.default_rng(seed).permutation(len(names))
+    order = shuffled[np.argsort(-sizes[shuffled], kind="stable")]  # largest first, each to the emptiest fold
+    load = np.zeros(folds, dtype=int)
+    fold_of = np.empty(len(names), dtype=int)
+    for group in order:
+        fold_of[group] = np.argmin(load)
+        load[fold_of[group]] += sizes[group]
+    return fold_of[member]
+
+
+def cross_fitted(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return each row's figure from a fit without its fold, (n,): `answers` fits inside a mask, and answers outside."""
+    figures = np.empty(len(fold))
+    for k in range(fold.max() + 1):
+        figures[fold == k] = answers(fold != k)
+    return figures
+
+
+def case_columns(cases: Sequence[Case]) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """Yield, family by family, the places of its cases, and name -> (m,) features that take no trace: of the configs,
+    as `featurize.configs.features.feature_columns` has them, and of the devices (`gpu_*`) that are described."""
+    from featurize.configs.features import feature_columns
+
+    of_family: dict[str, list[int]] = {}
+    for place, case in enumerate(cases):
+        of_family.setdefault(case.family, []).append(place)
+    for places in of_family.values():
+        columns = feature_columns([case.config for place in places if (case := cases[place]).config is not None])
+        of_spec: dict[DeviceSpec, list[int]] = {}
+        for row, place in enumerate(places):
+            if (spec := cases[place].spec) is not None:
+                of_spec.setdefault(spec, []).append(row)
+        for spec, rows in of_spec.items():
+            for name, value in _device_features(spec).items():
+                columns.setdefault(name, np.full(len(places), np.nan))[rows] = value
+        yield np.array(places), columns
+
+
+def why_not(case: Case) -> str | None:
+    """Return why a case has no such features, or None: a module, or a config whose layers cannot be had."""
+    if case.config is None:
+        return "it reads trial configs only, and this is a module"
+    try:
+        if hasattr(family := get_family(case.config.family), "layers"):
+            family.layers(case.config)
+    except CommandError as error:
+        return str(error)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _device_features(spec: DeviceSpec) -> Mapping[str, float]:
+    from featurize.device.device_spec import device_features
+
+    return device_features(spec)
+
+
+@dataclass(frozen=True)
+class FeatureTable:
+    """Which columns, in which order, and the words of the categorical ones.
+
+    A column that a config lacks (another family's field) or a word never seen is NaN: missing, not 0.
+    """
+
+    columns: tuple[str, ...]
+    words: Mapping[str, tuple[str, ...]]  # categorical column -> its words; code = position
+
+    @classmethod
+    def learn(cls, cases: Sequence[Case]) -> FeatureTable:
+        """Columns in alphabetical order, so that the order of the rows changes nothing."""
+        columns: set[str] = set()
+        words: dict[str, set[str]] = {}
+        for _, of_family in case_columns(cases):
+            columns.update(of_family)
+            for name, column in of_family.items():
+                if column.dtype == object:
+                    words.setdefault(name, set()).update(value for value in column.tolist() if value is not None)
+        return cls(tuple(sorted(columns)), {name: tuple(sorted(seen)) for name, seen in sorted(words.items())})
+
+    @property
+    def categorical(self) -> list[int]:
+        """Positions of the categorical columns."""
+        return [i for i, name in enumerate(self.columns) if name in self.words]
+
+    def matrix(self, cases: Sequence[Case]) -> np.ndarray:
+        """(n, columns) float64; NaN is missing."""
+        table = np.full((len(cases), len(self.columns)), np.nan)
+        for places, columns in case_columns(cases):
+            table[places] = self.encoded(columns, len(places))
+        return table
+
+    def encoded(self, columns: Mapping[str, np.ndarray], n: int) -> np.ndarray:
+        """Return the features of n cases of one family as (n, columns) float64; NaN is missing."""
+        table = np.full((len(self.columns), n), np.nan)
+        for row, name in zip(table, self.columns, strict=True):
+            column = columns.get(name)
+            if column is None or (column.dtype == object) != (name in self.words):
+                continue
+            if name in self.words:
+                codes = {word: code for code, word in enumerate(self.words[name])}
+                row[:] = [codes.get(word, np.nan) for word in column.tolist()]
+            else:
+                row[:] = column
+        return table.T
+
+    def to_mapping(self) -> dict:
+        return {"columns": list(self.columns), "words": {k: list(v) for k, v in self.words.items()}}
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping) -> FeatureTable:
+        return cls(tuple(mapping["columns"]), {k: tuple(v) for k, v in mapping["words"].items()})

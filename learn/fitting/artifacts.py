@@ -1,0 +1,390 @@
+"""Fitted models on disk: `models/TARGET/VERSION/` holds the model, `meta.json`, `report.json`, plots and a README.
+
+Start reading at `save_artifact` and `load_latest`. A version appears whole or not at all, and is never changed; one
+that is not what was written (`learn.fitting.artifact_files`) is named in a line, and the next older one takes its
+place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, Unpack
+
+from conf.errors import EnvironmentProblem, UsageError
+from conf.files.identity import version_of
+from featurize.configs.row_config import printable
+from featurize.device.device_spec import plain_device, same_device
+from featurize.job.version import FEATURES_STAMP, is_current
+from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
+from learn.fitting.artifact_files import DamagedArtifact, checked, read_json, say_damaged, stamped
+from learn.rows.targets import check_target, get_target
+
+if TYPE_CHECKING:
+    from learn.judging.evaluate import Evaluation
+    from learn.rows.data import Rows
+    from warehouse.files.folder import DataFolder
+
+DataPlace: TypeAlias = "str | os.PathLike[str] | DataFolder | None"  # a data folder; None: the default one
+FORMAT = 1
+DEFAULT_MODELS = Path(__file__).parents[1] / "default_models"
+_PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "timm")
+
+
+class Savable(Protocol):
+    """A model that writes its files into the folder of a version."""
+
+    def save(self, folder: Path) -> None:
+        """Write them."""
+
+
+class StaleArtifact(EnvironmentProblem):
+    """An artifact that other code's features were fitted with; the message names the command that mends it."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One fitted version. `meta` is `meta.json`; the estimator is loaded on first use."""
+
+    path: Path
+    meta: Mapping
+
+    @property
+    def version(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        """The fitted estimator, its files verified first. Raises `DamagedArtifact`."""
+        self.check()
+        with _damaged_unless_read(self.path, "it cannot be loaded"):
+            return get_estimator(self.meta["estimator"]).load(self.path / "model")
+
+    def check(self) -> None:
+        """Verify the files, without parsing them. Raises `DamagedArtifact`."""
+        checked(self.path, self.meta)
+
+    def require(self) -> Artifact:
+        """The artifact, if it can answer: verified, and loaded where this code computes its features. Raises
+        `DamagedArtifact`."""
+        self.check()
+        if is_current(self.meta["feature_version"]):
+            _ = self.estimator
+        return self
+
+    def bound_held_out(self) -> dict[str, float]:
+        """Return the `share` of labels of held-out rows under the 99 % bound, and how many `rows` these were; empty
+        where `meta.json` does not record both."""
+        try:
+            share, rows = self.meta["metrics"]["coverage"]["test"], self.meta["rows"]["test"]
+        except (LookupError, TypeError):  # written by an older version, or by an estimator without a bound
+            return {}
+        return {"share": share, "rows": rows} if type(share) is float and type(rows) is int else {}
+
+    @cached_property
+    def fitted_run_ids(self) -> frozenset[str]:
+        """The rows that the kept model has seen: of `learn.fit` those that judged its figures as well, which came from
+        other fits; of a promotion only those that it was fitted on."""
+        self.check()
+        with _damaged_unless_read(self.path, "report.json"):
+            report = json.loads((self.path / "report.json").read_text())
+            seen = list(report["train_run_ids"])
+            if report.get("fitted_on", "all") == "all":
+                seen += report["test_run_ids"] + report.get("refused_run_ids", [])
+            return frozenset(map(str, seen))
+
+
+@contextlib.contextmanager
+def _damaged_unless_read(path: Path, part: str) -> Iterator[None]:
+    """Raise `DamagedArtifact` for what goes wrong inside: of a file without a checksum, parsers may raise anything."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = printable(f"{type(error).__name__}: {error}", 200)
+        raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: {part}: {reason}") from error
+
+
+def save_judged(
+    data: DataPlace,
+    estimator: Estimator,
+    rows: Rows,
+    evaluation: Evaluation,
+    seed: int,
+    now: datetime,
+    *,
+    fitted_on: str,
+    about: Mapping[str, Any],
+) -> tuple[Path, dict[str, Any]]:
+    """Write a fitted estimator with its evaluation and the page of it; return the version's path and its `meta.json`.
+
+    Args:
+        data: The data folder.
+        estimator: The fitted one.
+        rows: What it was fitted on, or what it was fitted and judged on.
+        evaluation: How good it is.
+        seed: Of splits and fits.
+        now: Time that names the version; time-zone aware.
+        fitted_on: all, or train: the rows of the evaluation that judged it are not among those that it has seen.
+        about: What else `meta.json` says.
+    """
+    from learn.judging.report import write_report
+
+    train, test = evaluation.train_rows, evaluation.test_rows
+    meta = {
+        "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
+        "unit": rows.target.unit,
+        "estimator": estimator.name,
+        "feature_version": FEATURES_STAMP,
+        "data_fingerprint": rows.fingerprint(),
+        "environment": environment(),
+        "rows": {
+            "fitted": int((~rows.censored).sum()),
+            "censored": int(rows.censored.sum()),
+            **{column: rows.count(column) for column in ("family", "source", "device")},
+            "train": len(train),
+            "test": len(test),
+            "groups": len({*rows.group, *test.group}),
+            "status": dict(rows.counts),
+        },
+        "metrics": evaluation.summary(),
+        "seed": seed,
+        "bins": evaluation.bins.to_mapping(),
+        "target": rows.target.name,
+        **about,
+    }
+    report = {
+        "cv": list(evaluation.cv),
+        "test": evaluation.test,
+        "test_run_ids": test.run_ids.tolist(),
+        "train_run_ids": train.run_ids.tolist(),
+        "refused_run_ids": sorted({*rows.run_ids} - {*train.run_ids, *test.run_ids}),
+        "fitted_on": fitted_on,
+    }
+    path = save_artifact(
+        data,
+        rows.target.name,
+        estimator,
+        meta,
+        report,
+        now=now,
+        extras=lambda folder: write_report(folder, evaluation, meta),
+    )
+    return path, meta
+
+
+def save_artifact(
+    data: DataPlace,
+    target: str,
+    estimator: Savable,
+    meta: Mapping,
+    report: Mapping,
+    *,
+    now: datetime,
+    extras: Callable[[Path], None] = lambda _folder: None,
+) -> Path:
+    """Write one version under the data folder's `models/` and return its path.
+
+    `extras(folder)` adds further files (plots) before the version appears. Written beside its place under a hidden
+    name, synced, then renamed: a reader sees all of it or none. `now` is time-zone aware.
+    """
+    from conf.files.outputs import sync
+
+    check_target(target)
+    home = models_folder(data) / target
+    meta = {"format": FORMAT, "target": target, "created_at": now.astimezone(UTC).isoformat(), **meta}
+    text = json.dumps(meta, indent=1, sort_keys=True)
+    short = hashlib.sha256(text.encode()).hexdigest()[:8]
+    version = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{short}"
+    home.mkdir(parents=True, exist_ok=True)
+    building = home / f".building-{version}-{uuid.uuid4().hex[:8]}"
+    try:
+        (building / "model").mkdir(parents=True)
+        estimator.save(building / "model")
+        (building / "report.json").write_text(json.dumps(report, indent=1))
+        extras(building)
+        (building / "meta.json").write_text(json.dumps(stamped(building, meta, "meta.json"), indent=1, sort_keys=True))
+        for path in (*building.rglob("*"), building):
+            sync(path)
+        final = home / version
+        if final.exists():  # the same second, the same data, the same figures
+            shutil.rmtree(building)
+        else:
+            os.rename(building, final)
+        sync(home)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return final
+
+
+def versions(data: DataPlace, target: str) -> list[Artifact]:
+    """Every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is not
+    what was written is named on standard error and left out."""
+    home = models_folder(data) / get_target(target).name
+    if not home.is_dir():
+        return []
+    names = []
+    for path in sorted(home.iterdir()):
+        if path.name.startswith(".") or not (path / "meta.json").is_file():
+            continue
+        try:
+            if not path.resolve().is_relative_to(home.resolve()):
+                raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: it lies outside of {home.name}")
+            names.append(open_artifact(path))
+        except DamagedArtifact as error:
+            say_damaged(error, "it is left out")
+    return names
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Return the artifact in that folder, of whose `meta.json` the rest of the code may believe the types. Raises
+    `DamagedArtifact`."""
+    meta = read_json(path / "meta.json")
+    rows = meta.get("rows")
+    counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
+    texts = [meta.get(name) for name in ("estimator", "target", "feature_version")]
+    whole = all(isinstance(one, dict) for one in counts) and all(isinstance(one, str) for one in texts)
+    if not whole or meta["estimator"] not in ESTIMATORS:
+        problem = "is damaged, or of another version of this code: meta.json does not say what it is"
+        raise DamagedArtifact(f"{printable(str(path), 300)} {problem}")
+    return Artifact(path, meta)
+
+
+class Wanted(TypedDict, total=False):
+    """Properties that `newest` chooses by."""
+
+    estimator: str | None
+    family: str | None
+    device: str | None
+    source: str | None
+    learnt: bool
+    for_modules: bool
+
+
+def find_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
+    """`newest`, of whose arguments `wanted` is, or None; `StaleArtifact` where that version's features are not those
+    of this code."""
+    artifact = newest(data, target, **wanted)
+    return None if artifact is None else require_current(artifact)
+
+
+def newest(
+    data: DataPlace,
+    target: str,
+    *,
+    estimator: str | None = None,
+    family: str | None = None,
+    device: str | None = None,
+    source: str | None = None,
+    learnt: bool = False,
+    for_modules: bool = False,
+) -> Artifact | None:
+    """The newest version that was fitted on rows of that family, device and source (None: any), or None; where no
+    estimator is named, of the hybrid, and of another only where there is no hybrid. With
+    `learnt`, the versions of training-free estimators do not count; `for_modules`, only those of estimators that read
+    traced steps, fitted on rows of real devices. Its features may be those of other code.
+    """
+    fitting = [
+        artifact
+        for artifact in versions(data, target)
+        if (estimator is None or artifact.meta["estimator"] == estimator)
+        and not (learnt and artifact.meta["estimator"] in TRAINING_FREE)
+        and (family is None or family in artifact.meta["rows"]["family"])
+        and (device is None or any(same_device(device, name) for name in artifact.meta["rows"]["device"]))
+        and (source is None or source in artifact.meta["rows"]["source"])
+        and not (for_modules and not _reads_modules(artifact))
+    ]
+    if estimator is None:  # the others are fitted to be compared with it
+        fitting = [artifact for artifact in fitting if artifact.meta["estimator"] == PREFERRED] or fitting
+    for older, artifact in reversed(list(enumerate(fitting))):
+        try:
+            return artifact.require()
+        except DamagedArtifact as error:
+            say_damaged(error, "an older version answers" if older else "no other version is there")
+    return None
+
+
+def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:
+    """`find_latest`, where having none is an error: `UsageError` that lists what there is and how to fit one."""
+    artifact = find_latest(data, target, **wanted)
+    if artifact is None:
+        asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
+        there = sorted({_described(a) for a in versions(data, target)})
+        raise UsageError(
+            f"no fitted model for target={target}{f' with {asked}' if asked else ''}; "
+            f"there {'are: ' + '; '.join(there) if there else 'is none at all'}; "
+            f"fit one: python -m learn.fit target={target}"
+        )
+    return artifact
+
+
+def require_current(artifact: Artifact) -> Artifact:
+    """The artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
+    theirs = artifact.meta.get("feature_version")
+    if not is_current(theirs):
+        target = artifact.meta["target"]
+        raise StaleArtifact(
+            f"the model {target}/{artifact.version} was fitted with features {theirs}, and this code computes "
+            f"features {FEATURES_STAMP}; fit it again: python -m learn.fit target={target}"
+        )
+    return artifact
+
+
+def default_artifact(target: str) -> Artifact | None:
+    """The model that comes with the project (`learn/default_models`), or None for a target without one.
+
+    It is used also where this code's features have moved on since it was fitted: `featurize.job.version.is_current`
+    then rejects `Artifact.meta["feature_version"]`, and whoever shows its figures says so.
+    """
+    path = DEFAULT_MODELS / get_target(target).name
+    try:
+        written_ns = (path / "meta.json").stat().st_mtime_ns
+    except OSError:
+        return None
+    try:
+        return _opened(path, written_ns)
+    except DamagedArtifact as error:
+        say_damaged(error, "install the project anew; the trace answers")
+        return None
+
+
+@lru_cache(maxsize=8)
+def _opened(path: Path, _written_ns: int) -> Artifact:
+    """Return a whole artifact, checked and loaded once; what happens to its files later changes nothing of it."""
+    return open_artifact(path).require()
+
+
+def models_folder(data: DataPlace) -> Path:
+    """The `models/` folder of a data folder (None: the default one)."""
+    from warehouse.files.folder import DataFolder
+
+    folder = data if isinstance(data, DataFolder) else DataFolder.resolve(data)
+    return Path(folder.models)
+
+
+def environment() -> dict[str, str | None]:
+    """Versions of what fits and computes features here; read from package metadata, so torch is not imported."""
+    return {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
+
+
+def _reads_modules(artifact: Artifact) -> bool:
+    reads = get_estimator(artifact.meta["estimator"]).needs_trace
+    return reads and "simulated" not in artifact.meta["rows"]["source"]
+
+
+def _described(artifact: Artifact) -> str:
+    rows = artifact.meta["rows"]
+    devices = ", ".join(sorted({plain_device(name) for name in rows["device"]}))
+    return f"{artifact.meta['estimator']} for {', '.join(rows['family'])} on {devices} ({', '.join(rows['source'])})"

@@ -1,0 +1,405 @@
+"""Measured steps and kernels of a data folder, each with the kernels that it runs.
+
+Start reading at `measured_rows`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+import warehouse
+from conf.errors import UsageError
+from conf.files.identity import canonical_json
+from featurize.configs.row_config import UnreadableConfig, config_of_one_gpu
+from featurize.device.device_spec import DeviceSpec, load_device
+from featurize.families import gpt
+from featurize.job.training_settings import Training, uses_tf32
+from featurize.job.trial_config import TrialConfig
+from featurize.nets.vision import import_library
+from featurize.recording.step_trace import Operator, StepTrace
+from featurize.timing.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, product
+from featurize.timing.input_pipeline import input_ms
+from featurize.trace.tracer import TraceError, trace_config, trace_step
+from learn.estimators.kernel_fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
+from learn.fitting.activity_fit import MeasuredActivity
+from learn.fitting.mpt import LLM_FOUNDRY, SIZES, mpt_config, mpt_loss
+from learn.fitting.timed_layers import layer_calls
+from learn.rows.data import LabelledRow, load_rows
+from warehouse.exchange.imported_rows import DOUBT
+from warehouse.exchange.published_kernels import PREFIX as LAYER
+from warehouse.exchange.published_kernels import SAILOR_LAYERS
+
+Progress = Callable[[str, int, int], None]
+Row = TypeVar("Row")
+_SOURCES = ("measured", "imported")
+LEAST_ROWS = 20
+# Sources whose rows count more or less than the square root of their number.
+WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5, SAILOR: 0.2, LIGER: 0.8, PRODUCTS: 1.0}
+# GPU model, side of square matrices, TFLOP/s: bf16 products measured with torch 2.11 and CUDA 13 (769 to 798 in several
+# runs on both).
+_LARGE_PRODUCTS = (("H100-SXM5-80GB", 8192, 783.5), ("H200-SXM-141GB", 8192, 783.5))
+FARM = "farm"  # source of what this folder's own trials measured
+_COLUMNS = ("run_id", "source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")
+_FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
+
+_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # of timm's models, before the family's name
+# Operators whose output has the shape of their first input.
+_POINTWISE = tuple(
+    f"aten::{name}"
+    for name in ("native_layer_norm", "_softmax", "relu", "gelu", "tanh", "add", "mul", "div", "pow", "sub", "silu")
+)
+
+
+def measured_rows(
+    data: str | os.PathLike[str] | None,
+    progress: Progress,
+    *,
+    steps: int | None,
+    kernels: int,
+    same_shapes: bool = False,
+    wanted: Callable[[MeasuredTime], bool] = lambda row: True,
+) -> tuple[list[MeasuredTime], dict[str, int]]:
+    """Return the measured steps and operators of a data folder, and how many rows were left out for which reason.
+
+    Args:
+        data: The folder; None: the default one.
+        progress: Hears of each traced row.
+        steps: As `most` of `measured_times`.
+        kernels: As `most` of `kernel_times`.
+        same_shapes: As in `kernel_times`.
+        wanted: Steps that are kept.
+
+    Raises:
+        UsageError: Too few steps can be learned from.
+    """
+    rows, left_out = measured_times(data, progress, steps)
+    operators, operators_left_out = kernel_times(data, kernels, same_shapes=same_shapes)
+    rows = [row for row in rows if wanted(row)]
+    if len(rows) < LEAST_ROWS:
+        reasons = "; ".join(f"{reason}: {number:,}" for reason, number in left_out.items())
+        raise UsageError(
+            f"data={data}: {len(rows)} measured steps can be learned from, and {LEAST_ROWS} are needed"
+            + (f" (left out: {reasons})" if reasons else "")
+        )
+    return [*rows, *operators, *(large_products() if operators else [])], left_out | operators_left_out
+
+
+def measured_times(
+    data: str | os.PathLike[str] | None, progress: Progress, most: int | None = None
+) -> tuple[list[MeasuredTime], dict[str, int]]:
+    """Return the measured steps whose kernels are known, and how many rows were left out for which reason.
+
+    Args:
+        data: The data folder; None: the default one.
+        progress: Called before each row is traced with a text, the number of rows done and their total.
+        most: Steps of a source, drawn by their ids; None: all.
+    """
+    rows = queried(
+        data,
+        f"SELECT {', '.join(_COLUMNS)} FROM runs "
+        "WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0 AND source IN ('measured', 'imported') "
+        f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' "
+        "QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY md5(run_id)) <= coalesce(?, 1e9) ORDER BY run_id",
+        [most],
+    )
+    traces: dict[tuple, Calls] = {}
+    return read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
+
+
+def kernel_times(
+    data: str | os.PathLike[str] | None, most: int, *, same_shapes: bool = False
+) -> tuple[list[MeasuredTime], dict[str, int]]:
+    """Return measured operators of the table `kernels`, and how many rows were left out for which reason.
+
+    Args:
+        data: The data folder; None: the default one.
+        most: Rows of an operator on a GPU model, drawn by their ids.
+        same_shapes: Draw by shapes instead: the same ones on every GPU model, as far as they were measured there.
+    """
+    drawn_by = "md5(concat(dims, '/', dtype)), kernel_row" if same_shapes else "md5(kernel_row)"
+    rows = queried(
+        data,
+        "SELECT operator, device_name, dims, dtype, phase, duration_us FROM kernels "
+        "WHERE timing = 'cuda_events' AND source IN ('measured', 'imported') AND duration_us > 0 "
+        "QUALIFY row_number() OVER (PARTITION BY operator, device_name ORDER BY " + drawn_by + ") <= ? "
+        "ORDER BY operator, device_name, kernel_row",
+        [most],
+    )
+    return read_each(rows, lambda values: _measured_kernel(*values))
+
+
+def measured_activity(
+    data: str | os.PathLike[str] | None, progress: Progress
+) -> tuple[list[MeasuredActivity], dict[str, int]]:
+    """Return the jobs with measured SM activity and occupancy, and how many were left out for which reason.
+
+    Args:
+        data: The data folder; None: the default one.
+        progress: Called before each job is traced with a text, the number of jobs done and their total.
+    """
+    try:
+        of_smact, of_smocc = (load_rows(data, target, source=_SOURCES).trusted for target in ("smact", "smocc"))
+    except UsageError:  # too few rows of either
+        return [], {}
+    smocc = dict(zip(of_smocc.run_ids, of_smocc.label.tolist(), strict=True))
+    return read_each(of_smact.records, lambda record: _measured_activity(record, smocc), progress)
+
+
+def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
+    """Return the rows of a query of a data folder; None: the default one."""
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        return connection.execute(sql, parameters).fetchall()
+
+
+class RowLeftOut(Exception):
+    """A reason why a row is not learned from."""
+
+
+def read_each(
+    rows: Sequence[Any], read: Callable[[Any], Row], progress: Progress | None = None
+) -> tuple[list[Row], dict[str, int]]:
+    """Return what `read` makes of each row, and for each reason of its `RowLeftOut` the number of rows."""
+    kept: list[Row] = []
+    left_out: Counter[str] = Counter()
+    for done, row in enumerate(rows):
+        if progress is not None:
+            progress("tracing", done, len(rows))
+        try:
+            kept.append(read(row))
+        except RowLeftOut as reason:
+            left_out[str(reason)] += 1
+    return kept, dict(left_out)
+
+
+def described(name: str | None) -> DeviceSpec:
+    """Return a measured GPU's description. Raises `RowLeftOut` without one."""
+    try:
+        return load_device(name or "")
+    except UsageError as error:
+        raise RowLeftOut(f"no description of {name}") from error
+
+
+def _measured_kernel(
+    name: str, device_name: str | None, dims: str, dtype: str, phase: str | None, duration_us: float
+) -> MeasuredTime:
+    device = described(device_name)
+    if name.startswith(LAYER):
+        return _measured_layer(name.removeprefix(LAYER), device, json.loads(dims), dtype, phase, duration_us)
+    operator = _operator(name, json.loads(dims), dtype)
+    if operator is None:
+        raise RowLeftOut(f"kernels of {name}")
+    return MeasuredTime(
+        name=name,
+        source=KERNELS,
+        group=name,
+        device=device,
+        calls=kernel_calls([operator], tf32_convolutions=False),
+        measured_ms=duration_us / 1e3,
+        searched=True,
+    )
+
+
+def large_products() -> list[MeasuredTime]:
+    """Return products in half precision that were measured by themselves, with no launch between them."""
+    return [
+        MeasuredTime(
+            name=f"product of {side}",
+            source=PRODUCTS,
+            group="product",
+            device=load_device(device),
+            calls=as_calls(Counter({product(side, side, side, 1, TENSOR, 6.0 * side * side): 1}), 0.0),
+            measured_ms=2 * side**3 / tflops / 1e9,
+        )
+        for device, side, tflops in _LARGE_PRODUCTS
+    ]
+
+
+def _measured_layer(
+    layer: str, device: DeviceSpec, sizes: Mapping[str, int], dtype: str, phase: str | None, duration_us: float
+) -> MeasuredTime:
+    if sizes.get("ranks", 1) > 1 and (layer, phase) != ("head", "forward"):
+        raise RowLeftOut("layers that end with an all-reduce")
+    try:
+        calls = layer_calls(layer, sizes, phase, dtype, device)
+    except (KeyError, TraceError, UsageError) as error:
+        raise RowLeftOut(f"layer {layer}: {type(error).__name__}") from error
+    return MeasuredTime(
+        name=f"{layer} {phase or 'both'} {canonical_json(sizes)}",
+        source=SAILOR if layer in SAILOR_LAYERS else LIGER,
+        group=layer,
+        device=device,
+        calls=calls,
+        measured_ms=duration_us / 1e3,
+    )
+
+
+def _measured_activity(record: LabelledRow, smocc: Mapping[str, float]) -> MeasuredActivity:
+    """Return a job with its SM activity, and its occupancy by run id."""
+    config = record.case.config
+    if record.run_id not in smocc or config is None:
+        raise RowLeftOut("no occupancy")
+    try:
+        device = load_device(record.device)
+        trace = trace_config(config, device=device)
+    except (TraceError, UsageError) as error:
+        raise RowLeftOut(f"cannot be traced: {type(error).__name__}") from error
+    return MeasuredActivity(
+        family=record.family,
+        group=record.group,
+        device=device,
+        calls=kernel_calls(trace.operators, **uses_tf32(config.precision)),
+        smact=record.label,
+        smocc=smocc[record.run_id],
+        input_ms=input_ms(trace, config.batch_size) if record.case.training_loop else 0.0,
+        whole_run=record.source == "imported",
+        channels_last=config.channels_last,
+        searched=config.cudnn_benchmark,
+    )
+
+
+def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None:
+    """Return the forward operator of a row; None where its output does not follow from its inputs' shapes."""
+    shapes = [tuple(shape) for shape in dims["shapes"]]
+    inputs = tuple(shape for shape in shapes if shape)
+    output: tuple[int, ...]
+    if name == "aten::addmm":
+        (rows, depth), (_, columns) = inputs[1:]
+        output, flops = (rows, columns), 2 * rows * depth * columns
+    elif name == "aten::bmm":
+        (batch, rows, depth), (_, _, columns) = inputs
+        output, flops = (batch, rows, columns), 2 * batch * rows * depth * columns
+    elif name == "aten::convolution":
+        x, weight = inputs[:2]
+        arguments = dims["arguments"]
+        strides, paddings = arguments["stride"], arguments["padding"]
+        sides = [
+            (side + 2 * padding - size) // stride + 1
+            for side, size, stride, padding in zip(x[2:], weight[2:], strides, paddings, strict=True)
+        ]
+        output = (x[0], weight[0], *sides)
+        flops = 2 * math.prod(output) * math.prod(weight[1:])
+    elif name in _POINTWISE:
+        output, flops = inputs[0], math.prod(inputs[0])
+    else:
+        return None
+    size = 2 if dtype in HALF else 4
+    return Operator(
+        name=name,
+        phase="forward",
+        dtype=dtype,
+        input_shapes=inputs,
+        output_shapes=(output,),
+        flops=flops,
+        bytes_read=size * sum(map(math.prod, inputs)),
+        bytes_written=size * math.prod(output),
+        launches=1,
+    )
+
+
+def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTime:
+    source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
+    device = described(row["device_name"])
+    release = _release(row["torch_version"])
+    if source == LLM_FOUNDRY:
+        return _of_llm_foundry(row, device, traces)
+    try:
+        config = config_of_one_gpu(row["config"])
+    except UnreadableConfig as error:
+        raise RowLeftOut(f"{source}: no trial config") from error
+    fused = release is None or release >= _FIRST_FUSED
+    key = (row["config"], device.architecture.attention, fused)
+    if key not in traces:
+        with _attention(fused):
+            traces[key] = _traced(lambda: trace_config(config, device=device), config.precision, listed=fused)
+    return MeasuredTime(
+        name=str(getattr(config, "model", config.family)),
+        source=source,
+        group=_group(config),
+        device=device,
+        calls=traces[key],
+        measured_ms=float(row["step_time_ms"]),
+        channels_last=config.channels_last,
+        searched=config.cudnn_benchmark,
+        run_id=row["run_id"],
+    )
+
+
+def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tuple, Calls]) -> MeasuredTime:
+    """Return one micro-step of one GPU: sharded weights arrive while the GPU computes, so it runs as if alone."""
+    cells = json.loads(row["origin"])
+    size, length, samples = cells["Model"].lower(), int(cells["SeqLen (T)"]), int(cells["MicroBatchSize"])
+    recompute = cells["Activation Checkpointing"] == "True"
+    if size not in SIZES or not cells["Precision"].endswith("bf16"):
+        raise RowLeftOut(f"{LLM_FOUNDRY}: {size} in {cells['Precision']}")
+    key = (size, length, samples, recompute, device.architecture.attention)
+    if key not in traces:
+        traces[key] = _traced(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
+    return MeasuredTime(
+        name=f"MPT-{size}, {samples} x {length}",
+        source=LLM_FOUNDRY,
+        group=size,
+        device=device,
+        calls=traces[key],
+        measured_ms=samples * length / float(cells["Throughput (T/s/GPU)"]) * 1e3,
+        run_id=row["run_id"],
+    )
+
+
+def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: DeviceSpec) -> StepTrace:
+    config = mpt_config(size, length, samples, recompute=recompute)
+    return trace_step(
+        lambda: gpt.build(config).to(torch.bfloat16),
+        lambda on: gpt.batch(config, on),
+        loss=mpt_loss,
+        device=device,
+        settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
+        training_loop=False,
+    )
+
+
+def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
+    try:
+        step = trace()
+    except (TraceError, UsageError) as error:
+        raise RowLeftOut(f"cannot be traced: {type(error).__name__}") from error
+    return kernel_calls(step.operators, **uses_tf32(precision), listed=listed)
+
+
+@contextlib.contextmanager
+def _attention(fused: bool) -> Iterator[None]:
+    """Make timm's models compute attention as they did with a release of PyTorch before it had a fused one."""
+    if fused:
+        yield
+        return
+    layers = import_library("timm.layers")
+    before = layers.use_fused_attn()
+    layers.set_fused_attn(False)
+    try:
+        yield
+    finally:
+        layers.set_fused_attn(before)
+
+
+def _group(config: TrialConfig) -> str:
+    """Return what is left out together: a family's name, or of timm the letters that its model's name begins with."""
+    model = getattr(config, "model", None)
+    if config.family != "timm" or not model:
+        return config.family
+    word = next((part for part in model.split("_") if part not in _PREFIXES), model)
+    return "".join(letter for letter in word if letter.isalpha()) or word
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    try:
+        major, minor = (int(part) for part in str(version).split("+")[0].split(".")[:2])
+    except ValueError:
+        return None
+    return major, minor

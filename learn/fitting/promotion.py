@@ -1,0 +1,282 @@
+"""The learning step of a growth cycle: fit again, and keep the new model only where it is not worse than the current.
+
+Start reading at `refit`; `learn.judging.paired` compares. What is under `models/` is current, so nothing else lands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import warehouse
+from conf.errors import CommandError, UsageError
+from featurize.configs.features import group_key
+from featurize.configs.row_config import config_of_row
+from learn.estimators.protocol import Estimator, get_estimator, require_target
+from learn.fitting.artifacts import Artifact, DataPlace, StaleArtifact, newest, require_current, save_judged, versions
+from learn.fitting.fit_call import remarks
+from learn.judging.evaluate import Evaluation, judged
+from learn.judging.paired import compare, figures, in_words
+from learn.judging.scores import NOT_INFORMATIVE
+from learn.rows.data import MIN_GROUPS, Rows, load_rows
+from learn.rows.step_store import StepStore
+from learn.rows.suspect_rows import with_suspects
+from learn.rows.targets import get_target, make_bins
+from warehouse.files.folder import DataFolder
+
+HELD_OUT_SHARE = 0.2  # of configurations; another share would show models what judged those before them
+LEAST_JUDGES = 30  # rows with an exact label that neither has seen
+LEAST_FITTED = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """Decision on one target in one cycle.
+
+    decision   first: there was no model before; promoted: the candidate is current now; kept: the old one stays;
+               skipped: there was nothing to fit on. `why` says it in a sentence
+    current    version that was current before; candidate: that was written, None where none was
+    held_out   rows that it was decided on: held out for good, and not seen by the current one either
+    figures    `current` and `candidate`: `learn.judging.paired.figures`, or None. On the rows that it was decided
+               on; where there was nothing to compare, the candidate's on all rows held out
+    source, device_name   as they were asked for
+    """
+
+    target: str
+    estimator: str
+    decision: str
+    why: str
+    current: str | None = None
+    candidate: str | None = None
+    held_out: int = 0
+    figures: Mapping[str, Mapping | None]
+    source: str | None = None
+    device_name: str | None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def refit(
+    data: DataPlace,
+    target: str,
+    estimator: str = "hybrid",
+    *,
+    cycle: str,
+    source: str | None = None,
+    device_name: str | None = None,
+    snapshot: str | None = None,
+    trust: Sequence[str] = (),
+    seed: int = 0,
+    now: datetime | None = None,
+    progress: Callable[[str], None] = lambda _step: None,
+) -> Promotion:
+    """Fit a candidate on all usable rows but those held out for good, judge it beside the current model, and write it
+    under `models/` if that is what came out. Asked again for a cycle that has promoted one, it says so and does
+    nothing more.
+
+    Rows (of `snapshot`, or those of now) and the current model are those of `source` and `device_name`, as in
+    `learn.rows.data.load_rows`, `trust` too. Raises `UsageError` for an unknown target or estimator, an estimator
+    that cannot do the target, and no data folder; too few rows are no error (`skipped`). `now` is time-zone aware.
+    """
+    now = now or datetime.now(UTC)
+    get_target(target)
+    kind = get_estimator(estimator)
+    require_target(kind, target)
+    folder = DataFolder.resolve(data).open()
+    if (done := _recorded(folder, target, estimator, cycle, source, device_name)) is not None:
+        return done
+    promotion_of = partial(Promotion, target=target, estimator=estimator, source=source, device_name=device_name)
+
+    def skipped(why: str) -> Promotion:
+        return promotion_of(decision="skipped", why=why, figures={"current": None, "candidate": None})
+
+    progress("reading rows")
+    try:
+        every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
+    except CommandError as error:
+        return skipped(str(error))
+    steps = StepStore(folder)
+    rows, held_out, known = _split(every)
+    if kind.needs_trace and len(known) >= LEAST_FITTED:
+        steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
+        every = with_suspects(every, steps)
+        rows, held_out, known = _split(every)
+    if len(known) < LEAST_FITTED:
+        return skipped(
+            f"{len(known)} of {len(rows)} rows are there to fit on, {LEAST_FITTED} are needed; the others are held out "
+            "to judge by"
+        )
+    progress("fitting the candidate")
+    try:
+        fitted = kind(seed=seed).fit(known, steps)
+    except CommandError as error:
+        return skipped(str(error))
+
+    progress("judging it")
+    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+
+    def judged_on(estimator: Estimator, asked: Rows) -> Evaluation:
+        return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
+
+    candidate = judged_on(fitted, rows.subset(held_out))
+    if not len(candidate.test_rows.exact):
+        reasons = f": {candidate.refused[0]}" if candidate.refused else ""
+        return skipped(f"none of the {int(held_out.sum())} rows held out can say how good it is{reasons}")
+    current = newest(folder, target, estimator=estimator, device=device_name, source=source or str(rows.source[0]))
+    if current is None:
+        verdict = _alone("first", "there was no model", candidate)
+    else:
+        try:
+            answering, seen = require_current(current).estimator, _seen_groups(folder, current, every)
+            unseen = np.array([group not in seen for group in rows.group], dtype=bool)
+            verdict = _beside(judged_on(answering, rows.subset(held_out & unseen)), candidate, seed)
+        except StaleArtifact:
+            no_answer = "the current one was fitted with features of other code and cannot answer any more"
+            verdict = _alone("promoted", no_answer, candidate)
+    promotion = promotion_of(current=None if current is None else current.version, **verdict)
+    if promotion.decision == "kept":
+        return promotion
+    progress("drawing the report")
+    notes = remarks(kind, known, bins)
+    if candidate.refused:
+        notes.append(f"rows held out without an answer are in no figure: {_reasons(candidate)}")
+    if in_doubt := int((every.doubt != "").sum()):
+        explanation = "runs.error says why, or the rows beside them do"
+        notes.append(f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged")
+    evaluation = replace(candidate, warnings=(*candidate.warnings, *notes))
+    path, _ = save_judged(
+        folder,
+        fitted,
+        known,
+        evaluation,
+        seed,
+        _after(current, now),
+        fitted_on="train",
+        about={
+            "warnings": list(evaluation.warnings),
+            "fitted": "on the training rows alone; the held-out ones, a fifth of all configurations, never are",
+            "snapshot": snapshot,
+            "cycle": cycle,
+            "promotion": promotion.to_mapping(),
+        },
+    )
+    return replace(promotion, candidate=path.name)
+
+
+def _split(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
+    """Return the rows that decide (a label in doubt does not), which of them are held out, and the others."""
+    rows = every.trusted
+    held_out = is_held_out(rows.group)
+    return rows, held_out, rows.subset(~held_out)
+
+
+def is_held_out(groups) -> np.ndarray:
+    """(n,) bool: of near-copy groups by their key, the fifth that no candidate is ever fitted on. It hangs on the key
+    alone, so that every night's rows find their side and the rows to judge by only grow."""
+    limit = int(HELD_OUT_SHARE * 2**64)
+    digests = (hashlib.sha256(f"held out {key}".encode()).digest() for key in groups)
+    return np.array([int.from_bytes(digest[:8], "big") < limit for digest in digests], dtype=bool)
+
+
+def _alone(decision: str, reason: str, candidate: Evaluation) -> dict[str, Any]:
+    """Return the verdict on one that has nothing to be compared with."""
+    ours, judges = figures(candidate), candidate.test_rows
+    explanation = (
+        f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
+        "told their bin"
+    )
+    if "own_labels" in ours:
+        explanation = f"its errors are {NOT_INFORMATIVE}: the trace simulated these very labels"
+    return {
+        "decision": decision,
+        "why": f"{reason}; this one is fitted on {len(candidate.train_rows)} rows, and on {len(judges)} others held "
+        f"out {explanation}",
+        "held_out": len(judges),
+        "figures": {"current": None, "candidate": ours},
+    }
+
+
+def _beside(current: Evaluation, candidate: Evaluation, seed: int) -> dict[str, Any]:
+    """Return the verdict on the candidate and the current model, on rows held out that neither has seen.
+
+    Args:
+        current: Of the current model, on the rows that it has not seen.
+        candidate: Of the candidate, on all rows held out.
+        seed: Of the comparison.
+    """
+    ours = candidate.among(current.test_rows.run_ids)
+    asked, judges = len(current.test_rows), ours.test_rows
+    n, groups = len(judges.exact), len(set(judges.exact.group))
+    why = None
+    if len(judges) < asked:
+        why = (
+            f"the new one has no answer for {asked - len(judges)} of {asked} rows held out that the current one "
+            f"answers: {_reasons(candidate)}"
+        )
+    elif n < LEAST_JUDGES or groups < MIN_GROUPS:
+        why = (
+            f"too few rows to judge by: {n} with a figure, of {groups} different configurations, are held out and not "
+            f"seen by the current one either; {LEAST_JUDGES} rows of {MIN_GROUPS} configurations are needed"
+        )
+    if why is not None:
+        both_figures = {"current": None, "candidate": figures(candidate)}
+        return {"decision": "kept", "why": why, "held_out": len(judges), "figures": both_figures}
+    comparison = compare(current, ours, seed)
+    caveat = f"; these figures are {NOT_INFORMATIVE}: the trace simulated these very labels"
+    return {
+        "decision": "kept" if comparison.worse else "promoted",
+        "why": f"on {len(judges)} rows held out that neither has seen, {comparison.why}"
+        f"{caveat if 'own_labels' in comparison.candidate else ''}",
+        "held_out": len(judges),
+        "figures": {"current": comparison.current, "candidate": comparison.candidate},
+    }
+
+
+def _reasons(candidate: Evaluation) -> str:
+    return "; ".join(dict.fromkeys(candidate.refused))
+
+
+def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozenset[str]:
+    """The near-copy groups of the rows that the artifact was fitted on; of those not among `rows` (marked stale since,
+    or of another device), by their configs in the warehouse."""
+    group_of = dict(zip(rows.run_ids.tolist(), rows.group.tolist(), strict=True))
+    seen = {group_of[run_id] for run_id in artifact.fitted_run_ids if run_id in group_of}
+    others = sorted(artifact.fitted_run_ids - group_of.keys())
+    if others:
+        with contextlib.closing(warehouse.connect(folder)) as connection:
+            seen_rows = connection.execute(
+                "SELECT DISTINCT config FROM runs WHERE run_id IN (SELECT unnest(?))", [others]
+            ).fetchall()
+        for (config,) in seen_rows:
+            with contextlib.suppress(UsageError):  # of a family that this code does not know: a copy of no row here
+                seen.add(group_key(config_of_row(config)))
+    return frozenset(seen)
+
+
+def _recorded(
+    folder: DataFolder, target: str, estimator: str, cycle: str, source: str | None, device_name: str | None
+) -> Promotion | None:
+    """Return the decision of this cycle before it was killed, where it wrote a model."""
+    for artifact in versions(folder, target):
+        if artifact.meta.get("cycle") == cycle:
+            promotion = Promotion(**{**artifact.meta["promotion"], "candidate": artifact.version})
+            if (promotion.estimator, promotion.source, promotion.device_name) == (estimator, source, device_name):
+                return promotion
+    return None
+
+
+def _after(current: Artifact | None, now: datetime) -> datetime:
+    """`now`, but later than the current version even where the clock went back: the newest name is current."""
+    if current is None:
+        return now
+    written = datetime.strptime(current.version.partition("-")[0], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    return max(now, written + timedelta(seconds=1))

@@ -1,0 +1,233 @@
+"""A module's inputs, given as tensors or shapes: made on a device, counted, and scaled to another batch size.
+
+Start reading at `maker_of_batch` and `with_batch_size`; `learn.job.training_job.of_module` says what inputs are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from featurize.recording.batches import Inputs
+
+DEFAULT_DTYPE = "float32"  # of inputs that are given as shapes
+MOST_ELEMENTS = 2**56  # of an input: 16 bytes each, and products of a few of them, stay below 2**63
+
+
+def batch_size_of(inputs: Any) -> int:
+    """Return the number of samples in a module's inputs: the first dimension of the first tensor or shape.
+
+    Raises:
+        UsageError: No input has a first dimension.
+    """
+    sizes = first_sizes(inputs)
+    if not len(sizes):
+        raise UsageError("inputs have no batch to scale: give tensors or shapes, as in input=[64,3,224,224]")
+    return checked_shape(sizes)[0]
+
+
+def with_batch_size(inputs: Any, batch_size: int, *, from_size: int) -> Any:
+    """Return a module's inputs, or its target, for a batch of another size.
+
+    Rows of tensors with values are repeated in turn. Large tensors lose their values, which the trace does not keep
+    either. A list of tensors is a list of samples where it is as long as the batch. A first dimension of 1 in a larger
+    batch is broadcast, and stays.
+
+    Args:
+        inputs: As `learn.job.training_job.of_module` takes them.
+        batch_size: Samples in the new batch.
+        from_size: Samples in the batch that is given.
+
+    Raises:
+        UsageError: A first dimension is not the batch's.
+    """
+    if batch_size == from_size:
+        return inputs
+    if isinstance(inputs, Sequence) and not is_shape(inputs) and not isinstance(inputs, str):
+        return tuple(_scaled(one, batch_size, from_size, f"input {at}") for at, one in enumerate(inputs, start=1))
+    return _scaled(inputs, batch_size, from_size, "the input")
+
+
+def _scaled(value: Any, to: int, size: int, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _scaled(one, to, size, f"input {key}") for key, one in value.items()}
+    if is_tensor(value):
+        return resized(value, [to, *value.shape[1:]]) if value.dim() and _has_batch(value.shape, size, name) else value
+    if is_shape(value):
+        return [to, *value[1:]] if _has_batch(value, size, name) else value
+    if isinstance(value, list | tuple) and holds_tensors(value):
+        if len(value) == size:
+            return [value[at % size] for at in range(to)]
+        return [_scaled(one, to, size, f"{name}, element {at}") for at, one in enumerate(value, start=1)]
+    return value
+
+
+def _has_batch(sizes: Sequence[int], size: int, name: str) -> bool:
+    if sizes[0] == size:
+        return True
+    if sizes[0] == 1:
+        return False
+    raise UsageError(
+        f"{name} has the shape {list(sizes)}, but the batch has {size} samples: only a first dimension of {size} or 1 "
+        "can be scaled"
+    )
+
+
+def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of another shape in the same memory format: shortened, or its values repeated in turn.
+
+    Large tensors lose their values, which a trace does not keep either.
+    """
+    import torch
+
+    from featurize.recording.values import LARGEST
+
+    if list(shape) == list(tensor.shape):
+        return tensor
+    made = torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
+    if not tensor.is_meta and made.numel() <= LARGEST:
+        made = tensor.detach()
+        for dim, size in enumerate(shape):
+            made = made.index_select(dim, torch.arange(size, device=made.device) % tensor.shape[dim])
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
+    if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
+        made = made.contiguous(memory_format=memory_format)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def samples_of(inputs: Any) -> int:
+    sizes = first_sizes(inputs)
+    return int(sizes[0]) if len(sizes) else 1
+
+
+def maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[str], tuple[Inputs, Tensor | None]]:
+    """`make(device)` -> the batch's inputs and target on that device."""
+    if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
+        raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
+    if is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping):
+        inputs = (inputs,)
+    named = isinstance(inputs, Mapping)
+    makers = [_maker_of_argument(value, dtype) for value in ([inputs] if named else inputs)]
+    target_maker = None if target is None else _maker(target, torch_dtype("int64"))
+
+    def batch(device: str) -> tuple[Inputs, Tensor | None]:
+        arguments: Any = tuple(make(device) for make in makers)
+        return arguments[0] if named else arguments, None if target_maker is None else target_maker(device)
+
+    return batch
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor; torch is imported for the question only."""
+    from torch import Tensor
+
+    return isinstance(value, Tensor)
+
+
+def is_shape(value: Any) -> bool:
+    """Return whether a value is a shape: a sequence of integers."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(isinstance(size, Integral) and not isinstance(size, bool) for size in value)
+    )
+
+
+def checked_shape(shape: Sequence[int], key: str = "input") -> tuple[int, ...]:
+    """Return a shape that a tensor may have. Raises `UsageError` that names the key which holds it."""
+    if min(shape) < 1:
+        raise UsageError(f"{key} sizes must be >= 1, got {shown(list(shape))}")
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise UsageError(f"{key} must have at most {MOST_ELEMENTS:,} elements, got the shape {shown(list(shape))}")
+    return tuple(map(int, shape))
+
+
+def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
+    """Return a torch dtype by its name. Raises `UsageError` that names the key which holds it."""
+    import torch
+
+    kind = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype):
+        raise UsageError(f"{key} must be a torch dtype such as float32 or int64, got {name!r}")
+    return kind
+
+
+def _maker_of_argument(value: Any, dtype: torch.dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
+    """`make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
+    if isinstance(value, Mapping):
+        by_name = {str(name): _maker_of_argument(one, dtype, in_mapping=True) for name, one in value.items()}
+        return lambda device: {name: make(device) for name, make in by_name.items()}
+    if not is_shape(value) and isinstance(value, list | tuple) and value and all(map(holds_tensors, value)):
+        makers = [_maker_of_argument(one, dtype) for one in value]
+        return lambda device: [make(device) for make in makers]
+    if in_mapping and (value is None or isinstance(value, bool | int | float | str)):
+        return lambda device: value
+    return _maker(value, dtype)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Return whether a list or mapping holds tensors at any depth."""
+    if isinstance(value, Mapping):
+        return any(map(holds_tensors, value.values()))
+    return is_tensor(value) or (isinstance(value, list | tuple) and any(map(holds_tensors, value)))
+
+
+def first_sizes(value: Any) -> Sequence[int]:
+    """Return the sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
+    if is_tensor(value):
+        return value.shape
+    if is_shape(value):
+        return value
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    for one in value if isinstance(value, list | tuple) else ():
+        if isinstance(one, list | tuple) and not is_shape(one) and holds_tensors(one):
+            return (len(one),)
+        if sizes := first_sizes(one):
+            return sizes
+    return ()
+
+
+def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """`make(device)` -> the tensor on that device: a copy of one that was given, or one of a shape."""
+    import torch
+
+    from featurize.recording.values import remember
+
+    if is_tensor(value):
+        given = value.detach()
+
+        def make(device: str) -> Tensor:
+            copied = torch.empty_like(given, device=device)
+            if device == "meta":
+                if not given.is_meta:
+                    remember(copied, given)
+            else:
+                copied = _filled(copied) if given.is_meta else copied.copy_(given)
+            return copied.requires_grad_(value.requires_grad)
+
+        return make
+    if not is_shape(value):
+        known = hasattr(value, "__array__")  # printed, it may take many lines
+        given_text = f"{type(value).__name__}; torch.from_numpy makes one" if known else repr(value)
+        raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {given_text}")
+    shape = checked_shape(value)
+
+    def make_of_shape(device: str) -> Tensor:
+        empty = torch.empty(shape, dtype=dtype, device=device)
+        return empty if device == "meta" else _filled(empty)
+
+    return make_of_shape
+
+
+def _filled(tensor: Tensor) -> Tensor:
+    return tensor.normal_() if tensor.is_floating_point() or tensor.is_complex() else tensor.zero_()

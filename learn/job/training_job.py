@@ -1,0 +1,236 @@
+"""A training job: how to build the model and its batch, how it trains, how it is spread over GPUs.
+
+Start reading at `TrainingJob`; `of_config` and `of_module` make one. torch is imported on use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError
+from featurize.configs.trial import TrialConfig
+from learn.job.inputs import DEFAULT_DTYPE, batch_size_of, maker_of_batch, samples_of, torch_dtype, with_batch_size
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from featurize.cudnn.signature import SearchSettings
+    from featurize.job.layout import Parallel
+    from featurize.recording.batches import Inputs
+    from featurize.recording.step_trace import StepTrace
+    from featurize.training.training_step import TrainingSettings
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """One training job. Building it costs nothing until `build` and `batch` are called.
+
+    name        for people: a family, a model's name
+    build       makes the model, under whatever default device or fake-tensor mode the caller has entered
+    batch       `batch(device)` -> (inputs, targets) on that device; inputs are the model's arguments, positional ones
+                in a tuple or keyword ones in a mapping (`featurize.recording.batches.call`). Targets None: the loss is
+                the output's own, or targets are made of the output, by `featurize.training.training_step.targets_for`
+    settings    optimizer, precision, ... batch_size  samples in a batch config      the trial config, where the job is
+    one of a family loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as
+    `featurize.training.training_step` takes it training_loop  it runs in the usual loop, as
+    `featurize.trace.tracer.trace_step` has it; the farm's own trials do not recorded    gives its step where that is
+    traced by other means, as a script's is; nothing is built then search      how cuDNN searches in the process that
+    was traced, where that is another one; None: as in this process batches     of each step, in order, where their
+    shapes differ; `batch` is then the one with the most elements parallel    the ranks of a job on several GPUs, each
+    of which does what the rest says; None: one GPU given       a module's model, inputs and the like, as they were
+    given: what tells the job from others key         what tells it, where `learn.job.traced` has found that out; empty:
+    nothing does
+
+    Raises:
+        UsageError: Settings or batches that several ranks do not go with.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[str], tuple[Inputs, Tensor | None]]
+    settings: TrainingSettings
+    batch_size: int
+    config: TrialConfig | None = None
+    loss: Callable | None = None
+    training_loop: bool = True
+    recorded: Callable[[], StepTrace | None] | None = None
+    search: SearchSettings | None = None
+    batches: tuple[Callable[[str], tuple[Inputs, Tensor | None]], ...] = ()
+    parallel: Parallel | None = None
+    given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    key: str | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.parallel is not None:
+            _require_on_ranks(self, self.parallel)
+
+    def alone(self, at: int) -> TrainingJob:
+        """Return the job with the batch at this place of `batches` in every step."""
+        batch = self.batches[at]
+        inputs, _target = batch("meta")
+        given = (*self.given, at) if self.given else ()
+        return replace(self, batch=batch, batches=(), batch_size=samples_of(inputs), given=given, key=None)
+
+    def with_samples(self, size: int) -> TrainingJob:
+        """Return the job with so many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
+        if size == self.batch_size:
+            return replace(self)
+        if self.config is not None:
+            resized = of_config(replace(self.config, batch_size=size))
+        else:
+            model, input_dtype, loss, pairs = self.given
+            sizes = {batch_size_of(inputs): None for inputs, _ in pairs}
+            if len(sizes) > 1:
+                texts = ", ".join(map(str, sizes))
+                raise UsageError(f"the batches have {texts} samples: largest_batch scales batches of one size")
+            scaled = [
+                [None if part is None else with_batch_size(part, size, from_size=self.batch_size) for part in pair]
+                for pair in pairs
+            ]
+            resized = of_module(model, scaled, self.settings, input_dtype=input_dtype, loss=loss)
+        return replace(resized, name=self.name, parallel=self.parallel, training_loop=self.training_loop)
+
+    @property
+    def longest(self) -> int:
+        """Place in `batches` of the one with the most elements; a trace knows which one needs the most memory."""
+        return self.batches.index(self.batch)
+
+    def shape_text(self) -> str:
+        """Return the shapes of the batch's inputs, as `[8, 128], [8, 128]`."""
+        from featurize.recording.batches import tensors_of
+
+        inputs, _target = self.batch("meta")
+        return ", ".join(str(list(tensor.shape)) for tensor in tensors_of(inputs))
+
+
+def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
+    """Raise `UsageError` for what several ranks do not go with."""
+    from featurize.job.training_settings import training_of
+    from featurize.job.trial_config import sharing_problem
+
+    training = training_of(job.settings)
+    by_stages = {
+        "compile": training.compile,
+        "offload_activations": training.offload_activations,
+        "zero_grad=after_forward": training.zero_grad == "after_forward",
+    }
+    refused = [name for name, value in by_stages.items() if value and parallel.pp > 1]
+    mode = "tp" if parallel.tp > 1 else "cp" if parallel.cp > 1 else None
+    problems = (
+        "batches: of jobs on one GPU only; leave it out, or leave parallel out" if job.batches else None,
+        "optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel"
+        if training.optimizer_in_backward
+        else None,
+        f"{', '.join(refused)} with parallel=pp is not estimated yet; leave either out" if refused else None,
+        "compile with parallel=ep is not estimated yet; leave either out"
+        if parallel.ep > 1 and training.compile
+        else None,
+        sharing_problem(training.optimizer, parallel),
+        f"offload_activations cannot move activations that {mode} splits; leave either out"
+        if mode and training.offload_activations
+        else None,
+    )
+    if problem := next(filter(None, problems), None):
+        raise UsageError(problem)
+    if (file := parallel.deepspeed) is not None and file.micro_batch not in (None, job.batch_size):
+        raise UsageError(
+            f"the DeepSpeed file has train_micro_batch_size_per_gpu={file.micro_batch}, and the inputs hold "
+            f"{job.batch_size} samples"
+        )
+
+
+@contextlib.contextmanager
+def as_a_training_script() -> Iterator[None]:
+    """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def of_config(config: TrialConfig) -> TrainingJob:
+    """The workload of a trial config, as the farm runs it."""
+    from featurize.families import get_family, loss_of
+
+    family = get_family(config.family)
+    return TrainingJob(
+        name=name_of(config),
+        build=lambda: family.build(config),
+        batch=lambda device: family.batch(config, device),
+        settings=config,
+        batch_size=config.batch_size,
+        config=config,
+        loss=loss_of(config),
+        training_loop=False,
+    )
+
+
+def name_of(config: TrialConfig) -> str:
+    """A config in a few words: its family, and where that has models by name the model and its arguments."""
+    model = getattr(config, "model", None)
+    arguments = getattr(config, "arguments", "{}")
+    words = [config.family, *([str(model)] if model else []), *([str(arguments)] if arguments != "{}" else [])]
+    return " ".join(words)
+
+
+def of_module(
+    model: nn.Module | Callable[[], nn.Module],
+    batches: Sequence[Sequence[Any]],
+    settings: TrainingSettings | None = None,
+    *,
+    input_dtype: str = DEFAULT_DTYPE,
+    loss: Callable | None = None,
+    name: str | None = None,
+) -> TrainingJob:
+    """The job of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
+
+    batches      inputs and target of each step, in order; one pair where all steps have the same batch. Inputs are a
+                 tensor or shape, or a sequence of them, as positional arguments, or a mapping of keyword arguments;
+                 shapes stand for `input_dtype`. An argument may also be a list or mapping of tensors, and in a mapping
+                 also a number, a text, a truth or None, which the model gets as it is. A target is a tensor or the
+                 shape of class indices; None: the output's own loss, or whatever suits the output
+    settings     adam and fp32 by default
+    loss         `loss(output, target)`; None: cross entropy of the output, its `logits` or its first tensor
+
+    Tensors that were given are copied with their values, on meta with those of small ones
+    (`featurize.recording.values`); of shapes, integers are 0, so that they are valid token ids, and the rest is normal.
+    Raises `UsageError` for inputs that are neither. What is not a module, and what a factory gives that is not, is
+    refused when it is built.
+    """
+    from torch import nn
+
+    from featurize.recording.batches import shape_of, tensors_of
+    from featurize.training.training_step import Training
+
+    dtype = torch_dtype(input_dtype)
+    makers = [maker_of_batch(one, wanted, dtype) for one, wanted in batches]
+    made = [maker("meta") for maker in makers]
+    mixed = len({shape_of(one) for one in made}) > 1
+    at = max(range(len(made)), key=lambda one: sum(x.numel() for x in tensors_of(made[one][0])))
+
+    def build() -> nn.Module:
+        made = model if isinstance(model, nn.Module) else model()
+        if not isinstance(made, nn.Module):
+            raise UsageError(f"the factory gave {type(made).__name__}, not a torch.nn.Module")
+        return made
+
+    return TrainingJob(
+        name=name or _name_of(model),
+        build=build,
+        batch=makers[at],
+        settings=settings if settings is not None else Training(),
+        batch_size=samples_of(batches[at][0]),
+        loss=loss,
+        batches=tuple(makers) if mixed else (),
+        given=(model, input_dtype, loss, batches),
+    )
+
+
+def _name_of(model: object) -> str:
+    from torch import nn
+
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", type(model).__name__)
+    return "model" if name == "<lambda>" else name

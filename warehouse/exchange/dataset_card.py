@@ -1,0 +1,326 @@
+"""The card of a data set: how its runs were measured, how many there are of each kind, what its columns mean.
+
+Start reading at `card`; everything follows from the rows.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from conf.reports.page_text import clean_text
+from warehouse.tables.columns import described
+from warehouse.tables.schema import METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
+
+_ENVIRONMENT = (
+    "device_name",
+    "driver_version",
+    "torch_version",
+    "cuda_version",
+    "cudnn_version",
+    "python_version",
+    "allocator_settings",
+    "farm_version",
+)
+# How a run's figures came about: in a sentence, and in a paragraph of the section that says it in full.
+_LEVELS = {
+    "measured": "measured on real GPUs",
+    "cpu": "measured on CPUs",
+    "simulated": "simulated: modelled, not measured",
+    "imported": "other people's measurements",
+}
+_MADE = {
+    "measured": """
+Each run measured on a GPU trained one sampled configuration in fresh processes, on a GPU of its own or, on several, one
+for each rank; runs with a `group_id` shared theirs. Warm-up lasts until memory and step time are steady, then comes the
+window (`window_kind`) in which the labels are taken. One step copies a batch to the device and runs forward, loss,
+backward and optimizer. Labels are means over the window's time, zeros included; `peak_memory_mib` is what the driver
+charges the process at its peak.
+""",
+    "cpu": """
+Each run measured on a CPU trained in the same way on the host. `peak_memory_mib` is the process's memory there, and
+there is no GPU activity.
+""",
+    "simulated": """
+No GPU ran a simulated run. One training step was traced without a device; memory is what a simulated allocator holds,
+and utilization, power and times come from a model of the GPU that `device_name` names. Windows and telemetry are in
+virtual time.
+""",
+    "imported": """
+Imported runs are other people's; `origin` holds what they published. How they were measured is theirs to say.
+""",
+}
+
+_MARKDOWN = re.compile(r"[\\`*\[\]~]")
+
+_HEAD = """# Measured runs
+
+Training runs that the farm measured, for others to learn from and to check estimates against. Load them with
+
+    python -m warehouse.ingest source=dataset data=DIR
+
+or read the Parquet files with anything: `FAMILY/DEVICE-DAY-runs.parquet` has a row a run, `...-telemetry.parquet` a
+row a reading, `...-kernels.parquet` (where runs were profiled) a row a kernel, `...-ranks.parquet` (of runs on several
+GPUs) a row a rank, `...-collocations.parquet` (of jobs that shared a GPU) a row a member of a group. All are joined by
+`run_id`.
+`python -m warehouse.export data=DIR` adds the runs of a data folder and writes this page.
+"""
+
+_NOTHING = """
+**There are no runs here yet: no GPU has measured anything so far.** `make collect-gpu`, on a machine with one, measures
+runs of every family and adds them.
+"""
+
+_OF_ALL = """
+What is not known is NULL; `telemetry_missing` says why. A run that ran out of memory is a label that says "at least
+this much": at least `device_memory_mib`, or the share of it in `memory_fraction`, where the card played a smaller one:
+the allocator alone is held to the share, context and libraries lie outside it. `quality` says whether a run's labels
+can be relied on.
+"""
+
+_THINNED = """
+Telemetry is thinned to {hz:g} readings a second of each sensor; the first and last of a window are always there, and
+figures are rounded to what sensors resolve (ratios to 0.0001, MiB and W to 0.01).
+"""
+
+_SCRUBBED = """
+`started_at` and the like are in UTC. Names of machines and users and folders of paths are taken out, and `device_uuid`
+only tells cards apart. `run_id` is the run's id on its farm and a digest of where and when it ran.
+"""
+
+_LICENCE = """
+## Licence
+
+The data are under the licence of the project that they come with.
+"""
+
+
+def card(tables: Mapping[str, Sequence[pa.Table]]) -> str:
+    """Return the card as Markdown, from each table's parts with all columns of the schema.
+
+    Equal rows give equal text.
+    """
+    rows = [row for part in tables["runs"] for row in part.to_pylist()]
+    if not rows:
+        return _HEAD + _NOTHING + _LICENCE
+    parts = [_HEAD, *sections(rows), _run_columns(rows), _telemetry_columns(tables["telemetry"])]
+    parts += [_detail_columns(kind, pa.concat_tables(tables[kind])) for kind in _SUMMARIES]
+    return "".join([*parts, _LICENCE])
+
+
+# What `sections` reads of a row.
+SECTION_COLUMNS = (
+    *_ENVIRONMENT,
+    "source",
+    "device_uuid",
+    "finished_at",
+    "window_kind",
+    "window_ended",
+    "window_s",
+    "warmup_s",
+    "family",
+    "status",
+    "config",
+    "batch_size",
+    "memory_fraction",
+    "mig_profile",
+    "precision",
+    "optimizer",
+    "quality",
+)
+
+
+def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[str]:
+    """Return the card's sections on how the rows were measured, and how many there are of each kind."""
+    thinned = "" if hz is None else _THINNED.format(hz=hz)
+    kinds = "".join(f"\n{sentence}." for sentence in levels(rows)) + "\n"
+    levels_there = set(map(_level, rows))
+    made = [kinds, "\n## How they were made\n", *(text for level, text in _MADE.items() if level in levels_there)]
+    tables = [_environments(rows), _windows(rows), _counts(rows), _special(rows)]
+    return [*made, _OF_ALL, thinned, _SCRUBBED, *tables]
+
+
+def levels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how many rows came about in which way, as `6 runs are measured on real GPUs`."""
+    counts = Counter(map(_level, rows))
+    return [
+        f"{count:,} {'run is' if count == 1 else 'runs are'} {_LEVELS[level]}"
+        for level in _LEVELS
+        if (count := counts[level])
+    ]
+
+
+def _level(row: Mapping[str, Any]) -> str:
+    return "cpu" if row["source"] == "measured" and row["device_uuid"] is None else row["source"]
+
+
+def _environments(rows: Sequence[Mapping[str, Any]]) -> str:
+    days_by_environment: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for row in rows:
+        days_by_environment[tuple(row[name] for name in _ENVIRONMENT)].append(_day(row["finished_at"]))
+    heads = ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days")
+    lines = [
+        (*(_said(value) for value in key), f"{len(days):,}", _span(days))
+        for key, days in sorted(days_by_environment.items(), key=lambda item: tuple(map(str, item[0])))
+    ]
+    return "\n## Environments\n\n" + markdown_table(heads, lines)
+
+
+def _day(time: datetime.datetime | None) -> str:
+    return "-" if time is None else f"{time:%Y-%m-%d}"
+
+
+def _span(days: Iterable[str]) -> str:
+    first, last = min(days), max(days)
+    return first if first == last else f"{first} to {last}"
+
+
+def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
+    rows_by_ending: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["window_s"] is not None:
+            rows_by_ending[_said(row["window_kind"]), _said(row["window_ended"])].append(row)
+    lines = []
+    for (kind, ended), group in sorted(rows_by_ending.items()):
+        windows, warmups = ([row[name] for row in group if row[name] is not None] for name in ("window_s", "warmup_s"))
+        quantiles = (min(windows), statistics.median(windows), max(windows))
+        warmup = f"{statistics.median(warmups):.2f}" if warmups else "-"
+        lines.append((kind, ended, f"{len(group):,}", warmup, *(f"{value:.2f}" for value in quantiles)))
+    heads = ("window", "ended", "runs", "median warm-up, s", "least, s", "median, s", "most, s")
+    return "\n## Windows\n\n" + markdown_table(heads, lines)
+
+
+def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
+    statuses_by_group: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        statuses_by_group[_said(row["family"]), _said(row["device_name"])][row["status"]] += 1
+    lines = [
+        (family, device, *(f"{counts[status]:,}" for status in STATUSES), f"{counts.total():,}")
+        for (family, device), counts in sorted(statuses_by_group.items())
+    ]
+    return "\n## Runs by family and status\n\n" + markdown_table(("family", "device", *STATUSES, "all"), lines)
+
+
+def _special(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Describe trials beyond the search spaces: smaller cards, several batch sizes, settings, rows in doubt."""
+
+    def by(name: str, of: Callable[[Mapping[str, Any]], Any] | None = None) -> str:
+        counts = Counter(_said((of or (lambda row: row[name]))(row)) for row in rows)
+        return ", ".join(f"{value} {count:,}" for value, count in sorted(counts.items()))
+
+    sizes: dict[tuple[Any, ...], set[Any]] = defaultdict(set)
+    for row in rows:
+        if row["config"] is None:
+            continue
+        sizes[row["family"], row["device_name"], _network(row)].add(row["batch_size"])
+    several = sum(len(batch_sizes) > 1 for batch_sizes in sizes.values())
+    lines = [
+        ("share of the card's memory allowed", by("memory_fraction", lambda row: row["memory_fraction"] or 1)),
+        ("MIG profile", by("mig_profile")),
+        ("precision", by("precision")),
+        ("optimizer", by("optimizer")),
+        ("quality of labels", by("quality")),
+        ("trials at several batch sizes", f"{several:,}"),
+    ]
+    return "\n## Settings\n\n" + markdown_table(("what", "runs"), lines)
+
+
+def _network(row: Mapping[str, Any]) -> str:
+    """Return the trial without its batch size."""
+    import json
+
+    from conf.files.identity import mapping_hash
+
+    try:
+        config = json.loads(row["config"])
+    except ValueError:
+        return str(row["config"])
+    return mapping_hash({**config, "batch_size": None}) if isinstance(config, dict) else str(row["config"])
+
+
+def _run_columns(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for field in RUN_SCHEMA:
+        count = sum(row[field.name] is not None for row in rows)
+        if count:
+            lines.append((f"`{field.name}`", str(field.type), f"{count:,}"))
+    text = f"\n## Columns of runs\n\nSchema version {SCHEMA_VERSION}; "
+    text += "`warehouse/tables/schema.py` says what each means.\n\n"
+    return text + markdown_table(("column", "type", "runs with a value"), lines)
+
+
+def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
+    sensors: Counter[str] = Counter()
+    values: Counter[str] = Counter()
+    for table in tables:
+        sensors.update(_said(name) for name in table.column("sensor").to_pylist())
+        for name in METRICS:
+            column = table.column(name)
+            values[name] += len(column) - column.null_count
+    readings = ", ".join(f"{name} {count:,}" for name, count in sorted(sensors.items())) or "none"
+    lines = [
+        (f"`{name}`", unit, meaning, f"{values[name]:,}") for name, (unit, meaning) in METRICS.items() if values[name]
+    ]
+    text = f"\n## Columns of telemetry\n\nReadings by sensor: {readings}.\n\n"
+    return text + markdown_table(("column", "unit", "what", "readings"), lines)
+
+
+def _detail_columns(kind: str, rows: pa.Table) -> str:
+    """Return the section of a table of `DETAILS`; nothing for a data set without such rows."""
+    if not rows.num_rows:
+        return ""
+    return f"\n## Columns of {kind}\n\n{rows.num_rows:,} {_SUMMARIES[kind](rows)}\n\n{_column_table(kind, rows)}"
+
+
+def _distinct(rows: pa.Table, column: str) -> str:
+    return f"{len(pc.unique(rows.column(column))):,}"
+
+
+def _kernel_summary(kernels: pa.Table) -> str:
+    timings = Counter(_said(name) for name in kernels.column("timing").to_pylist())
+    by_timing = ", ".join(f"{name} {count:,}" for name, count in sorted(timings.items()))
+    return (
+        f"rows of {_distinct(kernels, 'operator')} operators, by how they were timed: {by_timing}. A row stands for "
+        "all launches of one kernel by one operator on inputs of the same shapes."
+    )
+
+
+# What a table's rows are, behind their number.
+_SUMMARIES: Mapping[str, Callable[[pa.Table], str]] = {
+    "kernels": _kernel_summary,
+    "ranks": lambda ranks: f"ranks of {_distinct(ranks, 'run_id')} runs.",
+    "collocations": lambda rows: f"members of {_distinct(rows, 'group_id')} groups that shared a device.",
+}
+
+
+def _column_table(table: str, rows: pa.Table) -> str:
+    """Return a line for each column with a value."""
+    lines = [
+        (f"`{field.name}`", str(field.type), described(table, field.name), f"{len(column) - column.null_count:,}")
+        for field, column in zip(rows.schema, rows.columns, strict=True)
+        if column.null_count < len(column)
+    ]
+    return markdown_table(("column", "type", "what", "rows with a value"), lines)
+
+
+def _said(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain_markdown(str(value))
+
+
+def plain_markdown(text: str) -> str:
+    """Return a row's text as one line of Markdown that shows it: no HTML, link, picture or emphasis of its own."""
+    one_line = " ".join(clean_text(text).split())
+    return _MARKDOWN.sub(r"\\\g<0>", one_line).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def markdown_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table. Cells are Markdown; texts of rows go through `plain_markdown` before."""
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"

@@ -1,0 +1,378 @@
+"""Readers of published files of measurements: GPUMemNet's sets, timm models and well-known models on an A100.
+
+Start reading at `read_published`. The header determines the format. No row is dropped: an impossible label has the
+status `invalid` and a reason. Nothing here needs models or torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from conf.errors import UsageError
+from conf.files.identity import canonical_json
+from warehouse.exchange.gpumemnet import STATUS, TRAINING, parse_filename, settle_pooling, to_number, utilization, whole
+from warehouse.exchange.imported_rows import (
+    DOUBT,
+    UNKNOWN_FAMILY,
+    Columns,
+    ImportedFile,
+    config_columns,
+    imported_runs,
+    read_csv,
+)
+from warehouse.tables.schema import RUN_SCHEMA
+
+DEVICE_NAME = "A100-SXM4-40GB"
+TORCH_VERSION = "2.4.1"  # of all these files
+CUDA_VERSION = "12.2"
+CARD_MIB = 40_960.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """One measured training run. What was not measured is None or absent.
+
+    file         stem of the file; row: its place there, 1 for the first below the header
+    status       ok; oom (`memory_mib` is then no need, the job needs more than the card); invalid (no label)
+    reason       why oom or invalid; doubt: why an `ok` or `oom` may be wrong, judged by the rows beside it
+    family       of a configuration: mlp, cnn, transformer; None for a named model
+    config       that family's trial config in mapping form, complete: `family`, `batch_size` and what the file leaves
+                 to be known; empty for a named model, see `timm_config`
+    model        name of a published model, group its module or kind; both None for configurations
+    label        what the file calls the run: the file name that holds a configuration, a model's name
+    memory_mib   peak of the device's memory in use, CUDA context and driver included
+    parameters   as the file counts them
+    utilization  means over the run: gpu_util, gract, smact, smocc, fp32a, drama, each in [0, 1] or None
+    estimates    other people's estimates in the file: name -> MiB
+    """
+
+    file: str
+    row: int
+    status: str
+    reason: str | None = None
+    doubt: str | None = None
+    family: str | None = None
+    config: Mapping[str, object] = field(default_factory=dict)
+    model: str | None = None
+    group: str | None = None
+    label: str | None = None
+    batch_size: int | None = None
+    memory_mib: float | None = None
+    parameters: int | None = None
+    utilization: Mapping[str, float | None] = field(default_factory=dict)
+    estimates: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return `timm_a100:17`, for messages."""
+        return f"{self.file}:{self.row}"
+
+    @property
+    def module(self) -> str:
+        """Return the row's group: the topology of a configuration, or the module of a model."""
+        if self.family is None:
+            return self.group or self.model or "unknown"
+        topology = self.config.get("topology")
+        return f"{self.family}/{topology}" if topology else self.family
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedFile:
+    """One file's rows, in its order. `form` is `gpumemnet`, `timm` or `models`; `columns` are the file's."""
+
+    path: Path
+    form: str
+    rows: tuple[PublishedRow, ...]
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """Result of `read_published`: files in alphabetical order, and the folder's CSV files of unknown form."""
+
+    files: tuple[PublishedFile, ...]
+    others: tuple[Path, ...] = ()
+
+
+def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str] = ()) -> Published:
+    """Read one file, several, or every recognised CSV file right in a folder; `stems` names some of them.
+
+    Raises `UsageError` for a path that does not exist, a named file without a known header, a stem that the folder
+    lacks, two files of one stem, and a folder without any such file.
+    """
+    roots = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    files: dict[str, PublishedFile] = {}
+    others: list[Path] = []
+    for root in roots:
+        if not root.exists():
+            raise UsageError(f"published={root}: there is no such file or folder")
+        paths = [root] if root.is_file() else sorted(one for one in root.glob("*.csv") if one.is_file())
+        for one in (one for one in paths if not stems or one.stem in stems):
+            if one.stem in files:
+                raise UsageError(
+                    f"two files are called {one.stem}: {files[one.stem].path} and {one}; read one at a time"
+                )
+            try:
+                files[one.stem] = _read_file(one)
+            except _UnknownHeader:
+                if stems or root.is_file():
+                    raise
+                others.append(one)
+    where = ", ".join(map(str, roots))
+    if missing := sorted(set(stems) - set(files)):
+        raise UsageError(f"files={','.join(missing)}: no such CSV file in {where}")
+    if not files:
+        raise UsageError(f"published={where} holds no file with a known header; known: {known_headers()}")
+    return Published(files=tuple(files[stem] for stem in sorted(files)), others=tuple(others))
+
+
+def timm_config(row: PublishedRow) -> dict[str, object]:
+    """Return the complete trial config of a timm model's row, in mapping form.
+
+    The optimizer was not recorded. The measured peaks hold one copy of the parameters besides weights and gradients:
+    with none, large models at small batches come out a copy too low; with Adam's two, several take less than their
+    tensors fill. So SGD with momentum is what ran.
+    """
+    return {
+        **TRAINING,
+        "family": "timm",
+        "model": row.model,
+        "image_size": None,
+        "batch_size": row.batch_size,
+        "optimizer": "momentum",
+    }
+
+
+def read_published_runs(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
+    """Return the rows of one file of GPUMemNet's or of timm models; or why the file is none of `source`.
+
+    A run's identity is its configuration, card and memory. So measurements that are published again, with other
+    columns or in another file, are the same runs. `device_name` None stands for the card of these files.
+    """
+    try:
+        file = _read_file(path)
+    except _UnknownHeader:
+        return f"unknown header; known: {known_headers()}"
+    if file.form == "models":
+        return "well-known models by name: no configurations of a family that could be rebuilt"
+    if file.form != source:
+        return f"its rows are of source={file.form}"
+    other = {} if device_name in (None, DEVICE_NAME) else {"device_name": device_name}
+    card: Columns = other or {"device_name": DEVICE_NAME, "device_memory_mib": CARD_MIB}
+    contents = [
+        canonical_json({"label": row.label, "batch_size": row.batch_size, "memory_mib": row.memory_mib, **other})
+        for row in file.rows
+    ]
+    rows = imported_runs(source, [(row.row, {**card, **_columns(row)}) for row in file.rows], contents)
+    measured_columns = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
+    return ImportedFile(path, rows, measured_columns=measured_columns)
+
+
+def _columns(row: PublishedRow) -> Columns:
+    config = row.config
+    if row.family is None and row.group is not None and row.status != "invalid":
+        config = timm_config(row)
+    family = row.family or ("timm" if row.group is not None else UNKNOWN_FAMILY)
+    return {
+        "family": family,
+        "status": row.status,
+        "oom_kind": "device" if row.status == "oom" else None,
+        "error_type": DOUBT if row.doubt else None,
+        "error": row.doubt or row.reason,
+        "torch_version": TORCH_VERSION,
+        "cuda_version": CUDA_VERSION,
+        "batch_size": row.batch_size,
+        **config_columns(config),
+        # the transformers' counts lack the attention's input projections
+        "parameters": None if family == "transformer" else row.parameters,
+        "peak_memory_mib": row.memory_mib,
+        **{name: value for name, value in row.utilization.items() if name in RUN_SCHEMA.names},
+    }
+
+
+class _UnknownHeader(UsageError):
+    pass
+
+
+def _read_file(path: Path) -> PublishedFile:
+    try:
+        header, rows = read_csv(path)
+    except UsageError as error:
+        raise _UnknownHeader(f"published={path} is no CSV file: {error.__cause__}") from error
+    for form, (columns, read) in _FORMS.items():
+        if columns <= set(header):
+            return PublishedFile(path=path, form=form, rows=tuple(read(path.stem, rows)), columns=header)
+    shown = ", ".join(sorted(header)[:12]) or "nothing"
+    raise _UnknownHeader(f"published={path}: unknown header ({shown}); known: {known_headers()}")
+
+
+def known_headers() -> str:
+    """Return the known forms with their columns, for messages."""
+    return "; ".join(f"{form} ({', '.join(sorted(columns))})" for form, (columns, _) in _FORMS.items())
+
+
+def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
+    for number, row in enumerate(rows, start=1):
+        memory = to_number(row["Max GPU Memory (MiB)"])
+        problem = None
+        config: dict[str, object] = {}
+        parameters = to_number(row.get("Total Parameters"))
+        try:
+            config = settle_pooling(parse_filename(row["Filename"] or ""), parameters)
+        except ValueError as error:
+            problem = f"{error}"
+        status_cell = (row.get("Status") or "").strip()
+        status = STATUS.get(status_cell, "invalid") if "Status" in row else "ok"
+        if status == "invalid":
+            problem = problem or f"status {status_cell or 'missing'}"
+        if to_number(row.get("Depth")) == 0:
+            problem = problem or "never started: depth 0"
+        elif not memory or memory < 0:
+            problem = problem or "never started: no memory"
+        written_batch_size = to_number(row.get("Batch Size"))
+        if config and written_batch_size is not None and written_batch_size != config["batch_size"]:
+            problem = problem or "batch size is not the one in the file name"
+        yield PublishedRow(
+            file=stem,
+            row=number,
+            status="invalid" if problem else status,
+            reason=problem or ("crashed out of memory" if status == "oom" else None),
+            family=str(config["family"]) if config else None,
+            config=config,
+            label=row["Filename"],
+            batch_size=whole(config, "batch_size") if config else None,
+            memory_mib=memory if memory and memory > 0 else None,
+            parameters=int(parameters) if parameters else None,
+            utilization=utilization(row),
+        )
+
+
+# ---- models by name
+
+
+def _read_timm(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
+    published_rows = []
+    for number, row in enumerate(rows, start=1):
+        peak = to_number(row.get("faketensor_peak_mib"))
+        estimates = {} if peak is None else {"faketensor": peak}
+        published_rows.append(_named(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
+    return iter(_judge_batches(published_rows))
+
+
+def _read_models(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
+    for number, row in enumerate(rows, start=1):
+        columns = {column.removesuffix("_mib"): column for column in row if column and column.endswith("_mib")}
+        estimates = {
+            name: value
+            for name, column in columns.items()
+            if name != "actual" and (value := to_number(row[column])) is not None
+        }
+        yield _named(stem, number, row, row["actual_mib"], None, estimates)
+
+
+def _named(
+    stem: str, number: int, row: Mapping[str, str], memory: str, group: str | None, estimates: Mapping[str, float]
+) -> PublishedRow:
+    mib, batch = to_number(memory), to_number(row["batch_size"])
+    problem = None
+    if not row["model"]:
+        problem = "no model name"
+    elif batch is None or batch < 1 or batch != int(batch):
+        problem = "no batch size"
+    elif not mib or mib < 0:
+        problem = "no memory"
+    return PublishedRow(
+        file=stem,
+        row=number,
+        status="invalid" if problem else "ok",
+        reason=problem,
+        model=row["model"] or None,
+        group=group,
+        label=row["model"],
+        batch_size=int(batch) if batch else None,
+        memory_mib=mib if mib and mib > 0 else None,
+        estimates=estimates,
+    )
+
+
+class _Measured(NamedTuple):
+    """A row that trained, as it is judged: its place among the rows, batch and memory."""
+
+    place: int
+    batch_size: int
+    memory_mib: float
+
+
+def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
+    """A model whose tensors alone, as the file has them, fill more than the card ran out of memory, whatever was seen
+    in use; so did one whose memory falls with a larger batch, there and at every larger batch.
+
+    Unless the card cannot have been the reason: memory grows at most in proportion to the batch, so half a batch that
+    took less than half the card tells that the fall is the smaller batch's own excess (a convolution's workspace).
+    """
+    by_model: dict[str, list[_Measured]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        if row.status == "ok":
+            assert row.model is not None and row.batch_size is not None and row.memory_mib is not None
+            by_model[row.model].append(_Measured(index, row.batch_size, row.memory_mib))
+    judged = list(rows)
+    for measured in by_model.values():
+        measured.sort(key=lambda one: one.batch_size)
+        held: list[_Measured] = []  # smaller batches that did not run out of memory
+        fell = False
+        for at, one in enumerate(measured):
+            index, row = one.place, rows[one.place]
+            if row.estimates.get("faketensor", 0.0) > CARD_MIB:
+                judged[index] = replace(row, status="oom", reason="its tensors alone fill more than the card")
+                continue
+            largest = max((r.memory_mib for r in held), default=0.0)
+            most = min((r.memory_mib * one.batch_size / r.batch_size for r in held), default=float("inf"))
+            if fell or (one.memory_mib < largest and most > CARD_MIB):
+                reason = "a smaller batch ran out of memory" if fell else "less memory than at a smaller batch"
+                fell = True
+                judged[index] = replace(row, status="oom", reason=reason, doubt=_doubt_of_oom(row))
+                continue
+            following = measured[at + 1] if at + 1 < len(measured) else None
+            doubt = _doubt_of_ok(one, row.estimates.get("faketensor", 0.0), held, following)
+            judged[index] = replace(row, doubt=doubt)
+            held.append(one)
+    return judged
+
+
+def _doubt_of_oom(row: PublishedRow) -> str | None:
+    guess = row.estimates.get("faketensor")
+    if guess is not None and guess < CARD_MIB / 2:
+        return "its tensors fill less than half the card"
+    return None
+
+
+def _doubt_of_ok(
+    row: _Measured, tensors_mib: float, held: Sequence[_Measured], following: _Measured | None
+) -> str | None:
+    if tensors_mib > row.memory_mib:
+        return "less memory than its tensors fill: it may not have trained, or have crashed"
+    if held and row.memory_mib == held[-1].memory_mib:
+        return "exactly as much as at a smaller batch: it may not have trained"
+    if len(held) >= 2 and held[-2].batch_size < held[-1].batch_size:
+        one, two = held[-2:]
+        slope = (two.memory_mib - one.memory_mib) / (two.batch_size - one.batch_size)
+        expected = two.memory_mib + slope * (row.batch_size - two.batch_size)
+        if expected > 0.98 * CARD_MIB and row.memory_mib < 0.98 * expected:
+            return "smaller batches lead past the card: it may be the peak before a crash"
+    falls = following is not None and following.memory_mib < row.memory_mib
+    if falls and row.memory_mib < CARD_MIB / 2:
+        return "more than at a larger batch"
+    if falls and row.memory_mib > 0.95 * CARD_MIB:
+        return "at the card's limit, and less at a larger batch: it may be the peak before a crash"
+    return None
+
+
+_FORMS: Mapping[str, tuple[frozenset[str], Callable[[str, list[dict[str, str]]], Iterator[PublishedRow]]]] = {
+    "gpumemnet": (frozenset({"Filename", "Depth", "Total Parameters", "Max GPU Memory (MiB)"}), _read_gpumemnet),
+    "timm": (frozenset({"model", "module", "batch_size", "max_gpu_memory_mib"}), _read_timm),
+    "models": (frozenset({"model", "batch_size", "actual_mib"}), _read_models),
+}

@@ -1,0 +1,405 @@
+"""Published tables of training runs on other GPUs: step times, memory and power, each of one instrument.
+
+Start reading at `TABLES`; `warehouse.exchange.imported_tables` reads the files by these mappings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from warehouse.exchange.gpumemnet import TRAINING, to_number
+from warehouse.exchange.imported_rows import (
+    DOUBT,
+    UNKNOWN_FAMILY,
+    Cells,
+    Columns,
+    above_zero,
+    config_columns,
+    untraceable,
+    whole_above_zero,
+)
+from warehouse.exchange.imported_tables import (
+    PublishedTable,
+    Rule,
+    cell,
+    doubted,
+    invalid,
+    is_empty,
+    lower,
+    scaled,
+    unnamed_instrument,
+    whole,
+)
+from warehouse.exchange.published_groups import LUCID_PAIRS
+
+# The benchmark tries these from the largest down and reports the first that runs.
+TIMM_BATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Samples of an epoch: training images, and SQuAD's questions in pieces of 384 tokens at most.
+EPOCHS: Mapping[str, int] = {"cifar100": 50_000, "imagenet": 1_281_167, "squad": 88_524}
+_MIB = 2**20
+_SLACK = 0.05  # relative: figures that are rounded agree this closely
+_CARDS = {  # the files' names -> names in conf/device, and MiB that CUDA can use or the card has
+    "RTX-3090": ("RTX-3090", 24_260.0),
+    "A100-SXM4-40GB": ("A100-SXM4-40GB", 40_960.0),
+    "a100_40gb": ("A100-SXM4-40GB", 40_960.0),
+    "a100_80gb": ("A100-SXM4-80GB", 81_920.0),
+    "h100_80gb": ("H100-SXM5-80GB", 81_559.0),
+    "A100-80GB": ("A100-SXM4-80GB", 81_920.0),
+    "V100-16GB": ("V100-SXM2-16GB", 16_384.0),
+    "V100-32GB": ("V100-SXM2-32GB", 32_768.0),
+    "NVIDIA L40S": ("L40S", 46_068.0),
+}
+# The same of tables without memory.
+_CLUSTERS = dict.fromkeys(("H100", "DGX-H100"), "H100-SXM5-80GB") | dict.fromkeys(
+    ("B200", "DGX-B200"), "B200-SXM-180GB"
+)
+_ZEUS_GPUS = {"V100": "V100-PCIE-32GB", "P100": "P100-PCIE-16GB", "RTX6000": "Quadro-RTX-6000"}
+_GAVEL_BATCH = re.compile(r"\(batch size (\d{1,9})\)")
+_GAVEL_SPREAD = 0.10  # relative: tables of one job on one GPU that agree within this are no contradiction
+_IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
+_MS = {"ms": 1.0, "s": 1e3}
+_MOST_WATTS = 2_000.0  # above any GPU's limit
+_POWER, _EPOCH_TIME = ("average power", "W"), ("time per epoch", "s")
+_NO_CODE = "its code, input and optimizer are not in the file"
+_ACTIVE = json.dumps(
+    {"peak_allocated_mib": "the file has torch's peak active: blocks that wait for a stream count, too"}
+)
+
+
+def _card(name: str) -> Columns:
+    known, memory_mib = _CARDS.get(name, (name, None))
+    return {"device_name": known, "device_memory_mib": memory_mib}
+
+
+def _card_of_gpu(row: Cells) -> Columns:
+    return _card(row["gpu"])
+
+
+def _gavel_batch(row: Cells) -> int | None:
+    batch = _GAVEL_BATCH.search(row["job_a"])
+    return int(batch[1]) if batch else None
+
+
+def _torch_version(row: Cells) -> tuple[str, str | None]:
+    """Return the releases of torch and CUDA in a text such as 2.13.0+cu130."""
+    torch_version, _, build = row["torch"].partition("+cu")
+    return torch_version, f"{build[:-1]}.{build[-1]}" if build.isdigit() else None
+
+
+def _foundry_step_ms(row: Cells) -> float | None:
+    tokens, per_second = above_zero(row["GlobalBatchSize (T)"]), above_zero(row["Throughput (T/s)"])
+    return tokens / per_second * 1e3 if tokens and per_second else None
+
+
+def _is_no_whole_batch(row: Cells, _run: Columns) -> bool:
+    sizes = [whole_above_zero(row[name]) for name in ("MicroBatchSize", "GradAccum", "# GPUs")]
+    return whole_above_zero(row["GlobalBatchSize"]) != math.prod(size or 0 for size in sizes)
+
+
+def _gavel_step_ms(row: Cells) -> float | None:
+    per_second = above_zero(row["iters_per_s_a"])
+    return 1e3 / per_second if per_second else None
+
+
+def _parallel_step_ms(row: Cells) -> float | None:
+    """Return the time of a step, which NeMo gives as tokens a second and GPU."""
+    value, kind, unit = above_zero(row["value"]), row["what_was_measured"], row["unit"]
+    if unit == "tokens/s/GPU" and value:
+        samples, length, gpus = (above_zero(row[name]) for name in ("global_batch", "seq", "gpus"))
+        return samples * length / (value * gpus) * 1e3 if samples and length and gpus else None
+    return value * _MS[unit] if value and unit in _MS and "time" in kind else None
+
+
+def _zeus_batch(row: Cells) -> int | None:
+    batch = above_zero(row["batch_per_gpu"])
+    return int(batch) if batch and batch >= 1 else None
+
+
+def _zeus_kind(row: Cells) -> tuple[str, str]:
+    return row["what_was_measured"], row["unit"]
+
+
+def _zeus_step_ms(row: Cells) -> float | None:
+    """Return the time of a step: that of an epoch over its steps, where the data set's samples are known."""
+    samples, batch, value = EPOCHS.get(row["dataset"]), _zeus_batch(row), above_zero(row["value"])
+    if _zeus_kind(row) != _EPOCH_TIME or None in (samples, batch, value):
+        return None
+    return (value or 0.0) / math.ceil((samples or 0) / (batch or 1)) * 1e3
+
+
+def _zeus_why(row: Cells) -> str:
+    unknown = _zeus_kind(row) == _EPOCH_TIME and row["dataset"] not in EPOCHS
+    more = ", and the steps of an epoch are not known: its time is in origin alone" * unknown
+    return f"no family has {row['model']} on {row['dataset']}{more}"
+
+
+def _zeus_problem(row: Cells) -> str | None:
+    value, (kind, unit) = above_zero(row["value"]), _zeus_kind(row)
+    if value is None or _zeus_batch(row) is None:
+        return f"no batch size, or no value of {kind or 'anything'}"
+    if to_number(row["gpus"]) != 1:
+        return f"gpus is {row['gpus'] or 'empty'}: this table is of one GPU"
+    if not row["precision"]:
+        return "no precision"
+    if not 0 < (to_number(row["power_limit_w"]) or 0.0) <= _MOST_WATTS:
+        return f"power_limit_w is no limit of a GPU: {row['power_limit_w'] or 'empty'}"
+    if kind == _POWER[0] and value > _MOST_WATTS:
+        return f"{value:g} W is more than a GPU draws"
+    return None if (kind, unit) in (_POWER, _EPOCH_TIME) else f"{kind} in {unit}: this table is of power and time"
+
+
+def _image_config(model: str, batch: int, precision: str, layout: str, image_size: int | None) -> Columns:
+    network = {"family": "timm", "model": model, "image_size": image_size, "batch_size": batch}
+    how = {"precision": precision, "optimizer": "momentum", "channels_last": layout == "nhwc", "cudnn_benchmark": True}
+    return {"family": "timm", **config_columns({**TRAINING, **network, **how})}
+
+
+def _timm_benchmark(row: Cells) -> Iterator[Columns]:
+    """Yield the run, and the next larger batch that the benchmark tried before and that did not run.
+
+    Together they bracket the need: at most the card at one batch, more than the card at the next.
+    """
+    batch, step_ms = whole_above_zero(row["batch"]), above_zero(row["step_ms"])
+    side, per_second = whole_above_zero(row["img_size"]), above_zero(row["samples_per_s"])
+    card = {**_card(row["gpu"]), "torch_version": row["torch"], "cuda_version": row["cuda"]}
+    million = above_zero(row["param_m"])
+    parameters = None if million is None else round(million * 1e6)
+    if batch is None or step_ms is None or side is None or not row["model"]:
+        missing = "no model, batch, image size or step time"
+        yield {"family": "timm", "status": "invalid", "error": missing, **card}
+        return
+    run = {
+        **card,
+        **_image_config(row["model"], batch, "fp16", row["layout"], side),
+        "parameters": parameters,
+        "status": "ok",
+        "step_time_ms": step_ms,
+    }
+    if not row["precision"].lower().startswith("amp"):
+        run |= {"status": "invalid", "error": f"precision {row['precision']}: this table is of AMP"}
+    elif per_second is None or not math.isclose(batch / per_second * 1e3, step_ms, rel_tol=_SLACK):
+        run |= {"error_type": DOUBT, "error": "step_ms and samples_per_s contradict each other"}
+    yield run
+    larger = next((size for size in TIMM_BATCHES if size > batch), None)
+    trusted = run["status"] == "ok" and run.get("error_type") is None
+    if trusted and larger is not None and batch in TIMM_BATCHES:
+        config = _image_config(row["model"], larger, "fp16", row["layout"], side)
+        tried = f"inferred: the benchmark tries this batch before {batch}, and {batch} is the largest that ran"
+        yield {**card, **config, "parameters": parameters, "status": "oom", "oom_kind": "device", "error": tried}
+
+
+def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
+    batch, per_second = whole_above_zero(row["batch"]), above_zero(row["throughput"])
+    step_ms = batch / per_second * 1e3 if batch and per_second else None
+    run: Columns = {**_card(row["gpu"]), "status": "ok", "step_time_ms": step_ms}
+    precision = _IMAGE_PRECISIONS.get(row["precision"].lower())
+    if batch is None or step_ms is None:
+        run |= {"family": UNKNOWN_FAMILY, "status": "invalid", "error": "no batch size or throughput"}
+    elif row["model"] == "resnet50v1.5" and row["gpus"] == "1" and precision is not None:
+        run |= _image_config("resnet50", batch, precision, row["layout"], None)
+    else:
+        reason = f"no family has {row['model']} in {row['precision']} on {row['gpus']} GPU(s)"
+        run |= untraceable(reason, batch_size=batch, precision=row["precision"].lower())
+    yield run
+
+
+def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
+    """Return the columns that mark the jobs alone whose figures differ between the file's tables."""
+    speeds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
+    for index, row in enumerate(rows):
+        per_second = above_zero(row["iters_per_s_a"])
+        if not row["job_b"] and per_second is not None:
+            speeds[row["gpu"], row["job_a"], row["gpus_a"]][index] = per_second
+    doubt = f"the file's tables differ by more than {_GAVEL_SPREAD:.0%} for this job on this GPU"
+    doubts: dict[int, Columns] = {}
+    for group in speeds.values():
+        ratio = max(group.values()) / min(group.values())
+        if ratio > 1 + _GAVEL_SPREAD:
+            reasons = json.dumps({"step_time_ms": f"the file's tables differ by a factor of {ratio:.2f}"})
+            doubts |= {at: {"error_type": DOUBT, "error": doubt, "quality_reasons": reasons} for at in group}
+    return doubts
+
+
+_PARALLEL_RULES: tuple[Rule, ...] = (
+    (
+        lambda row, run: bool(row["micro_batch"]) and not (above_zero(row["micro_batch"]) or 0.5).is_integer(),
+        invalid("micro_batch is no whole number > 0", "step_time_ms"),
+    ),
+    (is_empty("step_time_ms"), invalid(lambda row: f"no time of a step: {row['what_was_measured']}")),
+)
+_PARALLEL = "model, gpu, gpus, tp, pp, micro_batch, global_batch, precision, what_was_measured, value, unit"
+
+
+def _parallel(names: str) -> PublishedTable:
+    """Return a table of steps on several GPUs: vTrain's, and NVIDIA's of DGX Cloud, NeMo and Megatron's tests.
+
+    `batch_size` stays empty: the time is of all micro-batches on all GPUs, and `origin` has their sizes.
+    """
+    return PublishedTable(
+        names=f"{_PARALLEL}, {names}",
+        why=lambda row: f"{row['model']} on {row['gpus']} GPUs, which no trial config describes",
+        device=lambda row: {"device_name": _CLUSTERS.get(row["gpu"], row["gpu"]), "device_memory_mib": None},
+        columns={"precision": cell("precision"), "step_time_ms": _parallel_step_ms},
+        rules=_PARALLEL_RULES,
+    )
+
+
+TABLES: Mapping[str, PublishedTable] = {
+    "timm_benchmark": PublishedTable(
+        names="model, gpu, precision, layout, torch, cuda, batch, img_size, step_ms, samples_per_s, param_m",
+        read=_timm_benchmark,
+    ),
+    "litgpt": PublishedTable(
+        names="model, method, quantization, precision, optimizer, micro_batch, gpus, gpu, peak_memory_gb, outcome, "
+        "memory_kind",
+        why=lambda row: (
+            f"no family has LitGPT's {row['method']} with quantization {row['quantization']} on "
+            f"{row['gpus'] or '?'} GPU(s)"
+        ),
+        device=_card_of_gpu,
+        columns={
+            "batch_size": whole("micro_batch"),
+            "precision": cell("precision"),
+            "optimizer": lower("optimizer"),
+            "peak_allocated_mib": scaled("peak_memory_gb", 1e9, _MIB),
+        },
+        rules=(
+            (lambda row, run: row["outcome"].lower() == "oom", lambda row: {"status": "oom", "oom_kind": "device"}),
+            (is_empty("peak_allocated_mib"), invalid(lambda row: f"no memory: outcome {row['outcome']}")),
+            (lambda row, run: "allocated" not in row["memory_kind"], unnamed_instrument("peak_allocated_mib")),
+        ),
+    ),
+    "torchtune": PublishedTable(
+        names="model, method, precision, batch, optimizer, gpu, peak_memory_gib, memory_kind, packed",
+        why=lambda row: f"no family has torchtune's recipe of {row['model']}: {row['method']}",
+        device=_card_of_gpu,
+        columns={
+            "batch_size": whole("batch"),
+            "precision": cell("precision"),
+            "optimizer": cell("optimizer"),
+            "peak_allocated_mib": scaled("peak_memory_gib", 1024),
+        },
+        rules=(
+            (is_empty("peak_allocated_mib"), invalid("no memory")),
+            (lambda row, run: row["memory_kind"] == "torch peak active", lambda row: {"quality_reasons": _ACTIVE}),
+            (lambda row, run: True, unnamed_instrument("peak_allocated_mib")),
+        ),
+    ),
+    "torchtitan": PublishedTable(
+        names="setting, technique, gpu, seq, tps_per_gpu, memory_gib, memory_kind, memory_gb_as_printed",
+        why=lambda row: "one rank of a job on several GPUs, which no trial config describes",
+        device=_card_of_gpu,
+        columns={"peak_reserved_mib": scaled("memory_gib", 1024)},
+        rules=(
+            (
+                lambda row, run: run["peak_reserved_mib"] is None and above_zero(row["tps_per_gpu"]) is None,
+                invalid("neither memory nor throughput"),
+            ),
+            (lambda row, run: row["memory_kind"] == "torch max reserved", lambda row: {}),
+            (
+                lambda row, run: bool(run["peak_reserved_mib"] or row["memory_gb_as_printed"]),
+                unnamed_instrument("peak_reserved_mib"),
+            ),
+        ),
+    ),
+    "peft": PublishedTable(
+        names="model, method, batch, dtype, optimizer, gpu, torch, max_reserved_mib, reserved_avg_mib, "
+        "trainable_params, total_params",
+        why=lambda row: f"no family has {row['model']} with PEFT's {row['method']}; the longest batch is not published",
+        device=_card_of_gpu,
+        columns={
+            "batch_size": whole("batch"),
+            "precision": cell("dtype"),
+            "optimizer": lower("optimizer"),
+            "parameters": whole("trainable_params"),
+            "torch_version": lambda row: _torch_version(row)[0],
+            "cuda_version": lambda row: _torch_version(row)[1],
+            "peak_reserved_mib": scaled("max_reserved_mib"),
+        },
+        rules=(
+            (is_empty("peak_reserved_mib"), invalid("no memory")),
+            (
+                lambda row, run: (run["parameters"] or 0) > (whole_above_zero(row["total_params"]) or math.inf),
+                doubted("more trainable parameters than parameters"),
+            ),
+            (
+                lambda row, run: (above_zero(row["reserved_avg_mib"]) or 0) > run["peak_reserved_mib"],
+                doubted("the mean of the reserved memory is above its maximum"),
+            ),
+        ),
+    ),
+    "llm_foundry": PublishedTable(
+        names="Model, # GPUs, GPU, MicroBatchSize, GradAccum, GlobalBatchSize, GlobalBatchSize (T), Throughput (T/s), "
+        "Precision, NumParams",
+        why=lambda row: f"MPT-{row['Model']} sharded over {row['# GPUs']} GPUs, which no trial config describes",
+        device=lambda row: _card(row["GPU"]),
+        columns={
+            "batch_size": whole("MicroBatchSize"),
+            "precision": cell("Precision"),
+            "parameters": whole("NumParams"),
+            "step_time_ms": _foundry_step_ms,
+        },
+        rules=(
+            (is_empty("step_time_ms"), invalid("no throughput")),
+            (_is_no_whole_batch, doubted("the global batch is not micro-batch x accumulation x GPUs")),
+        ),
+    ),
+    "deeplearningexamples": PublishedTable(
+        names="model, gpu, gpus, precision, batch, seq, layout, throughput", read=_deep_learning_examples
+    ),
+    "gavel": PublishedTable(
+        names="table, gpu, job_a, gpus_a, job_b, gpus_b, iters_per_s_a, iters_per_s_b",
+        why=lambda row: f"{row['job_a']} on {row['gpus_a']} GPU(s): {_NO_CODE}",
+        device=lambda row: _card(row["gpu"].upper()),
+        columns={"batch_size": _gavel_batch, "step_time_ms": _gavel_step_ms},
+        rules=((is_empty("step_time_ms"), invalid("no iterations a second")),),
+        doubts=_gavel_doubts,
+        is_pair=lambda row: bool(row["job_b"]),
+    ),
+    "lucid": PublishedTable(
+        names="model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem",
+        why=lambda row: f"{row['model']} on {row['dataset']}: {_NO_CODE}",
+        device=lambda row: _card("RTX-3090"),
+        columns={
+            "batch_size": whole("batchsize"),
+            "precision": lambda row: "fp16" if row["amp"] == "1" else "fp32",
+            "peak_memory_mib": scaled("gmem"),
+            "gpu_util": scaled("gpu_util", over=100),
+        },
+        rules=(
+            (is_empty("peak_memory_mib"), invalid("no memory")),
+            (
+                lambda row, run: (above_zero(row["gpu_util"]) or 0) > 100,
+                invalid(lambda row: f"gpu_util: {above_zero(row['gpu_util']):g} %", "gpu_util"),
+            ),
+        ),
+        pairs=LUCID_PAIRS,
+    ),
+    "vtrain": _parallel("num_layers, hidden, heads, dp, pipeline_schedule, micro_batches"),
+    "dgxc": _parallel("cp, ep, framework, section, release"),
+    "nemo": _parallel("seq, cp, ep, container, task, ga"),
+    "megatron": _parallel("num_layers, hidden, test_case, environment"),
+    "zeus": PublishedTable(  # Zeus (NSDI 2023): the power of a job in one row, and the time of its epoch in another
+        names="model, dataset, gpu, gpus, batch_per_gpu, precision, optimizer, power_limit_w, what_was_measured, "
+        "value, unit",
+        why=_zeus_why,
+        device=lambda row: {"device_name": _ZEUS_GPUS.get(row["gpu"], row["gpu"])},
+        columns={
+            "batch_size": _zeus_batch,
+            "precision": lambda row: row["precision"].split()[0] if row["precision"] else None,
+            "optimizer": lower("optimizer"),
+            "power_w": lambda row: to_number(row["value"]) if _zeus_kind(row) == _POWER else None,
+            "step_time_ms": _zeus_step_ms,
+        },
+        rules=(
+            (
+                lambda row, run: _zeus_problem(row) is not None,
+                invalid(lambda row: str(_zeus_problem(row)), "power_w", "step_time_ms"),
+            ),
+        ),
+    ),
+}

@@ -1,0 +1,194 @@
+"""Detects damaged Parquet files, and lists those of a data folder.
+
+Start reading at `damage_of`; `warehouse.reading.connection` leaves these files out and reads the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conf.plain_text import first_line, one_line
+from warehouse.files.checksum import verify
+from warehouse.files.layout import KINDS, LISTING_SCHEMA, FolderLayout
+from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
+from warehouse.tables.schema import TABLES
+from warehouse.tables.sql_text import escaped_glob, sql_text
+
+_MAGIC = b"PAR1"
+_LEAST_BYTES = 12  # the magic twice, and the length of the footer
+_BATCH_ROWS = 64 * 2**10
+
+# The column without which a file of this kind is of no use, and the types of the others.
+_NEEDED = {
+    **{table: ("job_id" if table == "jobs" else "run_id", schema) for table, schema in TABLES.items()},
+    "compactions": ("path", LISTING_SCHEMA),
+}
+
+
+@dataclass(frozen=True)
+class DamagedFile:
+    """An unreadable file of a data folder, with the reason."""
+
+    path: Path
+    reason: str
+
+    def line(self) -> str:
+        """Return the file and the reason as commands print them."""
+        return one_line(f"{self.path} cannot be read ({self.reason}): its rows are left out")
+
+
+def damage_of(path: Path, *, pages: bool = False) -> str | None:
+    """Return why a Parquet file of the folder cannot be read, None if it can be.
+
+    Size, magic, footer and column types are checked, which takes well under a millisecond for a run's file. With
+    `pages`, every page is decoded too. Raises `FileNotFoundError` for a file that does not exist.
+    """
+    try:
+        reason = _frame_damage(path)
+        if reason is not None:
+            return reason
+        with pq.ParquetFile(path) as file:
+            reason = _schema_damage(path, file.schema_arrow)
+            if reason is None and pages:
+                for _ in file.iter_batches(_BATCH_ROWS):
+                    pass
+            return reason
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:  # Arrow raises all three for garbage
+        if is_out_of_descriptors(error):
+            raise
+        return first_line(error)
+
+
+def file_problem(path: Path) -> tuple[bool, str | None]:
+    """Return whether a Parquet file carries a checksum, and its problem or None; without checksum, decode it in full.
+
+    Anything but a plain file has a problem. Raises `FileNotFoundError` if there is no file, another `OSError` if the
+    disk cannot read it.
+    """
+    try:
+        has_checksum, problem = verify(path)
+    except NoPlainFile as error:
+        return False, str(error)
+    return has_checksum, problem or damage_of(path, pages=not has_checksum)
+
+
+def damage_for_duckdb(path: Path) -> str | None:
+    """Return why DuckDB cannot read a file, None if it can. DuckDB rejects some flipped bits that Arrow ignores."""
+    import duckdb  # farm.status imports this module and asks no database
+
+    try:
+        with duckdb.connect(config={"threads": 1}) as connection:
+            files = f"read_parquet({sql_text(escaped_glob(path))}, hive_partitioning=false)"
+            connection.execute(f"SELECT count(*) FROM (SELECT DISTINCT * FROM {files})").fetchall()
+    except duckdb.Error as error:
+        if not path.exists():
+            raise FileNotFoundError(path) from error
+        return first_line(error)
+    return None
+
+
+def damaged_among(
+    paths: Iterable[Path], *, pages: bool = False, judge: Callable[[Path], str | None] | None = None
+) -> list[DamagedFile]:
+    """Return the unreadable files of `paths`, in order. Files that vanish meanwhile are left out.
+
+    `judge` returns why a file cannot be read, None if it can be; the default is `damage_of`.
+    """
+
+    def check(path: Path) -> DamagedFile | None:
+        try:
+            reason = damage_of(path, pages=pages) if judge is None else judge(path)
+        except FileNotFoundError:
+            return None
+        return None if reason is None else DamagedFile(path, reason)
+
+    with ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1))) as pool:
+        return [damaged for damaged in pool.map(check, paths) if damaged is not None]
+
+
+def parquet_files(folder: FolderLayout) -> Iterator[Path]:
+    """Yield the Parquet files of a folder, whether their rows count or not."""
+    for kind in _NEEDED:
+        pattern = "family=*/*.parquet" if kind in KINDS else "*/*.parquet" if kind == "compactions" else "*.parquet"
+        yield from sorted((folder.root / kind).glob(pattern))
+
+
+_reported: set[tuple[str, tuple[int, ...]]] = set()
+_reported_lock = threading.Lock()
+
+
+def report(damaged: Iterable[DamagedFile]) -> None:
+    """Print a line on stderr for each file, once in a process while the file stays as it is."""
+    for file in damaged:
+        known = identity(file.path)
+        if known is None:
+            continue
+        key = (str(file.path), known)
+        with _reported_lock:
+            if key in _reported:
+                continue
+            _reported.add(key)
+        print(f"warning: {file.line()}", file=sys.stderr, flush=True)
+
+
+def _frame_damage(path: Path) -> str | None:
+    """Return the damage that shows in the file's size and first and last bytes, None if none does."""
+    with open_binary(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        if file_bytes == 0:
+            return "it is empty"
+        if file_bytes < _LEAST_BYTES:
+            return f"it is cut short, {file_bytes} bytes are left"
+        head = file.read(len(_MAGIC))
+        file.seek(-8, os.SEEK_END)
+        footer_bytes = int.from_bytes(file.read(4), "little")
+        tail = file.read(len(_MAGIC))
+    if head != _MAGIC:
+        return "it is no Parquet file: the first bytes are not PAR1"
+    if tail != _MAGIC:
+        return "it is cut short, or no Parquet file: the last bytes are not PAR1"
+    if footer_bytes + _LEAST_BYTES > file_bytes:
+        return f"its footer claims {footer_bytes:,} of {file_bytes:,} bytes"
+    return None
+
+
+def _schema_damage(path: Path, schema: pa.Schema) -> str | None:
+    """Return why the schema does not fit: it would change the types of a view, or give it rows without an id."""
+    parent, above = path.parent.name, path.parent.parent.name
+    kind = above if parent.startswith("family=") or above == "compactions" else parent
+    if kind not in _NEEDED:
+        return None
+    needed, known = _NEEDED[kind]
+    if needed not in schema.names:
+        return f"it has no column {needed}"
+    wrong = [
+        f"{field.name} is {field.type}, not {known.field(field.name).type}"
+        for field in schema
+        if field.name in known.names and not _fits(field.type, known.field(field.name).type)
+    ]
+    return "; ".join(wrong) or None
+
+
+def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
+    """Return whether a column of an older or foreign writer can be read as `wanted`."""
+    if pa.types.is_dictionary(own):
+        own = own.value_type
+    if pa.types.is_null(own) or own == wanted:
+        return True
+    if pa.types.is_floating(wanted):
+        return bool(pa.types.is_floating(own) or pa.types.is_integer(own))
+    for is_alike in (pa.types.is_integer, pa.types.is_timestamp, pa.types.is_boolean):
+        if is_alike(wanted):
+            return bool(is_alike(own))
+    return bool(pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own))

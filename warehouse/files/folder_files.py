@@ -1,0 +1,405 @@
+"""A read-only file system through which DuckDB sees those Parquet files of a data folder that count.
+
+Start reading at `FolderFiles`; `warehouse.reading.connection` registers it, and closes every other way to files.
+
+DuckDB's `allowed_directories` permits writing as well as reading, so no path of the folder is allowed. This file system
+is: it knows no operation that writes, and no file but those of the warehouse's tables that count.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import functools
+import io
+import os
+import re
+import resource
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
+
+from conf.errors import CommandError, EnvironmentProblem
+from conf.plain_text import first_line
+from warehouse.files import damage
+from warehouse.files.counting import counting_plan
+from warehouse.files.damage import DamagedFile
+from warehouse.files.layout import KINDS, FolderLayout
+from warehouse.files.plain_file import identity, identity_of, is_out_of_descriptors, open_plain
+from warehouse.tables.schema import TABLES
+
+SCHEME = "gpufarm"
+_PINNED = 256  # files that a connection keeps open for each view of a query that has begun, at most
+_PATHS = 16 * _PINNED  # names that a connection remembers for such queries
+_VIEWS_OF_A_QUERY = 32  # so many that views named earlier are of a query that has ended, as good as always
+_ATTEMPTS = 100  # at a list of files that all stay until they are opened
+_NO_ROWS = "no-rows.parquet"
+_PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/((?:family=[^/]+/)?[^/]+\.parquet)")
+
+
+def files_of(kind: str) -> str:
+    """Return the glob that stands for the files of `kind` that count."""
+    return f"{SCHEME}://{kind}/*.parquet"
+
+
+class FolderFiles(AbstractFileSystem):
+    """The files of one data folder for one DuckDB connection and its cursors.
+
+    A query's globs are answered with the files that count at that moment. As many as `_PINNED` of them are opened
+    then, so that compaction may delete them; a larger folder's small files are opened by name, and those that are gone
+    by then are counted in `lost`. What queries open is in `opened`. All of it takes up to a quarter of the descriptors
+    that the process may have, files that are open by name up to half; beyond that each read opens the file anew.
+    """
+
+    protocol = SCHEME
+    cachable = False
+
+    def __init__(self, folder: FolderLayout) -> None:
+        super().__init__()
+        self._folder = folder
+        self._lock = threading.RLock()
+        self._plans = 0
+        self._pinned: OrderedDict[str, bytes | _SharedFile] = OrderedDict()  # path of DuckDB -> what it reads
+        self._shared: weakref.WeakValueDictionary[tuple[int, ...], _SharedFile] = weakref.WeakValueDictionary()
+        self._altered: set[str] = set()  # paths of DuckDB that stood for other content than their files have
+        self._damaged: dict[str, tuple[int, ...]] = {}
+        self._whole: dict[str, tuple[int, ...]] = {}  # verified, page by page
+        # Counts, as several cursors may be at work: each compares what there was before its query and after.
+        self.failures = 0
+        self.failure: CommandError | None = None  # the last one
+        self.lost = 0
+        self.unpinned = 0  # queries that open files by name
+        self.opened: set[Path] = set()
+
+    @property
+    def damaged(self) -> tuple[Path, ...]:
+        """Return the damaged files that are left out."""
+        with self._lock:
+            return tuple(sorted(map(Path, self._damaged)))
+
+    def leave_out_damaged(self) -> list[DamagedFile]:
+        """Find damaged files among those that the query opened, report each on stderr, and stop serving them."""
+        identities = {path: known for path in sorted(self.opened) if (known := identity(path)) is not None}
+        paths = [
+            path
+            for path, known in identities.items()
+            if known not in (self._damaged.get(str(path)), self._whole.get(str(path)))
+        ]
+        # Footers first; only where all are whole, every page is decoded, and last as DuckDB does it.
+        damaged = (
+            damage.damaged_among(paths)
+            or damage.damaged_among(paths, pages=True)
+            or damage.damaged_among(paths, judge=damage.damage_for_duckdb)
+        )
+        self._leave_out(damaged, identities)
+        if not damaged:
+            with self._lock:
+                self._whole |= {str(path): identities[path] for path in paths}
+        return damaged
+
+    def _leave_out(self, damaged: list[DamagedFile], identities: dict[Path, tuple[int, ...]]) -> None:
+        with self._lock:
+            self._damaged |= {str(file.path): identities[file.path] for file in damaged}
+        damage.report(damaged)
+
+    def glob(self, path: str, **_options: Any) -> list[str]:
+        """Return the files that `path` stands for: a glob of `files_of`, or a file of an earlier answer."""
+        for kind in TABLES:
+            if path == files_of(kind):
+                try:
+                    return self._plan(kind)
+                except CommandError as error:
+                    self.failure = error
+                    self.failures += 1
+                    raise
+        return [path] if _PATH.fullmatch(path) else []
+
+    def open(self, path: str, mode: str = "rb", **_options: Any) -> _OpenFile:
+        if mode != "rb":
+            _refuse(path)
+        with self._lock:
+            pinned = self._pinned.get(path)
+            if pinned is not None:
+                return _OpenFile(_SharedFile(pinned) if isinstance(pinned, bytes) else pinned)
+        kind, name = self._place(path)
+        if name == _NO_ROWS:
+            return _OpenFile(_SharedFile(_empty_file(kind)))
+        real = self._folder.root / kind / name
+        self.opened.add(real)
+        try:
+            if path in self._altered:
+                raise FileNotFoundError(errno.ENOENT, "the query has to be planned again", path)
+            return _OpenFile(self._shared_file(real, _descriptors() // 2) or _NamedFile(real, self))
+        except FileNotFoundError:
+            self.lost += 1
+            raise
+
+    def exists(self, path: str, **_options: Any) -> bool:
+        return _PATH.fullmatch(path) is not None
+
+    def isfile(self, path: str) -> bool:
+        return False  # DuckDB asks before it writes
+
+    def isdir(self, path: str) -> bool:
+        return False
+
+    def size(self, path: str) -> int:
+        with self.open(path) as file:
+            return file.size
+
+    def modified(self, path: str) -> datetime.datetime:
+        with self.open(path) as file:
+            return file.modified
+
+    def unstrip_protocol(self, name: str) -> str:
+        return name
+
+    def _refused(self, *paths: Any, **_options: Any) -> NoReturn:
+        _refuse(str(paths[0] if paths else self._folder.root))
+
+    mkdir = makedirs = rmdir = rm = rm_file = _rm = mv = move = rename = touch = pipe = pipe_file = put = put_file = (
+        cp_file
+    ) = copy = delete = write_bytes = write_text = _refused
+
+    def close(self) -> None:
+        """Close the files that are kept open; those that DuckDB has open stay until it drops them."""
+        with self._lock:
+            self._pinned.clear()
+
+    def _plan(self, kind: str) -> list[str]:
+        with self._lock:
+            self._plans += 1
+            plan = f"{SCHEME}://{kind}/{self._plans}/"
+        most = min(_PINNED, _descriptors() // 4)
+        for _ in range(_ATTEMPTS):
+            paths = [plan + _NO_ROWS]
+            kept: dict[str, bytes | _SharedFile] = {plan + _NO_ROWS: _empty_file(kind)}
+            is_pinned = True
+            damaged: list[DamagedFile] = []
+            identities: dict[Path, tuple[int, ...]] = {}
+            try:
+                for name, doubled in self._counting(kind):
+                    paths.append(plan + name)
+                    real = self._folder.root / kind / name
+                    if len(kept) >= most and not doubled:
+                        is_pinned = False
+                        continue
+                    self.opened.add(real)
+                    try:
+                        content = (
+                            _without_runs(real, doubled) if doubled else self._shared_file(real, _descriptors() // 4)
+                        )
+                    except FileNotFoundError:
+                        raise
+                    except (pa.ArrowException, OSError, ValueError) as error:
+                        if is_out_of_descriptors(error):
+                            raise
+                        if (known := identity(real)) is not None:
+                            identities[real] = known
+                            damaged.append(DamagedFile(real, first_line(error)))
+                        continue
+                    if content is None:
+                        is_pinned = False
+                    else:
+                        kept[plan + name] = content
+            except FileNotFoundError:  # merged and deleted since the folder was listed: a new listing knows better
+                continue
+            if damaged:  # what they hide may be there
+                self._leave_out(damaged, identities)
+                continue
+            with self._lock:
+                self.unpinned += not is_pinned
+                self._pinned |= kept
+                while len(self._pinned) > _PATHS:
+                    self._drop_oldest()
+            return paths
+        raise EnvironmentProblem(
+            f"the files of {self._folder.root / kind} change faster than a query is planned; run it again"
+        )
+
+    def _drop_oldest(self) -> None:
+        path, content = self._pinned.popitem(last=False)
+        _, name = self._place(path)
+        if isinstance(content, bytes) and name != _NO_ROWS:
+            self._altered.add(path)
+        match = _PATH.fullmatch(path)
+        assert match is not None
+        self.unpinned += int(match[2]) > self._plans - _VIEWS_OF_A_QUERY
+
+    def _shared_file(self, real: Path, most: int) -> _SharedFile | None:
+        """Return the file, opened once for all queries; None if that would take more than `most` descriptors."""
+        known = identity(real)
+        with self._lock:
+            shared = None if known is None else self._shared.get(known)
+            if shared is not None:
+                return shared
+            while len(self._shared) >= most and self._pinned:
+                self._drop_oldest()
+            if len(self._shared) >= most:
+                return None
+        try:
+            shared = _SharedFile(open_plain(real))
+        except OSError as error:
+            if is_out_of_descriptors(error):
+                return None
+            raise
+        with self._lock:
+            self._shared[shared.identity] = shared
+        return shared
+
+    def _counting(self, kind: str) -> Iterator[tuple[str, frozenset[str]]]:
+        """(name below `kind`, runs that another file holds) of each file that counts."""
+        if kind in KINDS:
+            for family in counting_plan(self._folder, kind, self._is_left_out):
+                for name in family.names:
+                    yield f"family={family.family}/{name}", family.doubled.get(name, frozenset())
+            return
+        root = self._folder.root / kind
+        for name in sorted(os.listdir(root)) if root.is_dir() else ():
+            if name.endswith(".parquet") and not name.startswith("_") and not self._is_left_out(root / name):
+                yield name, frozenset()
+
+    def _is_left_out(self, path: Path) -> bool:
+        if not self._damaged:
+            return False
+        known = self._damaged.get(str(path))
+        return known is not None and known == identity(path)
+
+    def _place(self, path: str) -> tuple[str, str]:
+        """(kind, name below it) of a file of an earlier answer."""
+        match = _PATH.fullmatch(path)
+        if match is None or match[1] not in TABLES:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return match[1], match[3]
+
+
+class _SharedFile:
+    """A file's content, which any number of threads read at once; closed when nobody holds it any more."""
+
+    def __init__(self, source: int | bytes) -> None:
+        self._content: bytes | None = None
+        self._descriptor = -1
+        self.identity: tuple[int, ...] = ()
+        if isinstance(source, bytes):
+            self._content, self.size, self.modified_s = source, len(source), 0.0
+        else:
+            self._descriptor = source
+            status = os.fstat(source)
+            self.size, self.modified_s, self.identity = status.st_size, status.st_mtime, identity_of(status)
+        if self._descriptor >= 0:
+            # Not in `__del__`: while that runs, a weak reference still leads here, and a thread that follows it would
+            # read from a descriptor that is closed, or is another file's by then.
+            weakref.finalize(self, os.close, self._descriptor).atexit = False
+
+    def read(self, at: int, size: int) -> bytes:
+        if self._content is not None:
+            return self._content[at : at + size]
+        parts = []
+        while size > 0 and (part := os.pread(self._descriptor, size, at)):
+            parts.append(part)
+            at, size = at + len(part), size - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class _NamedFile(_SharedFile):
+    """A file that is opened anew for each read, because the process has no spare descriptors."""
+
+    def __init__(self, path: Path, files: FolderFiles) -> None:
+        file = _SharedFile(open_plain(path))
+        self.size, self.modified_s, self.identity = file.size, file.modified_s, file.identity
+        self._path, self._files = path, files
+
+    def read(self, at: int, size: int) -> bytes:
+        try:
+            file = _SharedFile(open_plain(self._path))
+            if file.identity != self.identity:
+                raise FileNotFoundError(errno.ENOENT, "another file has taken its place", str(self._path))
+        except FileNotFoundError:
+            self._files.lost += 1
+            raise
+        return file.read(at, size)
+
+
+class _OpenFile:
+    """A file as DuckDB reads it. Each thread has its own position, since several seek and read at once."""
+
+    def __init__(self, file: _SharedFile) -> None:
+        self._file: _SharedFile | None = file
+        self._places: dict[int, int] = {}
+        self.size = file.size
+
+    @property
+    def modified(self) -> datetime.datetime:
+        return datetime.datetime.fromtimestamp(self._open_file().modified_s, datetime.UTC)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self.size}[whence]
+        self._places[threading.get_ident()] = place
+        return place
+
+    def tell(self) -> int:
+        return self._places.get(threading.get_ident(), 0)
+
+    def read(self, size: int = -1) -> bytes:
+        at = self.tell()
+        content = self._open_file().read(at, self.size - at if size < 0 else size)
+        self._places[threading.get_ident()] = at + len(content)
+        return content
+
+    def write(self, content: bytes) -> NoReturn:
+        _refuse("a file of the data folder")
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._file = None
+
+    def __enter__(self) -> _OpenFile:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _open_file(self) -> _SharedFile:
+        if self._file is None:
+            raise ValueError("the file is closed")
+        return self._file
+
+
+def _refuse(path: str) -> NoReturn:
+    raise OSError(errno.EROFS, "the warehouse is read-only", path)
+
+
+def _descriptors() -> int:
+    """Return the number of descriptors that this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**20 if soft == resource.RLIM_INFINITY else soft
+
+
+def _without_runs(path: Path, run_ids: frozenset[str]) -> bytes:
+    """Return the content of a merged file without some of its runs."""
+    with os.fdopen(open_plain(path), "rb") as file:
+        table = pq.ParquetFile(file).read()
+    is_doubled = pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string()))
+    return _parquet_bytes(table.filter(pc.invert(is_doubled)))
+
+
+@functools.cache
+def _empty_file(kind: str) -> bytes:
+    # Not `empty_table()`, which imports pandas where there is one, for a quarter of a second.
+    return _parquet_bytes(pa.Table.from_batches([], TABLES[kind]))
+
+
+def _parquet_bytes(table: pa.Table) -> bytes:
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer)
+    return bytes(buffer.getvalue())

@@ -1,0 +1,350 @@
+"""Snapshots: the warehouse's rows frozen under a name, as links to the files that count, and a manifest.
+
+Start reading at `take_snapshot`; `warehouse.connect(snapshot=NAME)` reads one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import itertools
+import json
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
+from conf.files.identity import sha256_of
+from conf.files.json_file import read_json
+from conf.files.outputs import TEMPORARY_SUFFIX, sync
+from conf.plain_text import first_line
+from warehouse.files.believed import SNAPSHOT_LISTING, refuse_lost
+from warehouse.files.compaction import CompactionReport, compaction_lock
+from warehouse.files.counting import counting_files
+from warehouse.files.damage import DamagedFile, file_problem
+from warehouse.files.damage import report as report_damage
+from warehouse.files.folder import DataFolder
+from warehouse.files.held_rows import run_ids_of
+from warehouse.files.layout import (
+    KINDS,
+    LISTING_SCHEMA,
+    OF_RUNS,
+    checked_name,
+    write_bytes,
+    write_parquet,
+)
+from warehouse.files.merged import is_merged_name
+from warehouse.files.settle import settled_listings
+from warehouse.files.views import VIEWS, view_statements
+from warehouse.tables.disk_errors import disk_errors_named, is_disk_error
+from warehouse.tables.schema import SCHEMA_VERSION, TABLES
+
+FORMAT = "gpufarm-snapshot"
+MANIFEST = "manifest.json"
+NOW = "now"  # in a diff: the folder as it is
+ALL = "all"  # in verify=
+_FOLDERS = (*TABLES, "compactions")
+# Hard links fail across file systems, where there are none, for another user's file, and beyond their maximum.
+_NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
+
+
+@dataclass(frozen=True)
+class SnapshotFile:
+    """A file of a snapshot: size, time and hash when the snapshot was taken."""
+
+    path: str  # below the snapshot's folder
+    bytes: int
+    rows: int
+    sha256: str
+    modified_ns: int  # since the epoch: one that is written again has another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The warehouse at one moment: files that nobody changes, and their manifest."""
+
+    folder: DataFolder  # laid out as a data folder, but none: nothing can be added to it
+    name: str
+    taken_at: datetime.datetime  # UTC
+    schema_version: int
+    rows: Mapping[str, int]  # of each view
+    columns: Mapping[str, Mapping[str, str]]  # table -> column -> Arrow type
+    files: tuple[SnapshotFile, ...]
+    left_out: tuple[str, ...] = ()  # files of the folder that were damaged then, and why
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def line(self) -> str:
+        """Return the snapshot as one line of text."""
+        rows = ", ".join(f"{count:,} {view}" for view, count in self.rows.items())
+        taken = f"{self.taken_at:%Y-%m-%d %H:%M:%S} UTC"
+        left_out = f"; {len(self.left_out):,} damaged files left out" if self.left_out else ""
+        return f"{self.name}: {rows}; {len(self.files):,} files, {self.bytes / 2**20:.1f} MiB; taken {taken}{left_out}"
+
+    def problems(self, *, hashes: bool = True) -> list[str]:
+        """Return a line for each file that is missing, changed or added.
+
+        Without `hashes`, content is read only if a file's time has changed.
+        """
+        problems, root = [], self.folder.root
+        for file in self.files:
+            try:
+                status = (root / file.path).lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                problems.append(f"{file.path} is gone")
+                continue
+            if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be foreign
+                problems.append(f"{file.path} is no plain file of the snapshot")
+                continue
+            if status.st_size != file.bytes:
+                problems.append(f"{file.path} has {status.st_size:,} bytes, had {file.bytes:,}")
+            elif (hashes or status.st_mtime_ns != file.modified_ns) and sha256_of(root / file.path) != file.sha256:
+                problems.append(f"{file.path} has other content: its SHA-256 is not {file.sha256}")
+        known = {file.path for file in self.files}
+        for path in _parquet_files(root):
+            if str(path.relative_to(root)) not in known:
+                problems.append(f"{path.relative_to(root)} is no file of the snapshot")
+        return problems
+
+
+def _is_below(root: Path, path: str) -> bool:
+    """Return whether the path leads to a file below the folder without links and `..`."""
+    real_root = os.path.realpath(root)
+    return not os.path.isabs(path) and os.path.realpath(root / path) == f"{real_root}/{os.path.normpath(path)}"
+
+
+def take_snapshot(
+    folder: DataFolder, name: str | None = None, *, tell: Callable[[str], None] | None = None
+) -> Snapshot:
+    """Freeze the rows that the views show now under `name`, or the UTC day (`2026-11-20`, then `2026-11-20.2`).
+
+    Files are linked, not copied, so they cost no disk until compaction has replaced them; a compaction before the
+    snapshot makes them few. Waits for a compaction that is at work (`tell` says so), and none begins meanwhile; runs
+    may land. May be killed at any point: the snapshot is there whole or not at all. A damaged file is left out and
+    named, on stderr and in the manifest. Raises `UsageError` for a name that is taken or is none, and where a merged
+    file is gone.
+    """
+    folder.open()
+    if name is not None:
+        _check_new_name(folder, name)
+    with _lock(folder, tell), disk_errors_named():
+        folder.snapshots.mkdir(exist_ok=True)
+        for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # of one that was killed
+            shutil.rmtree(abandoned)
+        taken_at = datetime.datetime.now(datetime.UTC)
+        chosen = name or next(name for name in _day_names(taken_at) if not (folder.snapshots / name).exists())
+        building = DataFolder(folder.snapshots / f".{chosen}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+        try:
+            left_out = _link_files(folder, building)
+            report_damage(left_out)
+            _write_manifest(building, chosen, taken_at, [f"{file.path}: {file.reason}" for file in left_out])
+            for path in (building.root, *(path for path in building.root.rglob("*") if path.is_dir())):
+                sync(path)
+            target = folder.snapshots / chosen
+            if target.exists():
+                raise UsageError(f"name={chosen}: there is a snapshot of that name")
+            os.rename(building.root, target)
+        except BaseException:
+            shutil.rmtree(building.root, ignore_errors=True)
+            raise
+        sync(folder.snapshots)
+    return find_snapshot(folder, chosen)
+
+
+def snapshot_names(folder: DataFolder) -> list[str]:
+    """Return the names of a folder's snapshots, oldest first."""
+    return [snapshot.name for snapshot in snapshots(folder)]
+
+
+def snapshots(folder: DataFolder) -> list[Snapshot]:
+    """Return a folder's snapshots, oldest first. Raises `EnvironmentProblem` for a damaged manifest."""
+    read = [read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
+    return sorted(read, key=lambda snapshot: (snapshot.taken_at, snapshot.name))
+
+
+def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
+    """Return the snapshot of that name, its files unchecked. Raises `UsageError`, which lists the existing ones."""
+    folder.open()
+    with contextlib.suppress(ValueError):
+        path = folder.snapshots / checked_name("snapshot", str(name)) / MANIFEST
+        if path.exists():
+            return read_manifest(path)
+    raise unknown_name("snapshot", name, snapshot_names(folder) or ["none yet, see python -m warehouse.snapshot"])
+
+
+def checked_snapshot(folder: DataFolder, name: str) -> Snapshot:
+    """Return the snapshot, its files checked without hashes. Raises `EnvironmentProblem` naming the damaged ones."""
+    snapshot = find_snapshot(folder, name)
+    problems = snapshot.problems(hashes=False)
+    if problems:
+        raise EnvironmentProblem(f"snapshot {name} of data={folder.root} is damaged: {'; '.join(problems)}")
+    return snapshot
+
+
+def _day_names(taken_at: datetime.datetime) -> Iterator[str]:
+    yield f"{taken_at:%Y-%m-%d}"
+    yield from (f"{taken_at:%Y-%m-%d}.{number}" for number in itertools.count(2))
+
+
+def _check_new_name(folder: DataFolder, name: str) -> None:
+    try:
+        checked_name("name", name)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if name in (NOW, ALL):
+        raise UsageError(f"name={name} stands for something else; choose another")
+    if (folder.snapshots / name).exists():
+        raise UsageError(f"name={name}: there is a snapshot of that name")
+
+
+@contextlib.contextmanager
+def _lock(folder: DataFolder, tell: Callable[[str], None] | None) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if not stack.enter_context(compaction_lock(folder)):
+            if tell is not None:
+                tell("waiting for a compaction that is at work on this folder")
+            stack.enter_context(compaction_lock(folder, wait=True))
+        yield
+
+
+def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
+    """Link the files that count into `building`; return the damaged ones, which are left out.
+
+    Runs are linked before their samples and kernels, so every linked run has those, which land first. Samples without
+    a run belong to a run that is landing or was lost, and are left out.
+    """
+    refuse_lost(folder)
+    mended = CompactionReport()  # the lock is held: a listing that hides what its merged file lacks hides nothing
+    settled = {kind: settled_listings(folder, kind, mended) for kind in KINDS}
+    damaged: list[DamagedFile] = []
+
+    def is_whole(path: Path) -> bool:
+        problem = file_problem(path)[1]
+        if problem is not None:
+            damaged.append(DamagedFile(path, problem))
+        return problem is None
+
+    building.write_anchors()
+    there: set[str] = set()
+    counting: dict[str, list[Path]] = {kind: [] for kind in KINDS}
+    for family in folder.families("runs"):
+        for path in counting_files(folder, "runs", family, settled["runs"]):
+            if is_whole(path):
+                counting["runs"].append(path)
+                there |= run_ids_of(path) if is_merged_name(path.name) else {path.stem}
+    for kind in OF_RUNS:
+        for family in folder.families(kind):
+            for path in counting_files(folder, kind, family, settled[kind]):
+                if (is_merged_name(path.name) or path.stem in there) and is_whole(path):
+                    counting[kind].append(path)
+    for kind, paths in counting.items():
+        for path in paths:
+            _link(path, building.root / path.relative_to(folder.root))
+        merged = [f"{path.parent.name}/{path.name}" for path in paths if is_merged_name(path.name)]
+        if merged:
+            listing = pa.table([merged, [False] * len(merged)], schema=LISTING_SCHEMA)
+            write_parquet(building.listings(kind) / SNAPSHOT_LISTING, listing)
+    for source, target in ((folder.jobs, building.jobs), (folder.stale, building.stale)):
+        for path in sorted(source.glob("*.parquet")):
+            if not (target / path.name).exists() and is_whole(path):
+                _link(path, target / path.name)
+    return damaged
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copy2(source, target)
+        sync(target)
+
+
+def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime, left_out: list[str]) -> None:
+    files = []
+    for path in _parquet_files(building.root):
+        with _named(path):
+            rows = pq.read_metadata(path).num_rows
+        status = path.stat()
+        file = SnapshotFile(
+            str(path.relative_to(building.root)), status.st_size, rows, sha256_of(path), status.st_mtime_ns
+        )
+        files.append(asdict(file))
+    manifest = {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "name": name,
+        "taken_at": taken_at.isoformat(),
+        "rows": _view_rows(building),
+        "columns": {kind: {field.name: str(field.type) for field in schema} for kind, schema in TABLES.items()},
+        "files": files,
+        "left_out": left_out,
+    }
+    write_bytes(building.root / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+
+
+def _view_rows(building: DataFolder) -> dict[str, int]:
+    """Return the row count of each view; counting through the views proves that the linked files can be read."""
+    with duckdb.connect() as connection:
+        try:
+            for statement in view_statements(building):
+                connection.execute(statement)
+            counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
+            (row,) = connection.execute(f"SELECT {counts}").fetchall()
+            return dict(zip(VIEWS, row, strict=True))
+        except duckdb.Error as error:
+            if is_disk_error(error):
+                raise
+            raise EnvironmentProblem(f"the folder's files cannot be read: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _parquet_files(root: Path) -> list[Path]:
+    return sorted(path for table in _FOLDERS for path in (root / table).rglob("*.parquet"))
+
+
+def read_manifest(path: Path) -> Snapshot:
+    """Return the snapshot that a manifest describes. Raises `EnvironmentProblem` where it is damaged, or too new."""
+    try:
+        manifest = read_json(path)
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']!r}")
+        if manifest["schema_version"] > SCHEMA_VERSION:
+            raise EnvironmentProblem(
+                f"{path} has schema version {manifest['schema_version']}, this code knows up to {SCHEMA_VERSION}; "
+                "update the code"
+            )
+        return Snapshot(
+            folder=DataFolder(path.parent),
+            name=manifest["name"],
+            taken_at=datetime.datetime.fromisoformat(manifest["taken_at"]),
+            schema_version=manifest["schema_version"],
+            rows=manifest["rows"],
+            columns=manifest["columns"],
+            files=tuple(SnapshotFile(**file) for file in manifest["files"]),
+            left_out=tuple(manifest.get("left_out", ())),
+        )
+    except CommandError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise EnvironmentProblem(f"{path} is damaged: {error}") from error

@@ -1,0 +1,234 @@
+"""The views of `warehouse.duckdb`: `runs`, `attempts` and one for each other table, which `connect` opens.
+
+Start reading at `view_statements`; `_partitioned_view` is where a file is decided to count or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from warehouse.files.layout import KINDS, OF_RUNS, FolderLayout, write_bytes
+from warehouse.files.merged import MERGED_PREFIX
+from warehouse.tables.details import DETAILS
+from warehouse.tables.schema import (
+    ENVIRONMENT,
+    JOB_SCHEMA,
+    SCHEMA_VERSION,
+    STALE_SCHEMA,
+    STATUSES,
+    TABLES,
+)
+from warehouse.tables.scratch_duckdb import existing_database, new_database
+from warehouse.tables.sql_text import escaped_glob, sql_text
+
+VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
+
+# By path: the file's state when it was read or written, and the fingerprint in it.
+_FINGERPRINTS: dict[Path, tuple[tuple[int, ...], str | None]] = {}
+_FIRST_KINDS = ("runs", "telemetry")  # of which every data folder has a file
+_SQL_TYPES = {
+    pa.string(): "VARCHAR",
+    pa.bool_(): "BOOLEAN",
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float64(): "DOUBLE",
+    pa.timestamp("us", tz="UTC"): "TIMESTAMPTZ",
+}
+
+
+def refresh(folder: FolderLayout) -> None:
+    """Rewrite `warehouse.duckdb` unless it is current; it is not after the folder moved or the schema grew.
+
+    Raises `OSError` if the folder cannot be written. Clients that have the old file open keep it.
+    """
+    statements = view_statements(folder)
+    if _fingerprint_in(folder.warehouse) == _fingerprint(statements):
+        return
+    with tempfile.TemporaryDirectory(prefix="gpufarm-") as building:
+        built = Path(building) / folder.warehouse.name
+        try:
+            build(folder, built)
+        except duckdb.Error:  # a torn file keeps DuckDB from planning over all: other clients fail on it as well
+            return
+        write_bytes(folder.warehouse, built.read_bytes())
+    _remember(folder.warehouse, _fingerprint(statements))
+
+
+def view_statements(folder: FolderLayout) -> list[str]:
+    """Return the SQL that creates a folder's views for any DuckDB client; they read the files by their paths."""
+    snapshots = f"read_parquet({sql_text(escaped_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
+    # A folder from before there were marks has no file of them.
+    marks = f"SELECT {', '.join(typed_nulls(STALE_SCHEMA))} WHERE false"
+    if next(folder.stale.glob("*.parquet"), None) is not None:
+        files = f"read_parquet({sql_text(escaped_glob(folder.stale) + '/*.parquet')}, union_by_name=true)"
+        marks = _with_every_column(STALE_SCHEMA, files)
+    partitioned = {kind: _partitioned_view(folder, kind, TABLES[kind]) for kind in KINDS}
+    return _statements(partitioned, _with_every_column(JOB_SCHEMA, snapshots), marks)
+
+
+def reading_statements() -> list[str]:
+    """Return the SQL that creates the same views for `warehouse.connect`, whose file system knows which files count."""
+    from warehouse.files.folder_files import files_of
+
+    def read(kind: str) -> str:
+        # With explicit columns, no file is opened before its rows are needed. A column that a file lacks is NULL.
+        columns = ", ".join(
+            f"{sql_text(field.name)}: {{name: {sql_text(field.name)}, type: '{_SQL_TYPES[field.type]}', "
+            "default_value: NULL::VARCHAR}"
+            for field in TABLES[kind]
+            if kind not in KINDS or field.name != "family"
+        )
+        source = f"read_parquet('{files_of(kind)}', schema=MAP {{{columns}}}, hive_partitioning=false, filename=true)"
+        # Of the path, as partitions are: a function that DuckDB evaluates once a file, and prunes files by.
+        family = ", regexp_extract(filename, '/family=([^/]*)/', 1) AS family" if kind in KINDS else ""
+        return f"SELECT * EXCLUDE (filename){family} FROM {source}"
+
+    partitioned = {
+        kind: f"SELECT {_partitioned_columns(TABLES[kind])} FROM ({read(kind)}) AS file WHERE true" for kind in KINDS
+    }
+    return _statements(partitioned, read("jobs"), read("stale"))
+
+
+def _statements(partitioned: Mapping[str, str], job_rows: str, marks: str) -> list[str]:
+    attempts = partitioned["runs"]
+    counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
+    counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
+    return [
+        # `runs` has each task once; `attempts` also what was measured and not trusted, before the task ran again.
+        f"CREATE VIEW runs AS {attempts} AND file.final IS NOT FALSE",
+        f"CREATE VIEW attempts AS {attempts}",
+        *(f"CREATE VIEW {kind} AS {partitioned[kind]}" for kind in OF_RUNS),
+        f"""CREATE VIEW jobs AS
+            SELECT {_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}
+            FROM ({job_rows}) AS snapshot
+            LEFT JOIN (SELECT job_id, count(*) AS runs, {counted} FROM runs GROUP BY job_id) AS done
+            ON snapshot.job_id = done.job_id""",
+        f"CREATE VIEW stale AS {_stale_view(marks)}",
+    ]
+
+
+def _stale_view(marks: str) -> str:
+    """Return the SQL of the view `stale`: each mark once, from the first cycle that made it."""
+    same = ", ".join(("run_id", "label", *ENVIRONMENT))
+    return f"""SELECT {_columns(STALE_SCHEMA, "mark")} FROM ({marks}) AS mark
+            QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY mark.marked_at, mark.cycle) = 1"""
+
+
+def _partitioned_view(folder: FolderLayout, kind: str, schema: pa.Schema) -> str:
+    """Every row of the files that count: merged files that are listed, others that no listing hides.
+
+    DuckDB expands globs from left to right, the listings' before the data's, once a query. So a merged file that
+    this query finds listed is among its data files too, as it was there before its listing. One query thus sees
+    either what was merged or the merged file. This is what makes the order of the join matter: the listings stand
+    left of a RIGHT JOIN, and not in a CTE or subquery of WHERE, whose globs DuckDB expands last.
+    """
+    root = folder.root / kind
+    if kind not in _FIRST_KINDS and next(root.glob("family=*/*.parquet"), None) is None:
+        # A folder from before there was this kind has no file of it.
+        nothing = ", ".join([*typed_nulls(schema), "NULL::VARCHAR AS family"])
+        return f"SELECT * FROM (SELECT {nothing}) AS file WHERE false"
+    columns = _partitioned_columns(schema)
+    files = f"""read_parquet(
+            {sql_text(escaped_glob(root) + "/family=*/*.parquet")},
+            union_by_name=true, filename=true, hive_partitioning=true, hive_types={{'family': VARCHAR}})"""
+    return f"""
+        SELECT {columns}
+        FROM (
+            SELECT {sql_text(str(root) + "/")} || path AS path, bool_or(hidden) AS hidden
+            FROM read_parquet({sql_text(escaped_glob(folder.listings(kind)) + "/*.parquet")}, union_by_name=true)
+            GROUP BY ALL
+        ) AS listed
+        RIGHT JOIN ({_with_every_column(schema, files)}) AS file ON listed.path = file.filename
+        WHERE CASE WHEN listed.path IS NULL THEN NOT contains(file.filename, '/{MERGED_PREFIX}')
+                   ELSE NOT listed.hidden END"""
+
+
+def _partitioned_columns(schema: pa.Schema) -> str:
+    columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
+    if not any(detail.imported and detail.row_id in schema.names for detail in DETAILS.values()):
+        return columns
+    # Compaction needs an id of every row; that of an imported batch is no run's.
+    return columns.replace("file.run_id", "CASE WHEN file.source <> 'imported' THEN file.run_id END AS run_id", 1)
+
+
+def _with_every_column(schema: pa.Schema, files: str) -> str:
+    """The rows of `files`, with the schema's columns that none of them has as NULL.
+
+    A column that was added lately is in no file of an older folder, and such a folder may only be read. DuckDB drops
+    the side without rows when it plans a query, so this costs nothing.
+    """
+    return f"SELECT {', '.join(typed_nulls(schema))} WHERE false UNION ALL BY NAME SELECT * FROM {files}"
+
+
+def typed_nulls(schema: pa.Schema) -> list[str]:
+    """Return a NULL for each column, with the column's type and name."""
+    return [f"NULL::{_SQL_TYPES[field.type]} AS {field.name}" for field in schema]
+
+
+def _columns(schema: pa.Schema, table: str) -> str:
+    # Timestamps without zone: with one, DuckDB prints local time, and its Python client needs a further package.
+    return ", ".join(
+        f"{table}.{field.name} AT TIME ZONE 'UTC' AS {field.name}"
+        if pa.types.is_timestamp(field.type)
+        else f"{table}.{field.name}"
+        for field in schema
+    )
+
+
+def build(folder: FolderLayout, path: Path) -> None:
+    """Make the DuckDB file. `path` ends in the file's final name, and is not in the data folder, whose path may
+    hold what DuckDB can read from but not write to (a question mark)."""
+    with new_database(path) as connection:
+        create_views(connection, view_statements(folder))
+
+
+def create_views(connection: duckdb.DuckDBPyConnection, statements: Sequence[str]) -> None:
+    """Create the views, and one with the version that they belong to."""
+    for statement in statements:
+        connection.execute(statement)
+    connection.execute(
+        f"CREATE VIEW warehouse_format AS SELECT {SCHEMA_VERSION} AS schema_version, "
+        f"{sql_text(_fingerprint(statements))} AS fingerprint"
+    )
+
+
+def _fingerprint(statements: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(statements).encode()).hexdigest()[:16]
+
+
+def _fingerprint_in(path: Path) -> str | None:
+    state = _state_of(path)
+    if state is None:
+        return None
+    if _FINGERPRINTS.get(path, (None, None))[0] != state:
+        _FINGERPRINTS[path] = state, _read_fingerprint(path)
+    return _FINGERPRINTS[path][1]
+
+
+def _remember(path: Path, fingerprint: str) -> None:
+    """Remember what was just written: opening a database takes longer than a query of a small folder."""
+    if (state := _state_of(path)) is not None:
+        _FINGERPRINTS[path] = state, fingerprint
+
+
+def _state_of(path: Path) -> tuple[int, ...] | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+def _read_fingerprint(path: Path) -> str | None:
+    try:
+        with existing_database(path) as connection:
+            row = connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()
+            return None if row is None else str(row[0])
+    except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made anew
+        return None

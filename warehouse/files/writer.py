@@ -1,0 +1,253 @@
+"""Lands runs in the warehouse: checks them, then writes telemetry and the details before their run, atomically.
+
+Start reading at `RunWriter.write`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import checked_name, write_parquet
+from warehouse.files.merged import is_merged_name, land_batch
+from warehouse.files.merged_index import MergedIndex
+from warehouse.tables.details import DETAILS
+from warehouse.tables.run import Run
+from warehouse.tables.schema import (
+    JOB_SCHEMA,
+    METRICS,
+    OOM_KINDS,
+    QUALITIES,
+    RUN_SCHEMA,
+    SAMPLE_QUALITIES,
+    SCHEMA_VERSION,
+    SOURCES,
+    STATUSES,
+    TELEMETRY_SCHEMA,
+)
+
+REQUIRED = ("run_id", "family", "status", "source")
+RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
+TELEMETRY_RATIOS = tuple(name for name, (unit, _) in METRICS.items() if unit == "ratio")
+WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # of telemetry
+
+
+class RunWriter:
+    """Writes runs and job snapshots into a data folder, which it creates if missing. A process may hold several."""
+
+    def __init__(self, folder: DataFolder):
+        self._folder = folder.create()
+        self._merged = MergedIndex(self._folder)
+
+    def write(
+        self,
+        run: Run | Mapping[str, Any],
+        telemetry: pa.Table,
+        kernels: pa.Table | None = None,
+        ranks: pa.Table | None = None,
+        collocations: pa.Table | None = None,
+    ) -> Path:
+        """Make a run durable; return the path of the file that holds its row.
+
+        Args:
+            run: a `Run`, or its columns by name; absent ones are NULL.
+            telemetry: columns of `TELEMETRY_SCHEMA`; `run_id` may be absent.
+            kernels: columns of `KERNEL_SCHEMA` without those that the run has; None if they were not asked for.
+            ranks: columns of `RANK_SCHEMA`, likewise; None of a run on one device.
+            collocations: columns of `COLLOCATION_SCHEMA`, likewise; None of a run that had its device to itself.
+
+        A repeat of a run_id replaces the run, or is without effect once compaction has merged it, so its row is never
+        there twice. Raises `ValueError` naming every column that breaks the schema's rules, and `OSError` (full disk)
+        with nothing of this call left behind but whole files.
+        """
+        given = run.columns() if isinstance(run, Run) else run
+        columns = {"telemetry_rows": telemetry.num_rows, "schema_version": SCHEMA_VERSION, **given}
+        given_rows = {"kernels": kernels, "ranks": ranks, "collocations": collocations}
+        columns |= {DETAILS[kind].count: rows.num_rows for kind, rows in given_rows.items() if rows is not None}
+        run_row = run_table(columns)
+        run_id, family = columns["run_id"], columns["family"]
+        samples = telemetry_table(run_id, telemetry)
+        details = {
+            kind: None if rows is None else rows_of_run(kind, columns, rows) for kind, rows in given_rows.items()
+        }
+        runs = self._folder.partition("runs", family)
+        # On first attempts too: the queue may have been lost, or restored from an older copy.
+        landed = self._merged.file_with(family, run_id)
+        if landed is not None:
+            return landed
+        name = f"{run_id}.parquet"
+        # Telemetry and details first, so readers of the run see them.
+        write_parquet(self._folder.partition("telemetry", family) / name, samples)
+        for kind, own_rows in details.items():
+            path = self._folder.partition(kind, family) / name
+            if own_rows is not None and own_rows.num_rows:
+                write_parquet(path, own_rows)
+            else:  # of an earlier execution, which was killed before its run landed
+                path.unlink(missing_ok=True)
+        write_parquet(runs / name, run_row)
+        return runs / name
+
+    def has_landed(self, family: str, run_id: str) -> bool:
+        """Return whether a run is durable, in its own file or a merged one."""
+        if (self._folder.partition("runs", family) / f"{run_id}.parquet").exists():
+            return True
+        return self._merged.file_with(family, run_id) is not None
+
+    def write_batch(self, runs: Sequence[Mapping[str, Any]]) -> Path:
+        """Make runs of one family durable in one file, all or none, without telemetry; return its path.
+
+        Does not check whether some have landed before. Raises as `write` does, with nothing written.
+        """
+        families = {run.get("family") for run in runs}
+        if len(families) != 1:
+            raise ValueError(f"a batch is of one family, got {', '.join(sorted(map(str, families))) or 'no run'}")
+        rows = [run_table({"telemetry_rows": 0, "schema_version": SCHEMA_VERSION, **run}) for run in runs]
+        table = pa.concat_tables(rows).combine_chunks().sort_by("run_id")
+        return land_batch(self._folder, "runs", str(families.pop()), table)
+
+    def write_job(self, job: Mapping[str, Any]) -> Path:
+        """Write or replace a job's snapshot; `submitted_at` is a datetime or seconds since the epoch."""
+        job = dict(job)
+        if isinstance(job.get("submitted_at"), int | float):
+            job["submitted_at"] = datetime.datetime.fromtimestamp(job["submitted_at"], datetime.UTC)
+        path = self._folder.jobs / f"{checked_name('job_id', job.get('job_id'))}.parquet"
+        write_parquet(path, _one_row(job, JOB_SCHEMA, "job", []))
+        return path
+
+
+def run_table(run: Mapping[str, Any]) -> pa.Table:
+    """Return the run as one row of `RUN_SCHEMA`. Raises `ValueError` listing every rule that `run` breaks."""
+    return _one_row(run, RUN_SCHEMA, "run", run_problems(run))
+
+
+def run_problems(run: Mapping[str, Any]) -> list[str]:
+    """Return the rules that the values of `run` break, each beginning with its column; types are not checked."""
+    problems = [f"{name} is required" for name in REQUIRED if run.get(name) is None]
+    for name, known in (
+        ("status", STATUSES),
+        ("source", SOURCES),
+        ("oom_kind", OOM_KINDS),
+        ("quality", QUALITIES),
+    ):
+        if run.get(name) is not None and run[name] not in known:
+            problems.append(f"{name} must be one of {', '.join(known)}, got {run[name]!r}")
+    for name, value in run.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            problems.append(f"{name} must be a finite number or None, got {value!r}")
+        elif name in RUN_RATIOS and isinstance(value, int | float) and not 0 <= value <= 1:
+            problems.append(f"{name} must be in [0, 1], got {value!r}")
+    for name in ("run_id", "family"):
+        if run.get(name) is not None:
+            try:
+                checked_name(name, run[name])
+            except ValueError as error:
+                problems.append(str(error))
+    if is_merged_name(f"{run.get('run_id')}.parquet"):
+        problems.append(f"run_id must not look like a merged file, got {run['run_id']!r}")
+    return problems
+
+
+def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
+    """Return the samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL. Raises as `run_table`."""
+    problems: list[str] = []
+    samples = _conformed(telemetry, "telemetry", TELEMETRY_SCHEMA, {"run_id": run_id}, WORDS, problems)
+    if telemetry.num_rows and "t_ms" not in telemetry.column_names:
+        problems.append("t_ms is required")
+    return _accepted(samples, "telemetry", problems)
+
+
+def rows_of_run(kind: str, run: Mapping[str, Any], rows: pa.Table) -> pa.Table:
+    """Return a run's rows of `kernels` or `ranks` with every column, identity and origin of the run. Raises alike."""
+    detail = DETAILS[kind]
+    if not isinstance(rows, pa.Table):
+        raise ValueError(f"{kind} must be a pyarrow.Table, got {type(rows).__name__}")
+    run_id = run["run_id"]
+    of_run = (detail.row_id, "run_id", *detail.of_run)
+    own = rows.drop_columns([name for name in of_run if name in rows.column_names])
+    names = pa.array([f"{run_id}-{detail.letter}{index:05d}" for index in range(own.num_rows)], pa.string())
+    same = {"run_id": run_id, **{name: run.get(name) for name in detail.of_run}}
+    return detail_table(kind, own.append_column(detail.row_id, names), same)
+
+
+def detail_table(kind: str, rows: pa.Table, same: Mapping[str, Any]) -> pa.Table:
+    """Return rows of `kernels` or `ranks` with every column; `same` fills absent ones. Raises `ValueError`."""
+    detail = DETAILS[kind]
+    problems: list[str] = []
+    table = _conformed(rows, kind, detail.schema, same, detail.words, problems)
+    if not problems:
+        problems += [f"{name} is required" for name in ("run_id", *detail.required) if table.column(name).null_count]
+    return _accepted(table, kind, problems)
+
+
+def _accepted(table: pa.Table, table_name: str, problems: Sequence[str]) -> pa.Table:
+    if problems:
+        raise ValueError(f"{table_name} breaks the schema: " + "; ".join(problems))
+    return table
+
+
+def _conformed(
+    table: pa.Table,
+    table_name: str,
+    schema: pa.Schema,
+    same: Mapping[str, Any],
+    words: Mapping[str, Sequence[str]],
+    problems: list[str],
+) -> pa.Table:
+    """Return the rows with every column of `schema`, absent ones from `same` or NULL; add the rules that they break."""
+    if not isinstance(table, pa.Table):
+        raise ValueError(f"{table_name} must be a pyarrow.Table, got {type(table).__name__}")
+    problems += _unknown(table.column_names, schema)
+    rows, columns = table.num_rows, []
+    for field in schema:
+        if field.name not in table.column_names:
+            value = same.get(field.name)
+            columns.append(pa.nulls(rows, field.type) if value is None else pa.array([value] * rows, field.type))
+            continue
+        column = table.column(field.name)
+        if column.type != field.type:
+            try:
+                column = column.cast(field.type)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                problems.append(f"{field.name}: {error}")
+                columns.append(pa.nulls(rows, field.type))
+                continue
+        columns.append(column)
+        if column.null_count == rows:
+            continue
+        run_id = same.get(field.name) if field.name == "run_id" else None
+        if run_id is not None and (column.null_count or pc.any(pc.not_equal(column, run_id)).as_py()):
+            problems.append(f"run_id must be {run_id!r} in every row")
+        elif field.name in words and not pc.all(pc.is_in(column.drop_null(), pa.array(words[field.name]))).as_py():
+            problems.append(f"{field.name} must be one of {', '.join(words[field.name])} or NULL")
+        elif pa.types.is_floating(field.type) and not pc.all(pc.is_finite(column)).as_py():
+            problems.append(f"{field.name} must be finite or NULL")
+        elif table_name == "telemetry" and field.name in TELEMETRY_RATIOS:
+            low, high = pc.min_max(column).as_py().values()
+            if low < 0 or high > 1:
+                problems.append(f"{field.name} must be in [0, 1], got {low!r} to {high!r}")
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _one_row(values: Mapping[str, Any], schema: pa.Schema, table_name: str, problems: list[str]) -> pa.Table:
+    problems = problems + _unknown(values, schema)
+    arrays = []
+    for field in schema:
+        try:
+            arrays.append(pa.array([values.get(field.name)], field.type))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
+            problems.append(f"{field.name} must be {field.type}, got {values[field.name]!r} ({error})")
+    if problems:
+        raise ValueError(f"{table_name} breaks the schema: " + "; ".join(problems))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _unknown(names: Iterable[str], schema: pa.Schema) -> list[str]:
+    unknown = [name for name in names if name not in schema.names]
+    return [f"unknown column {', '.join(unknown)}; known: {', '.join(schema.names)}"] if unknown else []

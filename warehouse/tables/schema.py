@@ -1,0 +1,372 @@
+"""The Arrow schemas of runs, telemetry samples, kernels and groups of jobs, with their words and units.
+
+Start reading at `RUN_SCHEMA`; `TABLES` names the schema of each table. Every column that can be missing is NULL when it
+was not measured; ratios lie in [0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION`
+grows; older files stay readable, since views unite by name.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 6
+
+STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
+SOURCES = ("measured", "simulated", "imported")
+DATASET_JOB_PREFIX = "dataset-"  # of the job_id of rows that were loaded: they are not of this folder's own jobs
+OOM_KINDS = ("device", "host")  # which memory ran out; only `device` bounds the GPU-memory label from below
+# Whether a run's labels can be relied on. `suspect`: something was odd, and the labels that it touches say so;
+# `untrusted`: they must not be learned from. NULL: not judged (imported rows, older files).
+QUALITIES = ("trusted", "suspect", "untrusted")
+# What a telemetry row is: a reading of its own; one that the source had served before; no reading; or a reading that
+# its circumstances (`reasons`) put in doubt.
+SAMPLE_QUALITIES = ("measured", "repeated", "unavailable", "suspect")
+
+_PEAKS = ("peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib")
+_FIGURES = ("smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
+LABELS = (*_PEAKS, *_FIGURES)  # of a run: what is learned and compared
+RANK_LABELS = (*_PEAKS, "peak_rss_mib", *_FIGURES, "steps", "quality")  # columns of `ranks` that are as in `runs`
+
+_TIME = pa.timestamp("us", tz="UTC")
+
+RUN_SCHEMA = pa.schema(
+    [
+        # identity
+        ("run_id", pa.string()),  # JOB_ID-000042 for runs of the farm: a repeat lands on the same file
+        ("job_id", pa.string()),
+        ("task_index", pa.int64()),
+        ("attempt", pa.int32()),  # 1 for the first execution
+        ("family", pa.string()),
+        ("config", pa.string()),  # trial config as JSON, with "family"; featurize.config_from_mapping reads it
+        ("config_hash", pa.string()),
+        # outcome
+        ("status", pa.string()),
+        ("oom_kind", pa.string()),
+        ("error_type", pa.string()),
+        ("error", pa.string()),  # message and traceback, the log's tail included
+        # where
+        ("source", pa.string()),
+        ("device_name", pa.string()),
+        ("device_uuid", pa.string()),
+        ("device_memory_mib", pa.float64()),
+        ("node", pa.string()),
+        ("worker", pa.string()),
+        # environment: what can invalidate labels
+        ("torch_version", pa.string()),
+        ("cuda_version", pa.string()),
+        ("cudnn_version", pa.string()),
+        ("driver_version", pa.string()),
+        ("python_version", pa.string()),
+        ("allocator_settings", pa.string()),
+        ("farm_version", pa.string()),
+        ("schema_version", pa.int32()),
+        # training settings, doubled from `config` because everybody groups by them
+        ("batch_size", pa.int64()),
+        ("precision", pa.string()),
+        ("optimizer", pa.string()),
+        ("parameters", pa.int64()),
+        # labels
+        ("peak_memory_mib", pa.float64()),  # what the device charges the process: context and cached blocks included
+        ("peak_reserved_mib", pa.float64()),
+        ("peak_allocated_mib", pa.float64()),
+        ("peak_rss_mib", pa.float64()),  # host memory of the trial's process tree
+        ("smact", pa.float64()),
+        ("smocc", pa.float64()),
+        ("drama", pa.float64()),
+        ("gpu_util", pa.float64()),
+        ("power_w", pa.float64()),
+        ("energy_j", pa.float64()),  # over the window
+        ("step_time_ms", pa.float64()),  # median of the window's steps
+        ("steps", pa.int64()),  # in the window
+        # time
+        ("window_kind", pa.string()),  # adaptive | fixed
+        ("window_ended", pa.string()),  # why: steady | max_seconds | fixed
+        ("warmup_s", pa.float64()),
+        ("window_s", pa.float64()),
+        ("window_start_ms", pa.float64()),  # on the clock of telemetry.t_ms
+        ("window_end_ms", pa.float64()),
+        ("wall_s", pa.float64()),  # the worker's wall time for the whole task, on the real clock
+        ("started_at", _TIME),
+        ("finished_at", _TIME),
+        # telemetry
+        ("telemetry_rows", pa.int64()),
+        ("telemetry_missing", pa.string()),  # JSON: sensor -> why it gave nothing
+        # added in version 2
+        ("quality", pa.string()),  # trusted | suspect | untrusted
+        ("quality_reasons", pa.string()),  # JSON: reason -> what was seen, in words
+        ("quality_summary", pa.string()),  # JSON: see workers.labels.verdict.Verdict
+        ("samples_measured", pa.int64()),  # telemetry rows of the window, by what they are
+        ("samples_repeated", pa.int64()),
+        ("samples_unavailable", pa.int64()),
+        ("samples_suspect", pa.int64()),
+        ("half_widths", pa.string()),  # JSON: label -> half-width of its 95 % confidence interval over the window
+        ("final", pa.bool_()),  # false: an attempt after which the task was queued again; `runs` leaves it out
+        ("memory_fraction", pa.float64()),  # share of the card's memory that the trial was allowed; NULL: all of it
+        ("mig_profile", pa.string()),  # e.g. 1g.5gb; NULL: a whole GPU
+        ("mps", pa.bool_()),  # whether CUDA's multi-process service stood between the trial and the GPU
+        ("startup_s", pa.float64()),  # from the task's start to its first step
+        ("prepared", pa.bool_()),  # whether its process was made ready while the trial before it ran
+        # added in version 3
+        ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported run was read from
+        ("convolutions", pa.string()),  # JSON: cuDNN's answers, in runs of the former family cudnn; NULL in all others
+        # added in version 4
+        ("kernel_rows", pa.int64()),  # rows of the run in `kernels`; NULL: its kernels were not asked for
+        # added in version 5
+        ("parallel", pa.string()),  # of the trial config, as in ddp=2; NULL: one device
+        ("ranks", pa.int64()),  # processes, a device each, and the run's rows in `ranks`; NULL: one
+        ("worst_rank", pa.int64()),  # whose labels these are: the one with most memory, or the one that failed
+        # added in version 6
+        ("collocation_rows", pa.int64()),  # rows of the run in `collocations`; NULL: it had the device to itself
+        (
+            "group_id",
+            pa.string(),
+        ),  # of the group that it ran in, beside other trials; NULL: it had the device to itself
+    ]
+)
+
+# metric -> (unit, what it is). One column each in `telemetry`.
+METRICS: dict[str, tuple[str, str]] = {
+    "memory_used_mib": ("MiB", "device memory in use, all processes and the driver"),
+    "process_memory_mib": ("MiB", "device memory charged to the trial's processes"),
+    "gpu_util": ("ratio", "share of time in which a kernel ran"),
+    "memory_util": ("ratio", "share of time in which device memory was read or written (NVML)"),
+    "smact": ("ratio", "SM activity: DCGM_FI_PROF_SM_ACTIVE"),
+    "smocc": ("ratio", "SM occupancy: DCGM_FI_PROF_SM_OCCUPANCY"),
+    "drama": ("ratio", "DRAM activity: DCGM_FI_PROF_DRAM_ACTIVE"),
+    "gract": ("ratio", "graphics engine activity: DCGM_FI_PROF_GR_ENGINE_ACTIVE"),
+    "tensor_active": ("ratio", "tensor pipe activity: DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
+    "fp16_active": ("ratio", "FP16 pipe activity: DCGM_FI_PROF_PIPE_FP16_ACTIVE"),
+    "fp32_active": ("ratio", "FP32 pipe activity: DCGM_FI_PROF_PIPE_FP32_ACTIVE"),
+    "fp64_active": ("ratio", "FP64 pipe activity: DCGM_FI_PROF_PIPE_FP64_ACTIVE"),
+    "int_active": ("ratio", "integer pipe activity: DCGM_FI_PROF_PIPE_INT_ACTIVE"),
+    "tensor_hmma_active": ("ratio", "tensor pipe activity, half precision: DCGM_FI_PROF_PIPE_TENSOR_HMMA_ACTIVE"),
+    "tensor_imma_active": ("ratio", "tensor pipe activity, integers: DCGM_FI_PROF_PIPE_TENSOR_IMMA_ACTIVE"),
+    "tensor_dfma_active": ("ratio", "tensor pipe activity, FP64: DCGM_FI_PROF_PIPE_TENSOR_DFMA_ACTIVE"),
+    "nvlink_tx_mib_s": ("MiB/s", "NVLink traffic out of the GPU, all links"),
+    "nvlink_rx_mib_s": ("MiB/s", "NVLink traffic into the GPU, all links"),
+    "pcie_tx_mib_s": ("MiB/s", "PCIe traffic out of the GPU"),
+    "pcie_rx_mib_s": ("MiB/s", "PCIe traffic into the GPU"),
+    "power_w": ("W", "power draw"),
+    "energy_j": ("J", "total-energy counter since the driver was loaded (monotonic; differences count)"),
+    "sm_clock_mhz": ("MHz", "SM clock"),
+    "memory_clock_mhz": ("MHz", "memory clock"),
+    "temperature_c": ("°C", "GPU temperature"),
+    "throttle_reasons": ("bit mask", "NVML clocks-event reasons"),
+    "ecc_uncorrected": ("errors", "uncorrected ECC errors since the driver was loaded (NVML, volatile)"),
+    "other_processes": ("processes", "processes with a context on the GPU that are not the trial's"),
+    "other_memory_mib": ("MiB", "device memory charged to processes that are not the trial's"),
+    "cpu_cores": ("cores", "CPU cores used by the trial's process tree"),
+    "rss_mib": ("MiB", "host memory of the trial's process tree"),
+    "allocated_mib": ("MiB", "torch.cuda.memory_allocated"),
+    "reserved_mib": ("MiB", "torch.cuda.memory_reserved"),
+    "step_time_ms": ("ms", "wall time of the training step that ended at this sample"),
+}
+
+TELEMETRY_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("t_ms", pa.float64()),  # since the run started; each sample's own time
+        ("sensor", pa.string()),  # which telemetry source took it: nvml | gpm | dcgm | process | torch | simulated
+        ("phase", pa.string()),  # warmup | window | NULL before and after
+        ("quality", pa.string()),  # measured | repeated | unavailable | suspect
+        (
+            "reasons",
+            pa.string(),
+        ),  # why it is unavailable or suspect: names of workers.labels.quality.REASONS, with commas
+        *((name, pa.int64() if name == "throttle_reasons" else pa.float64()) for name in METRICS),
+        ("rank", pa.int64()),  # added in version 5: of a run of several; NULL: of the whole run
+    ]
+)
+
+# How a rank ended: as its run does, or `stopped`, with the rank that ended the run.
+RANK_STATUSES = (*STATUSES, "stopped")
+
+RANK_OF_RUN = ("source", "device_name", "node")  # columns of `ranks` that are its run's
+# A row is one rank of a run on several devices. Columns with the names of `runs` mean the same, of the rank alone.
+RANK_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("rank_row", pa.string()),  # id of the row
+        ("rank", pa.int64()),  # from 0
+        ("source", pa.string()),
+        ("device_name", pa.string()),
+        ("device_uuid", pa.string()),  # NULL where the ranks share a device
+        ("node", pa.string()),
+        ("status", pa.string()),
+        *((name, RUN_SCHEMA.field(name).type) for name in RANK_LABELS),
+        # of a simulated step
+        ("exposed_ms", pa.float64()),  # of step_time_ms: waiting for other ranks
+        ("communication_ms", pa.float64()),  # all collectives of a step
+        ("sent_mib", pa.float64()),  # that the rank sends in a step
+    ]
+)
+
+KERNEL_PHASES = ("forward", "backward", "optimizer")
+# How a duration was taken. `cupti`: of the kernel alone, on the GPU. `cuda_events`: of a whole operator between two
+# events, its launch included. `loop`: of many in a row, divided by their number. `cpu`: of an operator on the CPU.
+# `model`: priced.
+KERNEL_TIMINGS = ("cupti", "cuda_events", "loop", "cpu", "model")
+
+# A row stands for all launches of one kernel by one operator on inputs of the same shapes.
+KERNEL_SCHEMA = pa.schema(
+    [
+        # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
+        ("run_id", pa.string()),
+        ("kernel_row", pa.string()),  # id of the row, the same whenever the same content is imported
+        ("source", pa.string()),
+        ("device_name", pa.string()),  # as conf/device names it, where it does
+        ("torch_version", pa.string()),
+        ("cuda_version", pa.string()),
+        ("cudnn_version", pa.string()),
+        ("phase", pa.string()),
+        ("operator", pa.string()),  # aten name, as in aten::addmm
+        ("dims", pa.string()),  # JSON: `shapes` of the inputs ([]: no tensor), and `arguments`, as stride
+        ("dtype", pa.string()),  # of the first tensor, as in float32
+        ("kernel", pa.string()),  # name on the device
+        ("grid_x", pa.int64()),  # blocks
+        ("grid_y", pa.int64()),
+        ("grid_z", pa.int64()),
+        ("block_x", pa.int64()),  # threads
+        ("block_y", pa.int64()),
+        ("block_z", pa.int64()),
+        ("blocks_per_sm", pa.float64()),
+        ("warps_per_sm", pa.float64()),
+        ("registers_per_thread", pa.int64()),
+        ("shared_memory_bytes", pa.int64()),  # of a block, static and dynamic
+        ("stream", pa.int64()),
+        ("duration_us", pa.float64()),  # of one launch: median
+        ("count", pa.int64()),  # launches that the row stands for
+        ("steps", pa.int64()),  # training steps that they were seen in; NULL outside a training step
+        ("timing", pa.string()),
+        ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported row was read from
+    ]
+)
+
+# How the members of a group share a device. `time_slicing`: the driver switches between their contexts.
+SHARINGS = ("time_slicing", "mps", "mig")
+# Columns of a group, the same in the rows of all its members.
+OF_GROUP = (
+    "source",
+    "series",
+    "device_name",
+    "sharing",
+    "group_size",
+    "joint_memory_mib",
+    "joint_smact",
+    "joint_smocc",
+    "joint_drama",
+    "joint_gpu_util",
+    "joint_memory_util",
+    "joint_power_w",
+)
+
+# Shares of time or of the device, in [0, 1].
+COLLOCATION_RATIOS = (
+    "solo_gpu_util",
+    "solo_memory_util",
+    "solo_smact",
+    "solo_smocc",
+    "solo_drama",
+    "solo_tensor_active",
+    "joint_smact",
+    "joint_smocc",
+    "joint_drama",
+    "joint_gpu_util",
+    "joint_memory_util",
+)
+
+# A row is one member of a group of jobs that train on one device at the same time.
+COLLOCATION_SCHEMA = pa.schema(
+    [
+        # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
+        ("run_id", pa.string()),  # of the member beside the others
+        ("member_row", pa.string()),  # id of the row, the same whenever the same content is imported
+        ("group_id", pa.string()),
+        ("member", pa.int64()),  # number in the group, from 0
+        ("group_size", pa.int64()),
+        ("source", pa.string()),
+        ("series", pa.string()),  # which of several tables or campaigns of one source; solo figures are of the same one
+        ("device_name", pa.string()),
+        ("sharing", pa.string()),
+        ("devices", pa.int64()),  # of the member; NULL: one
+        # what the member is
+        ("model", pa.string()),  # by which a model is held out; a family's topology, or a published name
+        ("name", pa.string()),  # of the job: the same for the same job in all groups of a source
+        ("config", pa.string()),  # trial config as JSON; NULL where none describes the job
+        ("batch_size", pa.int64()),
+        ("precision", pa.string()),
+        # alone on the device
+        ("solo_run_id", pa.string()),  # run that the figures alone are of
+        ("solo_step_ms", pa.float64()),
+        ("solo_memory_mib", pa.float64()),
+        ("solo_gpu_util", pa.float64()),
+        ("solo_memory_util", pa.float64()),
+        ("solo_smact", pa.float64()),
+        ("solo_smocc", pa.float64()),
+        ("solo_drama", pa.float64()),
+        ("solo_tensor_active", pa.float64()),
+        ("solo_launches_per_s", pa.float64()),
+        ("solo_power_w", pa.float64()),
+        # beside the others
+        ("shared_step_ms", pa.float64()),
+        ("slowdown", pa.float64()),  # shared_step_ms / solo_step_ms, or the published ratio
+        ("status", pa.string()),
+        ("died_of", pa.int64()),  # member whose allocation exhausted the memory, of a member that ran out of it
+        ("doubt", pa.string()),  # why the row's figures may be wrong; NULL: nothing speaks against them
+        # of the whole group
+        ("joint_memory_mib", pa.float64()),
+        ("joint_smact", pa.float64()),
+        ("joint_smocc", pa.float64()),
+        ("joint_drama", pa.float64()),
+        ("joint_gpu_util", pa.float64()),
+        ("joint_memory_util", pa.float64()),
+        ("joint_power_w", pa.float64()),
+        ("window_start_ms", pa.float64()),  # all members are warm; on the clock of telemetry.t_ms of `run_id`
+        ("window_end_ms", pa.float64()),
+        ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported row was read from
+    ]
+)
+
+JOB_SCHEMA = pa.schema(
+    [
+        ("job_id", pa.string()),
+        ("family", pa.string()),
+        ("n", pa.int64()),
+        ("seed", pa.int64()),
+        ("policy", pa.string()),
+        ("priority", pa.int64()),
+        ("space", pa.string()),  # search space as JSON
+        ("config", pa.string()),  # the submission's resolved config as JSON
+        ("submitted_at", _TIME),
+    ]
+)
+
+# What can invalidate labels, beside the device itself.
+ENVIRONMENT = ("torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings")
+
+# A mark: a run's label does not hold on its device once that is in the environment named; see `warehouse.files.stale`.
+STALE_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("label", pa.string()),  # a column of `runs`
+        ("operators", pa.string()),  # operator families of the run that moved, with commas; `everything`
+        ("device_name", pa.string()),
+        ("source", pa.string()),
+        *((name, pa.string()) for name in ENVIRONMENT),  # in which the label is stale
+        ("shift", pa.float64()),  # of the canaries that moved, the median: relative, for ratios the difference
+        ("said", pa.string()),  # the shift in words
+        ("marked_at", _TIME),
+        ("cycle", pa.string()),
+    ]
+)
+
+# Every table of the warehouse by its name.
+TABLES = {
+    "runs": RUN_SCHEMA,
+    "telemetry": TELEMETRY_SCHEMA,
+    "kernels": KERNEL_SCHEMA,
+    "ranks": RANK_SCHEMA,
+    "collocations": COLLOCATION_SCHEMA,
+    "jobs": JOB_SCHEMA,
+    "stale": STALE_SCHEMA,
+}

@@ -1,0 +1,332 @@
+"""Decides when a running trial's sampled figures are steady, by their confidence intervals as readings arrive.
+
+Start reading at `TargetFollower`; `mean_half_width` is the statistics. Torch-free; no clock of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from workers.settings import WindowSettings
+from workers.telemetry.base import Sample
+from workers.telemetry.means import spoken_from_ns
+
+# target -> (sensor, metric) that may give it, the preferred one first, as `workers.labels.run_labels` chooses for the
+# label. Power comes from the energy counter where there is one: NVIDIA's power reading covers only a part of the time.
+TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    **{name: (("gpm", name), ("dcgm", name)) for name in ("smact", "smocc", "drama")},
+    "gpu_util": (("nvml", "gpu_util"), ("dcgm", "gpu_util")),
+    "power_w": (("nvml", "energy_j"), ("nvml", "power_w"), ("dcgm", "energy_j"), ("dcgm", "power_w")),
+}
+_PROFILING = ("smact", "smocc", "drama")
+
+_MIN_BLOCKS = 4
+_SURE_BLOCKS = 5  # with fewer the half-width must be inside half of the tolerance
+_MANY_BLOCKS = 8  # fewer may agree by chance: their half-width counts as half of the tolerance at least
+_MAX_BLOCKS = 12
+_BLOCK_READINGS = 2  # a block lasts at least so many sampling periods of its source
+_CONSTANT_READINGS = 3
+_PATIENCE = 3  # sampling periods without a reading after which a source is not waited for ...
+_LAG_NS = 500_000_000  # ... and the time by which an exporter's values may come late
+
+# An interval that is looked at until it is narrow enough is narrow too soon now and then: half-widths are widened so
+# that more than 90 of 100 windows of noisy signals end with the true mean inside (of periodic ones, 95 and more).
+_STOPPING = 1.15
+
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
+_STUDENT = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+)
+
+
+def student_t(freedom: int) -> float:
+    """Return Student's t for a 95 % confidence interval with these degrees of freedom, within 0.3 %."""
+    return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.5 / freedom
+
+
+def mean_half_width(sums: Sequence[float], lengths: Sequence[float]) -> float:
+    """Return the half-width of the 95 % confidence interval of `sum(sums) / sum(lengths)`, the mean over blocks.
+
+    Batch means (Law, Simulation Modeling and Analysis, chapter 9) with blocks of unequal length as a ratio estimator.
+    Blocks that resemble their neighbours, as those of a drifting series do, hold less than they seem: a positive
+    correlation r of neighbours multiplies the variance by (1 + r) / (1 - r), as in a first-order autoregression; n
+    independent blocks show -1/n on average, which is added back. Infinite for fewer than two blocks.
+    """
+    blocks = len(sums)
+    if blocks < 2:
+        return math.inf
+    mean = math.fsum(sums) / math.fsum(lengths)
+    residuals = [total - mean * length for total, length in zip(sums, lengths, strict=True)]
+    squares = math.fsum(residual * residual for residual in residuals)
+    if squares == 0:
+        return 0.0
+    correlation = math.fsum(a * b for a, b in pairwise(residuals)) / squares + 1 / blocks
+    correlation = min(max(correlation, 0.0), 0.8)
+    variance = squares / (blocks - 1) * (1 + correlation) / (1 - correlation)
+    return _STOPPING * student_t(blocks - 1) * math.sqrt(variance * blocks) / math.fsum(lengths)
+
+
+def parts(count: int) -> list[tuple[int, int]]:
+    """Return (first, end) indices that divide `count` consecutive values into at most 12 about equal groups."""
+    groups = min(count, _MAX_BLOCKS)
+    return list(pairwise(round(index * count / groups) for index in range(groups + 1))) if groups else []
+
+
+@dataclass
+class _Series:
+    """One metric of one sensor: its integral over the window, cut into blocks at step ends."""
+
+    is_counter: bool
+    readings: list[tuple[int, int | None, float]] = field(default_factory=list)  # (end, start, value) before `begin`
+    window_ns: int | None = None
+    last_ns: int | None = None  # the last reading, wherever it lay
+    last_value: float = 0.0
+    gaps_ns: list[int] = field(default_factory=list)
+    knots: list[tuple[int, float]] = field(default_factory=list)  # (time, integral) at the ends of readings
+    values: list[float] = field(default_factory=list)  # of the readings between the knots
+    # step ends: (time, integral there, how far inside a reading, as a share of it)
+    cuts: list[tuple[int, float, float]] = field(default_factory=list)
+    next_step: int = 0  # the first step end that has not been looked at
+
+    @property
+    def interval_ns(self) -> int | None:
+        """Return the observed time between the source's readings in ns; None before two readings."""
+        return int(statistics.median(self.gaps_ns)) if self.gaps_ns else None
+
+    def add(self, end_ns: int, start_ns: int | None, value: float) -> None:
+        if self.window_ns is None:
+            self.readings.append((end_ns, start_ns, value))
+            return
+        previous_ns, previous = self.last_ns, self.last_value
+        if previous_ns is not None and end_ns <= previous_ns:
+            return
+        if self.is_counter and previous_ns is not None and value <= previous:
+            if value < previous:  # the driver was reloaded: count anew from here
+                self.last_ns, self.last_value = end_ns, value
+            return  # a counter that has not moved is no reading of its own
+        self.last_ns, self.last_value = end_ns, value
+        if previous_ns is not None and len(self.gaps_ns) < 32:
+            self.gaps_ns.append(end_ns - previous_ns)
+        elif previous_ns is None and start_ns is not None:
+            self.gaps_ns.append(end_ns - start_ns)
+        begun_ns = previous_ns if start_ns is None or self.is_counter else start_ns
+        if end_ns < self.window_ns:
+            return
+        if not self.knots:
+            if begun_ns is None or end_ns == self.window_ns:
+                self.knots.append((end_ns, 0.0))
+                return
+            # The reading that spans the window's start counts for its part inside.
+            self.knots.append((max(begun_ns, self.window_ns), 0.0))
+        since_ns, integral = self.knots[-1]
+        if self.is_counter:
+            span_ns = end_ns - (since_ns if previous_ns is None else previous_ns)
+            grown = (value - previous) * (end_ns - since_ns) / span_ns
+        else:
+            grown = value * (end_ns - since_ns) / 1e9
+        self.knots.append((end_ns, integral + grown))
+        self.values.append(grown / (end_ns - since_ns) * 1e9)
+
+    def begin(self, window_ns: int) -> None:
+        self.window_ns = window_ns
+        readings, self.readings = self.readings, []
+        for reading in sorted(readings):
+            self.add(*reading)
+
+    def cut(self, steps: Sequence[int]) -> None:
+        """Add the step ends that readings cover by now as possible ends of blocks."""
+        if len(self.knots) < 2:
+            return
+        while self.next_step < len(steps) and steps[self.next_step] <= self.knots[-1][0]:
+            step_ns = steps[self.next_step]
+            self.next_step += 1
+            if step_ns >= self.knots[0][0]:
+                self.cuts.append(self._cut(step_ns))
+
+    def _cut(self, t_ns: int) -> tuple[int, float, float]:
+        index = max(1, bisect_left(self.knots, (t_ns, -math.inf)))
+        (before_ns, before), (after_ns, after) = self.knots[index - 1], self.knots[index]
+        share = (t_ns - before_ns) / (after_ns - before_ns)
+        return t_ns, before + (after - before) * share, min(share, 1 - share)
+
+    def blocks(self) -> tuple[list[float], list[float]]:
+        """Return (integrals, lengths in s) of at most 12 about equal blocks, each two sampling periods or a step long.
+
+        Where there is a choice a block ends close to a reading's end: inside of a reading the integral is a guess.
+        More blocks would narrow Student's t by little, and longer ones make less of these guesses.
+        """
+        if len(self.cuts) < 2:
+            return [], []
+        start_ns, end_ns = self.cuts[0][0], self.cuts[-1][0]
+        shortest_ns = _BLOCK_READINGS * (self.interval_ns or 0)
+        count = min(_MAX_BLOCKS, int((end_ns - start_ns) / max(shortest_ns, 1)))
+        if count < 1:
+            return [], []
+        length_ns = (end_ns - start_ns) / count
+        slack_ns = min(length_ns / 4, (length_ns - shortest_ns) / 2)
+        ends: list[tuple[int, float, float]] = []
+        for index in range(count + 1):
+            border_ns = start_ns + index * length_ns
+            low = bisect_left(self.cuts, (border_ns - slack_ns,))
+            high = bisect_left(self.cuts, (border_ns + slack_ns + 1,))
+            if low < high:
+                chosen = min(self.cuts[low:high], key=lambda cut: cut[2])
+            else:
+                chosen = min(self.cuts[max(0, low - 1) : low + 1], key=lambda cut: abs(cut[0] - border_ns))
+            if not ends or chosen[0] > ends[-1][0]:
+                ends.append(chosen)
+        return [b[1] - a[1] for a, b in pairwise(ends)], [(b[0] - a[0]) / 1e9 for a, b in pairwise(ends)]
+
+
+class TargetFollower:
+    """Follows a run's sampled targets and says when the confidence interval of each is inside its tolerance.
+
+    What a GPU does repeats with the training step, so the window is cut at step ends into blocks of whole steps (at
+    least two sampling periods long, or one step): their means scatter little, where single readings tell which part of
+    a step they met. A block's mean comes from the integral of the readings, interpolated at its ends. Readings that a
+    source repeated or could not take do not count, nor do profiling figures in a stall of the profiler.
+
+    A source that has been silent for three of its own periods, or is too slow for the window's `max_seconds`, is not
+    waited for. Use from one thread.
+    """
+
+    def __init__(
+        self,
+        window: WindowSettings,
+        sensors: Iterable[str],
+        period_s: float = 0.1,
+        targets: Mapping[str, Sequence[tuple[str, str]]] = TARGETS,
+    ) -> None:
+        """`sensors`: the names of those that are sampled, every `period_s` or their own period, if that is longer."""
+        self._window = window
+        self._period_ns = int(period_s * 1e9)
+        names = set(sensors)
+        self._targets = {
+            target: tuple(source for source in sources if source[0] in names) for target, sources in targets.items()
+        }
+        self._series = {
+            source: _Series(is_counter=source[1] == "energy_j")
+            for sources in self._targets.values()
+            for source in sources
+        }
+        self._of_sensor: dict[str, list[tuple[str, _Series]]] = {}
+        for (sensor, metric), series in self._series.items():
+            self._of_sensor.setdefault(sensor, []).append((metric, series))
+        self._steps: list[int] = []
+        self._window_ns: int | None = None
+
+    def begin(self, window_ns: int, warmup_ns: int | None = None) -> None:
+        """Record the begin of the window; readings may have been added before.
+
+        `warmup_ns`: when the first step did, so that averages which look back past it are left out.
+        """
+        self._window_ns = window_ns
+        self._steps = [window_ns, *(step for step in self._steps if step > window_ns)]
+        for (_, metric), series in self._series.items():
+            series.begin(spoken_from_ns(metric, window_ns, warmup_ns))
+
+    def add(self, samples: Iterable[tuple[str, Sample]]) -> None:
+        """Add new readings as (sensor name, sample), each sensor's in order of time."""
+        for sensor, sample in samples:
+            if sample.quality in ("repeated", "unavailable"):
+                continue
+            stalled = sample.quality == "suspect" and "profiling_zero" in sample.reasons
+            for metric, series in self._of_sensor.get(sensor, ()):
+                value = sample.values.get(metric)
+                if value is not None and not (stalled and metric in _PROFILING):
+                    series.add(sample.t_ns, sample.since_ns, value)
+
+    def mark_step(self, t_ns: int) -> None:
+        """Record that a training step ended at `t_ns`; steps may be left out."""
+        if not self._steps or t_ns > self._steps[-1]:
+            self._steps.append(t_ns)
+
+    def steady(self, now_ns: int) -> bool:
+        """Return whether the interval of every target that has readings is inside its tolerance."""
+        if self._window_ns is None:
+            return False
+        return all(self._target_steady(target, now_ns) for target in self._targets)
+
+    def half_widths(self) -> dict[str, float]:
+        """Return the half-width of each target's 95 % confidence interval, in its own unit; unknown ones are absent."""
+        return {target: interval[1] for target in self._targets if (interval := self._interval(target))}
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each target to which its half-width belongs."""
+        return {target: interval[0] for target in self._targets if (interval := self._interval(target))}
+
+    def _series_of(self, target: str) -> _Series | None:
+        """Return the target's first source that has readings of the window, or None."""
+        sources = (self._series[source] for source in self._targets[target])
+        return next((series for series in sources if len(series.knots) >= 2), None)
+
+    def _target_steady(self, target: str, now_ns: int) -> bool:
+        waiting = [self._series[source] for source in self._targets[target]]
+        waiting = [series for series in waiting if self._is_awaited(series, now_ns)]
+        if not waiting:
+            return True
+        series = self._series_of(target)
+        if series is None:
+            return False  # its first reading may still come
+        if series not in waiting:
+            return True  # the source ended: what it gave is what there will be
+        interval = self._interval(target)
+        if interval is None:
+            return False
+        mean, half_width, blocks = interval
+        return half_width <= self._tolerance(target, mean) * (1.0 if blocks >= _SURE_BLOCKS else 0.5)
+
+    def _tolerance(self, target: str, mean: float) -> float:
+        return self._window.power_tolerance * mean if target == "power_w" else self._window.utilization_tolerance
+
+    def _is_awaited(self, series: _Series, now_ns: int) -> bool:
+        interval_ns = series.interval_ns or self._period_ns
+        shortest_ns = _MIN_BLOCKS * _BLOCK_READINGS * interval_ns
+        if shortest_ns > self._window.max_seconds * 1e9:
+            return False
+        patience_ns = _PATIENCE * interval_ns + _LAG_NS
+        if series.last_ns is None:  # a slow exporter's first reading may come while the window has to last anyway
+            patience_ns = max(patience_ns, int(self._window.min_seconds * 1e9))
+        return now_ns - max(series.last_ns or 0, self._window_ns or 0) <= patience_ns
+
+    def _interval(self, target: str) -> tuple[float, float, int] | None:
+        """Return (mean, half-width, blocks) of a target; None while it has too few blocks."""
+        series = self._series_of(target)
+        if series is None or self._window_ns is None:
+            return None
+        series.cut(self._steps)
+        sums, lengths = series.blocks()
+        if len(sums) >= _MIN_BLOCKS:
+            mean, half_width = math.fsum(sums) / math.fsum(lengths), mean_half_width(sums, lengths)
+            if half_width > 0 and len(sums) < _MANY_BLOCKS:
+                half_width = max(half_width, self._tolerance(target, mean) / 2)
+            return mean, half_width, len(sums)
+        if len(series.values) >= _CONSTANT_READINGS and len(series.cuts) > _MIN_BLOCKS and not series.is_counter:
+            low, high = min(series.values), max(series.values)
+            if high - low <= self._window.utilization_tolerance / 10 * max(1.0, high):
+                return (low + high) / 2, high - low, len(series.values)  # an idle or saturated unit: nothing to average
+        return None

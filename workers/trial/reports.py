@@ -1,0 +1,495 @@
+"""Parses and checks everything that arrives on a trial's socket, and turns it into typed values.
+
+Start reading at `ReportReader`. A trial runs other people's code, so nothing that it sends is trusted: the first breach
+of the rules becomes a `BrokenReport`, and nothing more of that trial is read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
+from workers.trial.safe_text import ERROR_CHARACTERS, quoted, safe_text
+from workers.trial.trial_link import LINE_BYTES as LINE_BYTES
+
+READINGS_KEPT = 100_000  # of steps and samples: three hours at the usual ten a second
+KERNELS_KEPT = 20_000  # rows of `kernels` of one trial
+_NAME_CHARACTERS = 200
+_KERNEL_CHARACTERS = 4_000  # of a kernel's name or its shapes
+_LARGEST_INTEGER = 2**63 - 1
+_LARGEST_NUMBER = 1e18
+_LATEST_VIRTUAL_NS = 2**62
+
+_FAILURES = ("oom", "crashed", "invalid")  # the statuses that a trial may claim; `timeout` is the worker's to say
+_WINDOW_ENDS = ("steady", "max_seconds", "fixed")
+_STEP_METRICS = frozenset({"step_time_ms", "allocated_mib", "reserved_mib"})
+# Columns of `kernels` that a trial gives itself, with their types; the others are its run's.
+KERNEL_COLUMNS = {
+    name: str(KERNEL_SCHEMA.field(name).type)
+    for name in (
+        "phase",
+        "operator",
+        "dims",
+        "dtype",
+        "kernel",
+        "grid_x",
+        "grid_y",
+        "grid_z",
+        "block_x",
+        "block_y",
+        "block_z",
+        "blocks_per_sm",
+        "warps_per_sm",
+        "registers_per_thread",
+        "shared_memory_bytes",
+        "stream",
+        "duration_us",
+        "count",
+        "steps",
+        "timing",
+    )
+}
+# Columns of `runs` that a trial gives itself.
+_LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
+_RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # of `ranks`, likewise
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOpened:
+    cudnn_version: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupBegun:
+    t_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """A trial beside others is warm, and trains on until the worker opens its window."""
+
+    t_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowBegun:
+    t_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A reading of a training step (sensor `torch`) or of a modelled device (sensor `simulated`), of a rank if the
+    trial has several."""
+
+    sensor: str
+    t_ns: int
+    values: dict[str, float]
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStarted:
+    """The processes of a trial's ranks, in their order."""
+
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """The labels of one rank; the trial's own result follows those of all ranks."""
+
+    rank: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnded:
+    """A rank's process ended before it had a result, by a signal or with a code; the trial ends with it."""
+
+    rank: int
+    code: int | None
+    signal: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    window_end_ns: int
+    window_ended: str
+    values: dict[str, float]
+    half_widths: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    status: str
+    oom_kind: str | None
+    error_type: str
+    error: str
+    device_fault: bool
+    values: dict[str, float]
+    rank: int | None = None  # of a trial of several
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenReport:
+    """A trial's first breach of the rules; `reason` quotes it, bounded and printable."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsSeen:
+    """Rows of `kernels`, by the names of its columns; checked."""
+
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The end of the kernels' reports; `problem` says why there are none."""
+
+    problem: str | None
+
+
+Report = (
+    Built
+    | DeviceOpened
+    | WarmupBegun
+    | Warm
+    | WindowBegun
+    | Reading
+    | RanksStarted
+    | RankResult
+    | RankEnded
+    | TrialResult
+    | Failure
+    | KernelsSeen
+    | Profiled
+    | BrokenReport
+)
+
+
+class _Broken(ValueError):
+    pass
+
+
+class ReportReader:
+    """Turns the bytes that a trial sends into reports; holds `LINE_BYTES` at most. Used from one thread.
+
+    Times must lie between `since_ns` and now (monotonic); those of a virtual clock (`virtual=True`) begin at 0. After a
+    `TrialResult`, a `Failure` or a `BrokenReport` everything is ignored; with `kernels`, the step's kernels follow a
+    `TrialResult`, at most `KERNELS_KEPT`. Beyond `READINGS_KEPT`, readings are only counted. Of `ranks` processes,
+    the reports of a step and of a failure say which one they are of. A trial that runs `together` with others says when
+    it is warm.
+    """
+
+    def __init__(
+        self,
+        since_ns: int = 0,
+        virtual: bool = False,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        kernels: bool = False,
+        ranks: int = 1,
+        together: bool = False,
+    ) -> None:
+        self.since_ns = since_ns
+        self.virtual = virtual
+        self.kernels = kernels
+        self.ranks = ranks
+        self.together = together
+        self._kernel_rows = 0
+        self._finished = False
+        self.readings = 0
+        self._clock_ns = clock_ns
+        self._buffer = bytearray()
+        self._said: dict[str, int] = {}  # events that come once -> their time, or 0
+        self._over = False
+
+    @property
+    def readings_left_out(self) -> int:
+        """Return the number of readings that were counted and dropped."""
+        return max(0, self.readings - READINGS_KEPT)
+
+    def feed(self, data: bytes) -> list[Report]:
+        """Return the reports that `data` completes. A rest without a line's end waits for more data."""
+        if self._over:
+            return []
+        self._buffer += data
+        lines = []
+        if b"\n" in data:
+            *whole, rest = self._buffer.split(b"\n")
+            lines, self._buffer = [bytes(line) for line in whole], rest
+        reports: list[Report] = []
+        try:
+            for line in lines:
+                report = self._read(line)
+                if report is not None:
+                    reports.append(report)
+                if self._over:
+                    return reports
+            if len(self._buffer) > LINE_BYTES:
+                raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {quoted(bytes(self._buffer))}")
+        except _Broken as broken:
+            self._over = True
+            self._buffer.clear()
+            reports.append(BrokenReport(str(broken)))
+        return reports
+
+    def _read(self, line: bytes) -> Report | None:
+        if len(line) > LINE_BYTES:
+            raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {quoted(line)}")
+        try:
+            message = json.loads(line)
+            event = message.pop("event")
+            read, keys = _EVENTS[event]
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+            raise _Broken(f"unknown report: {quoted(line)}") from None
+        if self._finished != (event in _AFTER_RESULT):
+            raise _Broken(f"{event!r} cannot come {'after' if self._finished else 'before'} the result: {quoted(line)}")
+        named = {"rank"} & message.keys() if self.ranks > 1 and event in _MAY_NAME_A_RANK else set()
+        if message.keys() != keys | named:
+            raise _Broken(f"a report {event!r} must have {', '.join(sorted(keys))}: {quoted(line)}")
+        try:
+            return read(self, **message)
+        except _Broken as broken:
+            raise _Broken(f"{broken}: {quoted(line)}") from None
+
+    def _built(self, parameters: Any) -> Report:
+        self._once("built")
+        return Built(_integer("parameters", parameters))
+
+    def _environment(self, cudnn_version: Any) -> Report:
+        self._once("environment")
+        return DeviceOpened(None if cudnn_version is None else _name("cudnn_version", cudnn_version))
+
+    def _warmup(self, t_ns: Any) -> Report:
+        if self.ranks > 1 and not self.virtual and "ranks" not in self._said:
+            raise _Broken("the ranks' processes come first")
+        return WarmupBegun(self._once("warmup", self._time("t_ns", t_ns)))
+
+    def _warm(self, t_ns: Any) -> Report:
+        if not self.together or self.virtual:
+            raise _Broken("only a trial beside others says that it is warm")
+        return Warm(self._once("warm", self._time("t_ns", t_ns, after="warmup")))
+
+    def _window(self, t_ns: Any) -> Report:
+        before = "warm" if self.together and not self.virtual else "warmup"
+        return WindowBegun(self._once("window", self._time("t_ns", t_ns, after=before)))
+
+    def _step(self, t_ns: Any, values: Any, rank: Any = None) -> Report | None:
+        t_ns = self._time("t_ns", t_ns, after="warmup")
+        return self._kept(Reading("torch", t_ns, _numbers(values, _STEP_METRICS), self._rank_or_none(rank)))
+
+    def _sample(self, sensor: Any, t_ns: Any, values: Any, rank: Any = None) -> Report | None:
+        if not self.virtual or sensor != "simulated":
+            raise _Broken("only a simulated device reports samples of its own")
+        t_ns = self._time("t_ns", t_ns, after="warmup")
+        return self._kept(Reading(sensor, t_ns, _numbers(values, METRICS.keys()), self._rank_or_none(rank)))
+
+    def _ranks(self, pids: Any) -> Report:
+        self._once("ranks")
+        if self.virtual or not isinstance(pids, list) or len(pids) != self.ranks or self.ranks == 1:
+            raise _Broken(f"pids must be a list of {self.ranks} processes, of a trial of several ranks")
+        return RanksStarted(tuple(_integer("pids", pid) for pid in pids))
+
+    def _rank(self, rank: Any, values: Any) -> Report:
+        number = self._number_of_rank(rank)
+        self._once(f"rank {number}")
+        return RankResult(number, _rank_labels(values))
+
+    def _rank_ended(self, rank: Any, code: Any, signal: Any) -> Report:
+        ended = RankEnded(
+            self._number_of_rank(rank),
+            None if code is None else _integer("code", code),
+            None if signal is None else _integer("signal", signal),
+        )
+        self._over = True
+        return ended
+
+    def _rank_or_none(self, rank: Any) -> int | None:
+        return None if rank is None else self._number_of_rank(rank)
+
+    def _number_of_rank(self, rank: Any) -> int:
+        number = _integer("rank", rank)
+        if self.ranks == 1 or number >= self.ranks:
+            raise _Broken(f"rank must be one of the trial's {self.ranks}")
+        return number
+
+    def _result(self, window_end_ns: Any, window_ended: Any, values: Any) -> Report:
+        end_ns = self._time("window_end_ns", window_end_ns, after="window")
+        if window_ended not in _WINDOW_ENDS:
+            raise _Broken(f"window_ended must be one of {', '.join(_WINDOW_ENDS)}")
+        values = dict(_mapping("values", values))
+        half_widths = _numbers(values.pop("half_widths", {}), _STEP_METRICS)
+        labels = _labels(values)
+        self._over, self._finished = not self.kernels, True
+        return TrialResult(end_ns, window_ended, labels, half_widths)
+
+    def _failed(
+        self,
+        status: Any,
+        oom_kind: Any,
+        error_type: Any,
+        error: Any,
+        device_fault: Any,
+        values: Any,
+        rank: Any = None,
+    ) -> Report:
+        if status not in _FAILURES:
+            raise _Broken(f"status must be one of {', '.join(_FAILURES)}")
+        if oom_kind not in (OOM_KINDS if status == "oom" else (None,)):
+            raise _Broken(f"oom_kind of {status} cannot be this")
+        if not isinstance(error, str) or not isinstance(device_fault, bool):
+            raise _Broken("error must be text and device_fault a truth value")
+        failure = Failure(
+            status=status,
+            oom_kind=oom_kind,
+            error_type=_name("error_type", error_type),
+            error=safe_text(error, ERROR_CHARACTERS + 1000),  # it was cut by the sender, with a note
+            device_fault=device_fault,
+            values=_labels(values),
+            rank=self._rank_or_none(rank),
+        )
+        self._over = True
+        return failure
+
+    def _kernels(self, rows: Any) -> Report:
+        if not isinstance(rows, list):
+            raise _Broken("rows must be a list")
+        self._kernel_rows += len(rows)
+        if self._kernel_rows > KERNELS_KEPT:
+            raise _Broken(f"more than {KERNELS_KEPT:,} kernels")
+        return KernelsSeen([_kernel(row) for row in rows])
+
+    def _profiled(self, problem: Any) -> Report:
+        self._over = True
+        if problem is not None and not isinstance(problem, str):
+            raise _Broken("problem must be text")
+        return Profiled(None if problem is None else safe_text(problem, _KERNEL_CHARACTERS))
+
+    def _once(self, event: str, t_ns: int = 0) -> int:
+        if event in self._said:
+            raise _Broken(f"a second {event!r}")
+        self._said[event] = t_ns
+        return t_ns
+
+    def _time(self, key: str, t_ns: Any, after: str | None = None) -> int:
+        """Return a possible time: not before the trial or the event `after`, not in the future."""
+        if after is not None and after not in self._said:
+            raise _Broken(f"nothing like this comes before {after!r}")
+        earliest_ns = self._said.get(after, 0) if after is not None else 0 if self.virtual else self.since_ns
+        latest_ns = _LATEST_VIRTUAL_NS if self.virtual else self._clock_ns()
+        time_ns = _integer(key, t_ns)
+        if not earliest_ns <= time_ns <= latest_ns:
+            raise _Broken(f"{key} must lie between {earliest_ns} and {latest_ns}")
+        return time_ns
+
+    def _kept(self, reading: Reading) -> Reading | None:
+        self.readings += 1
+        return reading if self.readings <= READINGS_KEPT else None
+
+
+# event -> (its parser, the keys that it must have)
+_EVENTS: dict[str, tuple[Callable[..., Report | None], frozenset[str]]] = {
+    "built": (ReportReader._built, frozenset({"parameters"})),
+    "environment": (ReportReader._environment, frozenset({"cudnn_version"})),
+    "warmup": (ReportReader._warmup, frozenset({"t_ns"})),
+    "warm": (ReportReader._warm, frozenset({"t_ns"})),
+    "window": (ReportReader._window, frozenset({"t_ns"})),
+    "step": (ReportReader._step, frozenset({"t_ns", "values"})),
+    "sample": (ReportReader._sample, frozenset({"sensor", "t_ns", "values"})),
+    "ranks": (ReportReader._ranks, frozenset({"pids"})),
+    "rank": (ReportReader._rank, frozenset({"rank", "values"})),
+    "rank_ended": (ReportReader._rank_ended, frozenset({"rank", "code", "signal"})),
+    "result": (ReportReader._result, frozenset({"window_end_ns", "window_ended", "values"})),
+    "kernels": (ReportReader._kernels, frozenset({"rows"})),
+    "profiled": (ReportReader._profiled, frozenset({"problem"})),
+    "failed": (
+        ReportReader._failed,
+        frozenset({"status", "oom_kind", "error_type", "error", "device_fault", "values"}),
+    ),
+}
+
+
+_AFTER_RESULT = frozenset({"kernels", "profiled"})
+_MAY_NAME_A_RANK = frozenset({"step", "sample", "failed"})
+
+
+def _kernel(row: Any) -> dict[str, Any]:
+    """Return one row of `kernels` as a trial reports it; columns that it does not name are NULL."""
+    checked: dict[str, Any] = {}
+    for name, value in _mapping("rows", row).items():
+        if name not in KERNEL_COLUMNS:
+            raise _Broken(f"{name!a} is no column that a trial gives to kernels"[:_NAME_CHARACTERS])
+        if value is None:
+            continue
+        kind = KERNEL_COLUMNS[name]
+        if kind == "string":
+            if not isinstance(value, str):
+                raise _Broken(f"{name} must be text")
+            checked[name] = safe_text(value, _KERNEL_CHARACTERS).replace("\n", " ")
+        else:
+            checked[name] = _integer(name, value) if kind == "int64" else _number(name, value)
+    if "dims" in checked:
+        try:
+            json.loads(checked["dims"])
+        except (ValueError, RecursionError):
+            raise _Broken("dims must be JSON") from None
+    if not checked.keys() >= {"operator", "duration_us", "count", "timing"} or checked["timing"] not in KERNEL_TIMINGS:
+        raise _Broken("a kernel must have operator, duration_us, count and timing")
+    if checked.get("phase") not in (None, *KERNEL_PHASES):
+        raise _Broken(f"phase must be one of {', '.join(KERNEL_PHASES)}")
+    return checked
+
+
+def _integer(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_INTEGER:
+        raise _Broken(f"{key} must be an integer >= 0 that fits into 64 bits")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST_NUMBER:
+        raise _Broken(f"{key} must be a finite number >= 0")  # nan compares with nothing
+    return float(value)
+
+
+def _numbers(values: Any, known: Any) -> dict[str, float]:
+    for key in _mapping("values", values):
+        if key not in known:
+            raise _Broken(f"{key!a} is no figure that this event has"[:_NAME_CHARACTERS])
+    return {key: _number(key, value) for key, value in values.items()}
+
+
+def _rank_labels(values: Any) -> dict[str, float]:
+    values = dict(_mapping("values", values))
+    values.pop("half_widths", None)  # the first rank's stand in the trial's result
+    return _labels(values, _RANK_LABELS)
+
+
+def _labels(values: Any, known: frozenset[str] = _LABELS) -> dict[str, float]:
+    labels: dict[str, float] = _numbers(values, known)
+    if "steps" in labels:
+        labels["steps"] = _integer("steps", values["steps"])
+    return labels
+
+
+def _mapping(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _Broken(f"{key} must be a mapping")
+    return value
+
+
+def _name(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Broken(f"{key} must be text")
+    return safe_text(value, _NAME_CHARACTERS).replace("\n", " ")

@@ -1,0 +1,193 @@
+"""The worker's side of a trial server: starts it, sends it trials, reads their reports, kills it.
+
+Start reading at `TrialServer.start_trial`. A server that dies or stops answering raises `ServerLost`; the caller starts
+another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from conf.children.keeper import MEMORY, Ended
+from conf.children.running import Child, ChildServer, ServerLost
+from workers.trial.reports import BrokenReport, Report, ReportReader
+from workers.trial.safe_text import safe_text
+from workers.trial.trial_server import modules_of_trace
+
+__all__ = ["RunningTrial", "ServerLost", "TrialExit", "TrialServer"]
+
+# Key of a trial server's environment: the Python that executes it; without it, this process's own.
+PYTHON_VARIABLE = "GPUFARM_TRIAL_PYTHON"
+_ANSWER_TIMEOUT_S = 30.0  # for a killed trial to end
+_GOODBYE_S = 30.0  # for a trial to end after its last report: giving back its memory may take long
+_RECEIVE_BYTES = 1 << 18
+_READS_AFTER_EXIT = 64  # more than a socket holds: beyond it, a process that could not be killed is still writing
+
+
+@dataclass
+class TrialExit:
+    """The end of a trial's process: `code` of a normal exit, `signal` of a kill; both None while it runs."""
+
+    code: int | None = None
+    signal: int | None = None
+    timed_out: bool = False
+    killed_for: str | None = None  # why it was killed, other than the deadline
+    output: str = ""  # of its standard output and error: the beginning and the end
+    left: int = 0  # processes that it left behind and that had to be killed
+    stayed: int = 0  # those of them that could not be
+
+
+@dataclass
+class RunningTrial:
+    """A trial in flight: its process, and the socket on which it reports."""
+
+    child: Child
+    channel: socket.socket
+    memory_limit_mib: float
+    reader: ReportReader = field(default_factory=ReportReader)
+    broken: bool = False  # it broke the rules of its socket, and is killed
+    leave_by_ns: int | None = None  # monotonic; set it, and a trial that is still there then is killed
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    def close(self) -> None:
+        """Close the sockets to it."""
+        self.channel.close()
+        self.child.line.close()
+
+    def outgrew_memory(self) -> bool:
+        """Return whether the trial was ended at its memory limit, by what has come from its keeper; never waits."""
+        while self.child.ended is None and select.select([self.child], [], [], 0)[0]:
+            self.child.has_ended()
+        return self.child.ended is not None and self.child.ended.limit == MEMORY
+
+    def exit_of(self, ended: Ended, timed_out: bool) -> TrialExit:
+        """Return how the trial ended."""
+        code, killed_for = ended.code, None
+        if ended.used_bytes is not None:
+            limit = f"trial.host_memory_limit_mib={self.memory_limit_mib:.0f}"
+            killed_for = f"its {ended.used_bytes / 2**20:.0f} MiB of host memory exceed {limit}"
+        return TrialExit(
+            code=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            timed_out=timed_out,
+            killed_for=killed_for,
+            output=safe_text(ended.output).strip(),
+            left=ended.left,
+            stayed=ended.stayed,
+        )
+
+
+class TrialServer(ChildServer):
+    """One trial server process. Use from one thread; `close` is safe at any time."""
+
+    name = "the trial server"
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        """Execute the server with `environment` added to ours. Returns at once; `hello` waits for the server."""
+        python = environment.get(PYTHON_VARIABLE, sys.executable)
+        # NumPy's OpenBLAS would start threads at import, and a process that forks must have one only.
+        variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment}
+        super().__init__([python, "-m", "workers.trial.trial_server"], variables, keeps_output=True)
+
+    def start_trial(
+        self, trial: dict[str, Any], reader: ReportReader | None = None, memory_limit_mib: float = float("inf")
+    ) -> RunningTrial:
+        """Fork a child for `trial` (a JSON-able mapping, see `body.run_trial`); `reader` reads its reports.
+
+        With `trial["ahead"]` it gets itself ready and waits; `tell(trial, "go")` lets it run. Beyond `memory_limit_mib`
+        of host memory it is ended.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                child = self.start(
+                    "workers.trial.trial_server:run",
+                    trial,
+                    theirs,
+                    memory_limit_bytes=memory_limit_mib * 2**20,
+                    imports=modules_of_trace(trial["config"]),
+                )
+        except BaseException:
+            ours.close()
+            raise
+        return RunningTrial(child, ours, memory_limit_mib, reader or ReportReader())
+
+    def events(self, trial: RunningTrial, deadline_ns: int, tick_s: float) -> Iterator[Report | TrialExit | None]:
+        """Yield the trial's reports as they come, None at least every `tick_s`, and last its `TrialExit`.
+
+        At `deadline_ns` or `trial.leave_by_ns` (monotonic), or when a report was broken, it is killed with all that it
+        started. So is what has not ended half a minute after it was told `bye`.
+        """
+        channel_open, over, killed, timed_out, reads_after_exit = True, False, False, False, 0
+        next_tick_ns = time.monotonic_ns()
+        while True:
+            now_ns = time.monotonic_ns()
+            if not killed and trial.leave_by_ns is not None:
+                deadline_ns = min(deadline_ns, trial.leave_by_ns)
+            overdue = now_ns >= deadline_ns
+            if not killed and (trial.broken or overdue):
+                killed, timed_out = True, overdue
+                trial.child.end()
+                deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
+            elif killed and overdue and not over:
+                raise ServerLost("a killed trial did not end")
+            if now_ns >= next_tick_ns:  # also while the trial talks without a pause
+                next_tick_ns = now_ns + int(tick_s * 1e9)
+                yield None
+            waiting: list[Any] = [*([trial.channel] if channel_open else []), *([] if over else [trial.child])]
+            timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
+            readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
+            if channel_open and trial.channel in readable:
+                reports, channel_open = _read_reports(trial)
+                reads_after_exit += over
+                channel_open &= reads_after_exit < _READS_AFTER_EXIT
+                for report in reports:  # the trial's reports come before its exit
+                    if isinstance(report, BrokenReport):
+                        trial.broken = True
+                    yield report
+            elif trial.child in readable:
+                over = self._has_ended(trial.child)
+            elif over:
+                assert trial.child.ended is not None
+                yield trial.exit_of(trial.child.ended, timed_out)
+                return
+
+    def tell(self, trial: RunningTrial, word: str) -> None:
+        """Send `go`, `steady`, `open` or `bye` to a trial (see `body`); no effect on one that has ended."""
+        if word == "bye":
+            trial.leave_by_ns = time.monotonic_ns() + int(_GOODBYE_S * 1e9)
+        with contextlib.suppress(OSError):
+            trial.channel.sendall(word.encode() + b"\n")
+
+    def discard(self, trial: RunningTrial) -> None:
+        """Kill a prepared trial that is not needed, and wait until it is gone. Raises `ServerLost`."""
+        trial.child.end()
+        try:
+            trial.child.wait(_ANSWER_TIMEOUT_S)
+        finally:
+            trial.close()
+
+    def _has_ended(self, child: Child) -> bool:
+        try:
+            return child.has_ended()
+        except ServerLost as lost:
+            raise ServerLost(f"{lost}{self.words()}") from lost
+
+
+def _read_reports(trial: RunningTrial) -> tuple[list[Report], bool]:
+    try:
+        data = trial.channel.recv(_RECEIVE_BYTES)
+    except ConnectionResetError:
+        data = b""
+    return trial.reader.feed(data), bool(data)

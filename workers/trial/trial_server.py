@@ -1,0 +1,91 @@
+"""The trial server: a server of children (`conf.children.server`) that has torch imported and forks a child per trial.
+
+Executed by a worker, never forked from one: a worker under Ray has many threads. It imports what the first training
+step needs and then runs no operator and touches no CUDA, so that a child starts within milliseconds with a clean
+context and allocator. Start reading at `prepare`; `run` is what its children do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from conf.children.containment import become_subreaper
+from conf.children.server import run_server
+from conf.cli.own_packages import search_working_folder
+
+
+def prepare() -> dict[str, Any]:
+    """Import what trials need; return the software environment and the number of threads."""
+    from workers.devices.environment import TRACES_ONLY, software_environment
+
+    if os.environ.get(TRACES_ONLY):
+        _import_the_trace()
+    import workers.trial.body  # noqa: F401
+    from featurize.training.training_step import preload
+
+    search_working_folder()
+    preload()
+    return {**software_environment(), "threads": _thread_count()}
+
+
+def modules_of_trace(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return what the server has to import for a trace of the config, once, and not in each trial.
+
+    Libraries import torch's compiler, and checkpointing reads its settings.
+    """
+    compiles = config.get("family") == "zoo" or bool(config.get("activation_checkpointing"))
+    return ("torch._dynamo.convert_frame",) if compiles else ()
+
+
+def run(trial: dict[str, Any], channel: int) -> None:
+    """Run one trial in its own process, reporting over the socket."""
+    from workers.trial.body import run_trial
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the dispatcher's to handle
+    _be_the_first_to_go()
+    become_subreaper()  # a process whose parent within the trial has ended still counts in the trial's memory and time
+    with socket.socket(fileno=channel) as reports:
+        run_trial(trial, reports)
+
+
+def _be_the_first_to_go() -> None:
+    """Make the kernel kill the trial first, not Ray or the server, when the machine runs out of memory."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")
+    except OSError:
+        pass
+
+
+def _import_the_trace() -> None:
+    """Import the modules that tracing a step needs, without torch's compiler, which takes as long as torch itself."""
+    from featurize.trace.light_imports import without_compiler
+
+    without_compiler()
+    import torch.fx.experimental.symbolic_shapes  # sympy comes with it, and with a trace's first convolution or product
+    import torch.utils._device  # noqa: F401
+    import yaml  # noqa: F401  devices are described in it
+
+    import featurize.configs.own_code
+    import featurize.nets.modules
+    import featurize.operators.meta_results
+    import featurize.recording.recorder
+    import featurize.timing.overlap
+    import featurize.timing.simulate
+    import featurize.trace.tracer  # noqa: F401
+    import workers.devices.simulated  # noqa: F401
+
+
+def _thread_count() -> int | None:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except FileNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    run_server(int(sys.argv[1]), "", prepare)
