@@ -173,7 +173,7 @@ def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, cap
     assert call(command.module, composed(command), monkeypatch) == 0, capsys.readouterr().err
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "command",
     [command for command in COMMANDS if not why_not_run(command)],
