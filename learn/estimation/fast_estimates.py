@@ -2,7 +2,7 @@
 
 Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
 else those that come with the project. `fit_config_models` fits the latter to what a full estimate says of sampled
-configurations: `python -m learn.estimation.fast_estimates FOLDER` runs it, after `learn.build_defaults`.
+configurations: `python -m learn.fit_configs FOLDER` runs it, after `learn.build_defaults`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import random
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -622,7 +621,3 @@ def _value(spec: Any, u: float, *, log: bool):
     if step := spec.get("step"):
         value = low + (value - low) // step * step
     return min(int(value), high) if whole else value
-
-
-if __name__ == "__main__":
-    fit_config_models(Path(sys.argv[1]), progress=lambda step, done, of: print(f"{step}: {done:,} of {of:,}", end="\r"))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from learn_rows import write_runs
+from learn_rows import write_batch
 
 from conf.cli import command_line as cli
 from featurize.families import mlp
@@ -107,7 +107,7 @@ def test_runs_of_the_data_set_are_fitted_on_beside_the_published_ones_and_the_ca
         mlp.Config(batch_size=16, input_size=200 + 50 * i, classes=3, depth=2, precision=("fp32", "bf16")[i % 2])
         for i in range(12)
     ]
-    write_runs(
+    write_batch(
         runs,
         configs,
         source="measured",

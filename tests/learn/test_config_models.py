@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, write_batch
 
 from featurize.families import mlp
 from learn import estimate, estimate_many
@@ -64,7 +64,7 @@ def test_a_fit_is_one_artifact_a_target_and_replaces_the_folder_that_was_there(t
 def test_a_model_of_ones_own_folder_answers_in_place_of_the_one_that_comes_along(tmp_path):
     data = tmp_path / "a'; echo foo"
     configs = make_configs(60, families=("mlp",))
-    write_runs(data, configs)
+    write_batch(data, configs)
     fitted = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)))
     first, second = estimate_many(configs[:2], method="fast", data=data)
     assert first.answered_by["memory"] == f"lightgbm {fitted.path.name}" and first.loops["memory"] == "resident"

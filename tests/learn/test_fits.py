@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import learn
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.device.device_spec import device_names, load_device
 from featurize.families import mlp
@@ -16,6 +15,7 @@ from learn import devices_that_fit, estimate, largest_batch
 from learn.estimation.estimating import MOST_SAMPLES, largest_fitting
 from learn.job.inputs import with_batch_size
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
+from tests.learn.learn_rows import run_estimate as run
 
 A100 = load_device("A100-SXM4-40GB")
 CONFIG = mlp.Config(batch_size=8, input_size=64, classes=4, depth=2)
@@ -47,12 +47,6 @@ class Tokens(nn.Module):
         logits = self.head(hidden)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits}
-
-
-def run(*argv):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv))
 
 
 @pytest.fixture

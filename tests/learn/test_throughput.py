@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, write_batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -142,7 +142,7 @@ def test_a_gpu_that_waits_for_input_draws_less_power():
 
 def test_power_is_that_of_the_loop_that_the_step_time_speaks_of(tmp_path):
     configs = make_configs(32, families=("mlp",))
-    write_runs(tmp_path / "d", configs, statuses=["ok"] * 32, source="imported")
+    write_batch(tmp_path / "d", configs, statuses=["ok"] * 32, source="imported")
     fit(FitSettings(target="step_time", estimator="lightgbm", data=str(tmp_path / "d")))
     done = estimate(configs[0], data=tmp_path / "d")
     assert done.answered_by["step_time"].startswith("lightgbm ") and done.loops["step_time"] == "pipeline"

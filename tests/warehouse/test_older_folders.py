@@ -5,14 +5,19 @@ Start reading at `newer_schema`.
 
 import contextlib
 import os
+import shutil
 
 import duckdb
 import pyarrow as pa
 import pytest
-from warehouse_rows import collocations, kernels, ranks, run_row, samples
+from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
 import warehouse
+from warehouse import compact as compact_module
 from warehouse.compact import CompactionSettings, compact
+from warehouse.files import folder as folder_module
+from warehouse.files import views
+from warehouse.files import writer as writer_module
 from warehouse.files.layout import KINDS
 from warehouse.files.writer import RunWriter
 from warehouse.tables import schema
@@ -38,17 +43,12 @@ def newer_schema(folder, monkeypatch):
         }
         renewed = {"runs": "RUN_SCHEMA", "telemetry": "TELEMETRY_SCHEMA", "jobs": "JOB_SCHEMA"}
         added["TABLES"] = schema.TABLES | {table: added[name] for table, name in renewed.items()}
-        for module in ("schema", "folder", "views", "writer", "compact"):
+        for module in (schema, folder_module, views, writer_module, compact_module):
             for name, value in added.items():
-                if hasattr(getattr(warehouse, module), name):
-                    monkeypatch.setattr(f"warehouse.{module}.{name}", value)
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, value)
 
     return grow
-
-
-def ask(folder, sql):
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def check_old_rows(folder):
@@ -123,3 +123,15 @@ def test_older_files_alone_are_merged_in_an_older_folder(folder, newer_schema):
     for hours in (0, 2):
         compact(folder, now_s=NOW_S + hours * HOUR_S, settings=CompactionSettings(min_files=2))
         check_old_rows(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "column"), [("kernels", "kernel_row"), ("ranks", "rank"), ("collocations", "member"), ("stale", "label")]
+)
+def test_a_folder_from_before_there_was_a_table_is_read_by_any_client(folder, kind, column):
+    RunWriter(folder).write(run_row(1), samples(1))
+    shutil.rmtree(folder.root / kind)
+    count = f"SELECT count(*), count({column}) FROM {kind}"
+    assert ask(folder, count) == [(0, 0)]
+    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
+        assert connection.execute(count).fetchall() == [(0, 0)]
