@@ -93,9 +93,9 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     from featurize.timing.host import packaged_hosts
     from featurize.timing.step_time import efficiencies_text, load_efficiencies
     from learn.estimators.kernel_fitting import TimeFit
-    from learn.fitting.fit_call.host_and_link_fit import fitted_hosts, fitted_links
-    from learn.fitting.fit_call.kernel_formulas import judged, learned_of
-    from learn.fitting.fit_call.power_and_activity_fit import ActivityFit, fitted_power, judged_activity, power_rows
+    from learn.fitting.host_and_link_fit import fitted_hosts, fitted_links
+    from learn.fitting.kernel_formulas import judged, learned_of
+    from learn.fitting.power_and_activity_fit import ActivityFit, fitted_power, judged_activity, power_rows
     from learn.fitting.kernel_rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
     from warehouse.files.layout import write_bytes
 
@@ -124,7 +124,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
     from conf.cli.bars import StepBar
-    from learn.fitting.fit_call.kernel_formulas import score_text
+    from learn.fitting.kernel_formulas import score_text
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)

@@ -112,7 +112,7 @@ def answer(job: PoolJob) -> Answer:
     """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
 
     def parts() -> Mapping[str, float]:
-        from learn.fitting.fit_call.published_jobs import workload_of
+        from learn.fitting.published_jobs import workload_of
 
         estimator, case = pkgutil.resolve_name(job.where)(), job.subject
         if not isinstance(case, Case):

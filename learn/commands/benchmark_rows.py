@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ONLY_IF_NAMED = ("xmem",)  # it trains on this machine's CPU, with the model's memory
 DOUBTFUL = ("keep", "drop")
-# In `learn.fitting.fit_call.kernel_formulas`, beside the trace, and in `learn.commands.benchmark_steps`.
+# In `learn.fitting.kernel_formulas`, beside the trace, and in `learn.commands.benchmark_steps`.
 STEP_FORMULAS = ("kernels", "roofline", "habitat", "neusight", "ranks")
 PUBLISHED_TARGETS = ("memory", "smact", "smocc", "drama", "gpu_util")  # what published files can hold
 
@@ -418,7 +418,7 @@ def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
     """Return the case, and whether there is such a job. A row without one is asked all the same: its refusal says
     why."""
     from featurize.training.training_step import Training
-    from learn.fitting.fit_call.published_jobs import config_of, workload_of
+    from learn.fitting.published_jobs import config_of, workload_of
     from learn.job.training_job import TrainingJob
     from warehouse.exchange.published import TORCH_VERSION
 

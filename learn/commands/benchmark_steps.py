@@ -26,7 +26,7 @@ from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection
 from learn.estimation.estimating import estimate
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.estimators.protocol import ESTIMATORS
-from learn.fitting.fit_call.kernel_formulas import (
+from learn.fitting.kernel_formulas import (
     AS_IT_COMES,
     FORMULAS,
     labels_by,
@@ -34,7 +34,7 @@ from learn.fitting.fit_call.kernel_formulas import (
     left_out_ratios,
     subsets,
 )
-from learn.fitting.fit_call.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
+from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
 from learn.judging.evaluate import TEST_TENTHS, Part
 from learn.judging.scores import Asked, Benchmark, Given, judged, median

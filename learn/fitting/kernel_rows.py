@@ -30,7 +30,7 @@ from featurize.timing.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, 
 from featurize.timing.input_pipeline import input_ms
 from featurize.trace.tracer import TraceError, trace_config, trace_step
 from learn.estimators.kernel_fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
-from learn.fitting.fit_call.published_jobs import LLM_FOUNDRY, SIZES, layer_calls, mpt_config, mpt_loss
+from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, layer_calls, mpt_config, mpt_loss
 from learn.rows.data import LabelledRow, load_rows
 from warehouse.exchange.imported_rows import DOUBT
 from warehouse.exchange.published_kernels import PREFIX as LAYER

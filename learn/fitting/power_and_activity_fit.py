@@ -47,7 +47,7 @@ from learn.estimators.kernel_fitting import (
     row_of_kernels,
     weights_by,
 )
-from learn.fitting.fit_call.published_jobs import JOBS, ZEUS, zeus_calls
+from learn.fitting.published_jobs import JOBS, ZEUS, zeus_calls
 from learn.fitting.kernel_rows import MeasuredActivity, RowLeftOut, described, queried, read_each
 from learn.judging.scores import RowScores, spread
 

@@ -13,7 +13,7 @@ from featurize.families import timm
 from featurize.nets import vision
 from featurize.recording.skeleton import build_on_meta
 from featurize.training.training_step import cross_entropy
-from learn.fitting.fit_call.published_jobs import KNOWN_MODELS, config_of, known_workload, workload_of
+from learn.fitting.published_jobs import KNOWN_MODELS, config_of, known_workload, workload_of
 from warehouse.exchange.published import PublishedRow
 
 needs = {

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from learn.estimators.kernel_fitting import LIGER, SAILOR
-from learn.fitting.fit_call.published_jobs import layer_calls
+from learn.fitting.published_jobs import layer_calls
 from learn.fitting.kernel_rows import kernel_times
 from warehouse.ingest import IngestSettings, ingest
 
