@@ -34,8 +34,8 @@ from learn.fitting.kernel_formulas import (
     left_out_ratios,
     subsets,
 )
-from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
+from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.judging.evaluate import TEST_TENTHS, Part
 from learn.judging.scores import Asked, Benchmark, Given, judged, median
 from learn.rows.step_store import StepStore

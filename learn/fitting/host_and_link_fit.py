@@ -29,9 +29,9 @@ from featurize.timing.host import HostTime, host_ms
 from featurize.timing.step_time import LearnedEfficiencies, overlapped, timed_kernels
 from learn.estimators.kernel_fitting import held_out_by, judged_by_splits
 from learn.fitting.kernel_formulas import score_of
+from learn.fitting.kernel_rows import RowLeftOut, described, queried, read_each
 from learn.fitting.power_and_activity_fit import SETTINGS, MeasuredPower
 from learn.fitting.published_jobs import megatron_settings, megatron_step
-from learn.fitting.kernel_rows import RowLeftOut, described, queried, read_each
 from learn.judging.scores import RowScores
 from warehouse.exchange.published_kernels import OPERATOR
 

@@ -47,8 +47,8 @@ from learn.estimators.kernel_fitting import (
     row_of_kernels,
     weights_by,
 )
-from learn.fitting.published_jobs import JOBS, ZEUS, zeus_calls
 from learn.fitting.kernel_rows import MeasuredActivity, RowLeftOut, described, queried, read_each
+from learn.fitting.published_jobs import JOBS, ZEUS, zeus_calls
 from learn.judging.scores import RowScores, spread
 
 # Where the fit begins: an SM without arithmetic, the pipes and the memory each draw a part of what the board may.
