@@ -49,11 +49,10 @@ from infra.offline.estimated_runs import (
     spread_of,
 )
 from infra.offline.probe_sections import Absent, mib, records
-from learn.estimation.loops import RESIDENT
+from learn.estimation.notes import RESIDENT
 from learn.sharing.command import memory_errors
-from learn.sharing.learned import packaged_slowdowns
-from learn.sharing.rows import measured_groups
-from learn.sharing.slowdown import NoUtilization
+from learn.sharing.learned import measured_groups, packaged_slowdowns
+from learn.sharing.profile import NoUtilization
 from warehouse.reading.pairing import Shift
 
 MEMORY = ("allocated", "reserved", "process")

@@ -1,8 +1,8 @@
 """Published times of operators, all-reduces and layers, as rows of `kernels`: NeuSight's, nccl-tests', Sailor's, ...
 
 Start reading at `KERNEL_TABLES`, or at `read_kernel_times` for NeuSight. `operator` is an aten name,
-`nccl::all_reduce`, or `layer::NAME`; `dims` has the sizes by name, and `learn.fitting.timed_layers` knows which kernels
-such a layer runs.
+`nccl::all_reduce`, or `layer::NAME`; `dims` has the sizes by name, and `learn.fitting.published_jobs` knows which
+kernels such a layer runs.
 
 nccl-tests divides the time of many all-reduces in a row by their number: `timing` is `loop`.
 
