@@ -13,7 +13,7 @@ from conf.cli import command_line as cli
 from featurize.configs.features import scalar_features
 from featurize.configs.trial import config_hash
 from featurize.families import cnn, mlp
-from learn.fitting.artifact_files import stamped
+from learn.fitting.artifacts import stamped
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 

@@ -12,11 +12,9 @@ from learn import estimate
 from learn.estimators.protocol import get_estimator, make_estimator
 from learn.job.training_job import TrainingJob, of_config
 from learn.peers.base import CannotEstimate, analyse
-from learn.peers.deepspeed import DeepSpeed
 from learn.peers.dnnmem import DNNMem
 from learn.peers.faketensor import FakeTensor
-from learn.peers.horus import Horus
-from learn.peers.llmem import LLMem
+from learn.peers.formulas import DeepSpeed, Horus, LLMem
 from learn.peers.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
 
 MIB = 2**20
@@ -403,7 +401,7 @@ def test_a_model_that_has_run_and_keeps_its_result_is_estimated(name):
 
 
 def test_an_estimator_says_row_by_row_what_it_refuses():
-    from learn.rows.cases import of_configs
+    from learn.job.training_job import of_configs
     from learn.rows.data import make_rows
 
     adam, sgd = CONFIG, mlp.Config(**{**vars(CONFIG), "optimizer": "sgd"})

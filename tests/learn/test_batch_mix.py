@@ -10,7 +10,7 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.families import mlp
 from learn import devices_that_fit, estimate, estimate_many, largest_batch
-from learn.job.batch_lengths import STEPS_DRAWN, batches_of
+from learn.job.inputs import STEPS_DRAWN, batches_of
 from tests.learn.learn_rows import run_estimate as run
 
 

@@ -19,7 +19,7 @@ from learn import build_defaults
 from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
-from learn.rows.cases import of_configs
+from learn.job.training_job import of_configs
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
 from warehouse.export import ExportSettings, export

@@ -9,7 +9,7 @@ from learn_rows import make_configs, write_batch
 
 from featurize.families import mlp
 from learn import estimate, estimate_many
-from learn.estimation.config_models import (
+from learn.estimation.fast_estimates import (
     BOUND,
     DEVICES,
     FAMILIES,
@@ -20,8 +20,8 @@ from learn.estimation.config_models import (
     sampled_configs,
 )
 from learn.fitting.fit_call import FitSettings, fit
-from learn.rows.cases import of_configs
-from learn.rows.step_record import compute
+from learn.job.training_job import of_configs
+from learn.rows.step_store import compute
 
 CONFIG = mlp.Config(batch_size=64, input_size=300, classes=4, depth=2)
 

@@ -15,10 +15,14 @@ from featurize.timing.simulate import simulate
 from featurize.timing.step_time import time_step
 from featurize.trace.tracer import trace_config
 from learn import FitSettings, estimate, fit
-from learn.estimation.loops import LOOPS, PIPELINE, RESIDENT
+from learn.estimation.notes import (
+    LOOPS,
+    PIPELINE,
+    RESIDENT,
+)
 from learn.fitting.artifacts import default_artifact
-from learn.rows.cases import Case
-from learn.rows.step_record import compute
+from learn.job.training_job import Case
+from learn.rows.step_store import compute
 
 DEVICE = describe_device("A100-SXM4-40GB")
 CONFIGS = make_configs(6, seed=3)

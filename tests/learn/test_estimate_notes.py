@@ -15,9 +15,9 @@ from torch import nn
 from featurize.families import mlp
 from learn import Estimate, Note, estimate, estimate_many
 from learn.estimation.job_estimate import RankGroup
-from learn.estimation.model_names import load_factory
-from learn.estimators.bounds import bound_shares, least_held
+from learn.estimators.protocol import bound_shares, least_held
 from learn.fitting.artifacts import default_artifact
+from learn.job.training_job import load_factory
 from tests.learn.learn_rows import run_estimate as run
 
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)

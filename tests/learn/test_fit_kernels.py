@@ -16,7 +16,7 @@ from featurize.timing.step_time import efficiencies_text, read_efficiencies, tim
 from featurize.trace.tracer import trace_config
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, held_out_by
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting.kernel_judging import judged, score_of, score_text
+from learn.fitting.kernel_formulas import judged, score_of, score_text
 from learn.fitting.kernel_rows import kernel_times, measured_times
 from warehouse.ingest import IngestSettings, ingest
 

@@ -7,8 +7,8 @@ import pytest
 from learn_rows import labels_of, make_configs, write_batch, write_runs
 
 from conf.errors import UsageError
-from learn.judging.benchmark_figures import Scored, described, told_classes
 from learn.judging.evaluate import classes_of
+from learn.judging.scores import Scored, described, told_classes
 from learn.rows.data import LabelledRow, load_rows, make_rows
 from learn.rows.targets import memory_bins
 

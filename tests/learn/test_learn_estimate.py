@@ -24,10 +24,9 @@ from featurize.trace.tracer import TraceError
 from learn import FitSettings, estimate, fit
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest
-from learn.job.training_job import of_module
+from learn.job.training_job import Case, of_configs, of_module
 from learn.peers.base import analyse
-from learn.rows import step_record
-from learn.rows.cases import Case, of_configs
+from learn.rows import step_store
 from learn.rows.data import load_rows
 from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import run_estimate as run
@@ -270,14 +269,14 @@ def test_a_fitted_graph_network_answers_configs_and_modules(graphs):
     assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
     prediction = load_latest(graphs, "memory").estimator.predict([Case(new, DEVICE, training_loop=True)])
     assert done.peak_memory_mib == prediction.point[0], "the graph is that of a trace of its own"
-    assert step_record.compute(*of_configs([new])).operator_graph()["edges"].size
+    assert step_store.compute(*of_configs([new])).operator_graph()["edges"].size
     done = estimate(nn.Linear(64, 10), (32, 64), estimator="gnn", data=graphs)
     assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
 
 
 def test_nobody_packs_a_graph_that_is_not_read(data, graphs, monkeypatch):
-    packed, pack = [], step_record.packed
-    monkeypatch.setattr(step_record, "packed", lambda graph: packed.append(graph) or pack(graph))
+    packed, pack = [], step_store.packed
+    monkeypatch.setattr(step_store, "packed", lambda graph: packed.append(graph) or pack(graph))
     new = mlp.Config(batch_size=47, input_size=81, classes=10, depth=2)
     estimate(new)
     estimate(new, data=data)

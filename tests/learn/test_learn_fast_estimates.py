@@ -14,7 +14,7 @@ from featurize.device.device_spec import load_device
 from featurize.families import cnn, layers_of, mlp, timm, transformer
 from featurize.job.layers import totals
 from learn import estimate, estimate_many
-from learn.estimation.config_models import sampled_configs
+from learn.estimation.fast_estimates import sampled_configs
 from tests.learn.learn_rows import run_estimate as run
 
 A100 = load_device("A100-SXM4-40GB")

@@ -13,7 +13,7 @@ from learn import estimate
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.commands.benchmark_steps import rank_job_of
 from learn.estimators.kernel_fitting import TimeFit
-from learn.fitting.mpt import fused_mpt_loss
+from learn.fitting.published_jobs import fused_mpt_loss
 from warehouse.ingest import IngestSettings, ingest
 
 H100 = load_device("H100-SXM5-80GB")

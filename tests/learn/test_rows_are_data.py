@@ -23,7 +23,7 @@ from featurize.families import zoo
 from featurize.job.code_names import CodeName, NotTrusted, TrustedName, library_problem
 from learn import estimate
 from learn.commands import estimate as estimate_module
-from learn.rows.cases import Case
+from learn.job.training_job import Case
 from learn.rows.data import load_rows
 from learn.rows.step_store import StepStore
 from warehouse.files.folder import DataFolder

@@ -14,7 +14,7 @@ from featurize.timing.model_flops import seconds_at_peak
 from learn import FitSettings, devices_that_fit, estimate, fit
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.loops import LOOPS
+from learn.estimation.notes import LOOPS
 from learn.job.traced import step_of
 from learn.job.training_job import of_module
 
