@@ -22,9 +22,8 @@ from farm.nights.machine import environment_now, machine_of
 from farm.nights.notify import notify
 from farm.nights.plan import make_plan
 from farm.nights.settings import GrowSettings
-from farm.queue.jobs import Queue
+from farm.queue.jobs import Queue, queue_to_read
 from farm.queue.outcomes import EXIT_ALL_FAILED
-from farm.queue.queue_copy import queue_to_read
 from farm.submission.model_check import require_models
 from warehouse.files.folder import DataFolder
 from warehouse.files.lock_file import open_lock

@@ -28,9 +28,9 @@ from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
 from conf.errors import UsageError
 from conf.plain_text import error_line, one_line, printable
-from farm.queue.jobs import JobProgress
+from farm.queue.jobs import queue_to_read
 from farm.queue.lock import dispatcher_of
-from farm.queue.queue_copy import queue_to_read
+from farm.queue.queue_values import JobProgress
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:

@@ -16,9 +16,16 @@ from conf.cli.command_line import command
 from farm.dispatch.layouts import require_gpus, require_optimizers
 from farm.dispatch.submitted_code import record_code, record_submitted
 from farm.monitoring.service import Service
-from farm.queue.jobs import MIXED_FAMILY, Job, Queue, job_id_for
-from farm.queue.queue_copy import queue_to_read
-from farm.queue.queue_values import device_key, text_of_config, text_of_group, text_of_settings
+from farm.queue.jobs import Queue, queue_to_read
+from farm.queue.queue_values import (
+    MIXED_FAMILY,
+    Job,
+    device_key,
+    job_id_for,
+    text_of_config,
+    text_of_group,
+    text_of_settings,
+)
 from farm.sampling.collocating import SIZES, Groups, pool_of
 from farm.sampling.draws import sample_range
 from farm.submission.described_device import spec_of

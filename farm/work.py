@@ -22,10 +22,10 @@ from farm.monitoring.events import LogSettings
 from farm.monitoring.health import PATIENCE_S
 from farm.monitoring.metrics import MetricsSettings
 from farm.monitoring.service import Service
-from farm.queue.jobs import Job, Queue
+from farm.queue.jobs import Queue
 from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
 from farm.queue.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
-from farm.queue.queue_values import device_from_key, settings_of_text
+from farm.queue.queue_values import Job, device_from_key, settings_of_text
 from featurize.job.code_names import parse_trust
 from warehouse.files.folder import DataFolder
 

@@ -26,7 +26,7 @@ from conf.errors import CommandError, UsageError
 from conf.reports.page_text import count_of
 from farm.dispatch.layouts import require_gpus
 from farm.queue.jobs import Queue
-from farm.sampling.space import Choice, Range, Space, default_space, own_space
+from farm.sampling.dimensions import Choice, Range, Space, default_space, own_space
 from farm.submission.settings import SubmitSettings
 from farm.submit import submit
 from farm.work import work

@@ -32,11 +32,10 @@ from farm.dispatch.task_runs import (
     refused_run,
 )
 from farm.monitoring.service import Service
-from farm.queue.jobs import MIXED_FAMILY, Queue, RunDoubt, UnreadableTask
+from farm.queue.jobs import Queue
+from farm.queue.leftovers import SESSION_VARIABLE, session_marker
 from farm.queue.outcomes import JobOutcomes
-from farm.queue.process_marker import session_marker
-from farm.queue.queue_values import device_from_key
-from farm.queue.sweep import SESSION_VARIABLE
+from farm.queue.queue_values import MIXED_FAMILY, RunDoubt, UnreadableTask, device_from_key
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.tables.run import reasons_of

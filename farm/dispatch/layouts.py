@@ -12,8 +12,7 @@ from typing import Any
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import version_of
 from farm.dispatch.cluster_settings import ClusterSettings
-from farm.sampling.dimensions import Choice, Constant, Dimension, Scalar
-from farm.sampling.space import Space
+from farm.sampling.dimensions import Choice, Constant, Dimension, Scalar, Space
 from featurize.job.layout import EXPERTS, MODES, OWN, WRAPPED, Parallel, parse_parallel
 from featurize.job.trial_config import OPTIMIZERS
 from featurize.operators.torch_releases import require_torch

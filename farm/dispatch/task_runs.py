@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from farm.dispatch.executors import Completion
-from farm.queue.job_records import RunDoubt, UnreadableTask
+from farm.queue.queue_values import RunDoubt, UnreadableTask
 from featurize.configs.trial import TrialConfig, mapping_hash
 from warehouse.tables.run import JSON_COLUMNS, Run
 from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA

@@ -19,7 +19,8 @@ import pyarrow as pa
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
 from farm.monitoring.health import Pulse
-from farm.queue.jobs import Queue, QueueError
+from farm.queue.jobs import Queue
+from farm.queue.queue_file import QueueError
 from warehouse.tables.run import Run
 
 _RATE_WINDOW_S = 300.0

@@ -108,7 +108,7 @@ class ChoicePayload(Payload):
     plan        the plan's file, relative to the data folder
     runs        configurations, of which `remeasured` are measured again because they are stale
     next_index  where each sequence goes on
-    others      as in `farm.sampling.plan_summary.Summary`
+    others      as in `farm.nights.plan.Summary`
     """
 
     step: ClassVar[str] = "choose"

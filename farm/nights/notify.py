@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from farm.queue.sweep import SESSION_VARIABLE
+from farm.queue.leftovers import SESSION_VARIABLE
 
 _COMMAND_S = 60.0
 _WEBHOOK_S = 15.0

@@ -57,7 +57,7 @@ def write_report(
     """Write `reports/CYCLE.html` and `.json`, and the same as `latest`, each whole or not at all; the page's path.
 
     `cycles` are the journal's; the cycle may be among them and may still be open. `next_plan` is a
-    `farm.sampling.plan_summary.Summary` as a mapping, of the next night's dry run. Raises `OSError` where the folder
+    `farm.nights.plan.Summary` as a mapping, of the next night's dry run. Raises `OSError` where the folder
     cannot be written; the report names what could not be read.
     """
     report = gather(folder, cycle, cycles, next_plan)

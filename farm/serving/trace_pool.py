@@ -18,7 +18,7 @@ from multiprocessing.connection import wait  # as `select.select`, for any numbe
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import Child, ChildServer, ServerLost, local_server
 from conf.errors import EnvironmentProblem
-from farm.queue.sweep import sweep_leftovers
+from farm.queue.leftovers import sweep_leftovers
 from farm.serving.trace_store import TraceStore
 from farm.serving.tracing import TraceLimits
 

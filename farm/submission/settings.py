@@ -17,9 +17,9 @@ from farm.dispatch.layouts import with_layouts
 from farm.monitoring.events import LogSettings
 from farm.monitoring.metrics import MetricsSettings
 from farm.sampling.collocating import POOL, SIZES
+from farm.sampling.dimensions import Space, default_space
 from farm.sampling.draws import POLICIES, Limits, checked_batch_sizes
-from farm.sampling.space import Space, default_space, parse_space, space_of_mapping
-from farm.sampling.space_limits import require_within_limits
+from farm.sampling.space import parse_space, require_within_limits, space_of_mapping
 from featurize.families import family_names
 from workers.devices import DeviceChoice
 from workers.settings import SHARING, KernelSettings, TrialRules, TrialSettings, WindowSettings

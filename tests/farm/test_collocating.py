@@ -23,9 +23,16 @@ from farm.nights.cycle import Left, NightWork
 from farm.nights.journal import Journal
 from farm.nights.settings import GrowSettings
 from farm.nights.stop import NightStop
-from farm.queue.job_records import UnreadableTask
-from farm.queue.jobs import Job, Queue
-from farm.queue.queue_values import configs_of_text, device_key, text_of_config, text_of_group, text_of_settings
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import (
+    Job,
+    UnreadableTask,
+    configs_of_text,
+    device_key,
+    text_of_config,
+    text_of_group,
+    text_of_settings,
+)
 from farm.sampling.collocating import BEYOND_MEMORY_EVERY, Groups, PoolMember
 from featurize.families import get_family
 from warehouse.files.folder import DataFolder

@@ -11,8 +11,9 @@ from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, where
 
 from farm.nights.drift import EVERYTHING, drift_of, remeasure
 from farm.nights.operator_families import operators_of
+from farm.sampling.dimensions import default_space
 from farm.sampling.draws import sample
-from farm.sampling.space import default_space, parse_space
+from farm.sampling.space import parse_space
 from featurize.configs.trial import config_hash
 from learn.rows.data import load_rows
 from warehouse.files.stale import write_marks

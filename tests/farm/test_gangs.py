@@ -11,7 +11,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.dispatcher import make_executor
 from farm.dispatch.layouts import gpu_problem, require_gpus, with_layouts
-from farm.sampling.space import own_space
+from farm.sampling.dimensions import own_space
 from featurize.families import get_family
 from featurize.job.layout import Parallel
 from featurize.training import releases

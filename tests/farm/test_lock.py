@@ -17,9 +17,8 @@ from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import alive, identity
 from farm import status
-from farm.queue.leftovers import make_folder, record_processes
+from farm.queue.leftovers import SESSION_VARIABLE, make_folder, record_processes, sweep_orphans
 from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
-from farm.queue.sweep import SESSION_VARIABLE, sweep_orphans
 from warehouse.compact import compaction_lock
 from warehouse.files.folder import DataFolder
 
@@ -257,7 +256,7 @@ def test_the_lock_is_given_back_although_sweeping_fails(folder, runtime, monkeyp
         raise OSError("for the test")
 
     with pytest.raises(OSError, match="for the test"), DispatcherLock(folder.dispatcher_lock):
-        monkeypatch.setattr("farm.queue.lock.sweep_leftovers", fails)
+        monkeypatch.setattr("farm.queue.leftovers.sweep_leftovers", fails)
     monkeypatch.undo()
     with DispatcherLock(folder.dispatcher_lock):
         pass

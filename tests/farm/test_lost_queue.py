@@ -12,7 +12,8 @@ from conf.cli.command_line import run
 from conf.files.identity import canonical_json
 from farm import status
 from farm.dispatch.dispatcher import reconcile
-from farm.queue.jobs import MIXED_FAMILY, Job, Queue
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import MIXED_FAMILY, Job
 from featurize.families import get_family
 from warehouse import connect
 from warehouse.compact import CompactionSettings, compact

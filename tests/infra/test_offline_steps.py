@@ -16,7 +16,8 @@ import pytest
 
 import warehouse
 from conf.errors import EnvironmentProblem, UsageError
-from farm.queue.jobs import Job, Queue
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import Job
 from infra.offline import call, plan, results, steps
 from infra.offline.plan import STEPS
 from infra.offline.results import Series
