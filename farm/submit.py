@@ -1,4 +1,7 @@
-"""`python -m farm.submit`: samples, queues, runs and lands trials. Start reading at `entry`."""
+"""`python -m farm.submit`: samples, queues, runs and lands trials. Start reading at `entry`.
+
+More than a million trials are queued only after a question, and none that the disk cannot hold (`require_consent`).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import dataclasses
 import functools
 import itertools
 import json
+import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from conf.cli.bars import StepBar
 from conf.cli.command_line import command
-from farm.dispatch.layouts import require_gpus, require_optimizers
+from conf.errors import UsageError
+from farm.dispatch.monitoring import Service
 from farm.dispatch.submitted_code import record_code, record_submitted
-from farm.monitoring.service import Service
 from farm.queue.jobs import Queue, queue_to_read
 from farm.queue.queue_values import (
     MIXED_FAMILY,
@@ -28,10 +33,8 @@ from farm.queue.queue_values import (
 )
 from farm.sampling.collocating import SIZES, Groups, pool_of
 from farm.sampling.draws import sample_range
-from farm.submission.described_device import spec_of
-from farm.submission.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
 from farm.submission.model_check import require_models
-from farm.submission.settings import SubmitSettings
+from farm.submission.settings import SubmitSettings, require_gpus, require_optimizers, spec_of
 from farm.work import follow_hint, work
 from featurize.configs.trial import canonical_json
 from warehouse.files.folder import DataFolder
@@ -186,3 +189,49 @@ def _texts(
 
 if __name__ == "__main__":
     command("submit", entry)
+
+
+ASK_ABOVE = 1_000_000  # trials that one command adds
+EXAMPLES = 200  # configurations that tell how long the others are
+# Of a trial in the queue beside its configuration: 80 to 100 were measured, half-filled pages included.
+_BYTES_BESIDE = 90
+
+
+def require_consent(folder: DataFolder, trials: int, example_texts: Sequence[str], agreed: bool) -> None:
+    """Return if so many trials may be queued: they are few, `agreed` to (`yes=true`), or confirmed on the terminal.
+
+    `example_texts` are configurations as the queue holds them. Raises `UsageError` where the disk has no room for all
+    of them, where the user says no, and without a terminal, where the message names `yes=true`.
+    """
+    if trials <= ASK_ABOVE:
+        return
+    needed_bytes = queue_bytes(trials, example_texts)
+    free_bytes = shutil.disk_usage(_existing(folder.root)).free
+    asked = (
+        f"this queues {trials:,} trials, about {_size(needed_bytes)} in {folder.queue} ({_size(free_bytes)} are free)"
+    )
+    if needed_bytes > free_bytes:
+        raise UsageError(f"{asked}; take a smaller n")
+    if agreed:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError(f"{asked}; confirm with yes=true")
+    print(f"{asked}. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("nothing was queued")
+
+
+def queue_bytes(trials: int, example_texts: Iterable[str]) -> int:
+    """Estimate the size in bytes of so many trials in the queue's file, from the texts of a few."""
+    lengths = [len(text.encode()) for text in example_texts]
+    return round(trials * (sum(lengths) / max(1, len(lengths)) + _BYTES_BESIDE))
+
+
+def _existing(path: Path) -> Path:
+    """Return the folder itself, or its nearest existing parent."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _size(size_bytes: int) -> str:
+    mib = size_bytes / 2**20
+    return f"{mib:,.0f} MiB" if mib < 1024 else f"{mib / 1024:,.1f} GiB"

@@ -16,12 +16,9 @@ from conf.cli.settings import Checked, data_key, group, key, section
 from conf.errors import UsageError
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.dispatcher import Dispatcher, StopRequest, make_executor, reconcile
+from farm.dispatch.monitoring import PATIENCE_S, LogSettings, MetricsSettings, Service
 from farm.dispatch.progress import Progress
-from farm.dispatch.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
-from farm.monitoring.events import LogSettings
-from farm.monitoring.health import PATIENCE_S
-from farm.monitoring.metrics import MetricsSettings
-from farm.monitoring.service import Service
+from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, lost_words
 from farm.queue.jobs import Queue
 from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
 from farm.queue.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before

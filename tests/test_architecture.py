@@ -58,7 +58,6 @@ LAYERS = {
         "sampling",
         "queue",
         "serving",
-        "monitoring",
         "dispatch",
         "submission",
         "work",

@@ -45,7 +45,7 @@ LOADERS = {
     ("featurize/nets/vision.py", "import_library"): "the three libraries' models, behind `code_names.library_problem`",
     ("featurize/nets/vision.py", "mend_torchvision"): "a literal: torchvision",
 }
-SHELLS = {"farm/nights/notify.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
+SHELLS = {"farm/nights/cycle.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
 
 
 def sources():

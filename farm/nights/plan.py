@@ -17,8 +17,7 @@ import numpy as np
 
 from conf.errors import EnvironmentProblem
 from conf.files.json_file import read_json
-from farm.nights.journal import Cycle, plain
-from farm.nights.journal_payloads import ChoicePayload, RunPayload
+from farm.nights.journal import ChoicePayload, Cycle, RunPayload, plain
 from farm.nights.machine import Machine
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue

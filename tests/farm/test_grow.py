@@ -21,9 +21,8 @@ from conf.errors import UsageError
 from farm.dispatch import dispatcher as dispatch
 from farm.dispatch.executors import InlineExecutor
 from farm.grow import entry
+from farm.nights.cycle import NightStop, notify
 from farm.nights.journal import STEPS, Journal
-from farm.nights.notify import notify
-from farm.nights.stop import NightStop
 from farm.queue.jobs import Queue
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import snapshot_names
@@ -314,7 +313,7 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
 
 def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
     from farm.dispatch.cluster_settings import ClusterSettings
-    from farm.monitoring.service import Service
+    from farm.dispatch.monitoring import Service
     from farm.nights.machine import machine_of, submit_listed
     from farm.queue.lock import DispatcherLock
     from farm.queue.queue_values import device_key
@@ -485,7 +484,7 @@ def test_a_message_that_cannot_be_told_is_said_and_costs_nothing(root, capsys):
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("farm.nights.notify._COMMAND_S", 1.0)
+    monkeypatch.setattr("farm.nights.cycle._COMMAND_S", 1.0)
     pid_file = tmp_path / "pid"
     (problem,) = notify({"outcome": "done"}, f"sh -c 'echo $$ >{pid_file}; exec sleep 600' | cat", None)
     assert problem == "notify.command took longer than 1 s and was killed"

@@ -7,9 +7,8 @@ import pyarrow as pa
 import pytest
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
 
-from farm.dispatch.dispatcher import Dispatcher
+from farm.dispatch.dispatcher import Dispatcher, accepted
 from farm.dispatch.executors import Completion
-from farm.dispatch.task_runs import accepted
 from farm.queue.jobs import ERROR_CHARACTERS
 from warehouse import connect
 from warehouse.tables.schema import TELEMETRY_SCHEMA

@@ -10,8 +10,7 @@ from conf.cli import command_line as cli
 from farm import submit as submit_module
 from farm import work as work_module
 from farm.dispatch.cluster_settings import ClusterSettings
-from farm.monitoring.events import Events
-from farm.monitoring.service import Service
+from farm.dispatch.monitoring import Events, Service
 from farm.queue.jobs import Queue
 from farm.queue.outcomes import JobOutcomes, reason_of
 from farm.work import work

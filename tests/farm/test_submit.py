@@ -21,7 +21,7 @@ from farm import submit as submit_module
 from farm import work as work_module
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.queue.jobs import Queue
-from farm.submission.large_submissions import queue_bytes
+from farm.submit import queue_bytes
 from featurize.families import family_names
 from featurize.job.trial_config import OPTIMIZERS
 from warehouse import connect
@@ -130,7 +130,7 @@ def test_the_farm_takes_every_optimizer_that_estimates_know(data):
     ],
 )
 def test_an_optimizer_that_cannot_run_is_refused_before_anything_is_queued(data, capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr("farm.dispatch.layouts.version_of", lambda package: None)
+    monkeypatch.setattr("farm.submission.settings.version_of", lambda package: None)
     assert submit(data, "n=2", *arguments) == 2
     assert words in capsys.readouterr().err and not data.exists()
 
@@ -225,7 +225,7 @@ def test_it_works_on_ray_with_four_simulated_gpus(data):
 
 @pytest.fixture
 def asks_above_three(monkeypatch):
-    for module in ("farm.submission.large_submissions", "farm.submit"):
+    for module in ("farm.submit", "farm.submit"):
         monkeypatch.setattr(f"{module}.ASK_ABOVE", 3)
 
 

@@ -12,8 +12,7 @@ from fastapi import FastAPI, Header, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import choose_encoder
 
-from farm.monitoring.health import Pulse
-from farm.monitoring.metrics import FarmMetrics, MetricsSettings
+from farm.dispatch.monitoring import FarmMetrics, MetricsSettings, Pulse
 from farm.serving.connections import GuardedServer, listen
 from farm.serving.settings import LimitSettings
 
