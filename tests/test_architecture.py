@@ -60,9 +60,7 @@ LAYERS = {
         "serving",
         "dispatch",
         "submission",
-        "work",
         "nights",
-        "submit",
         "comparison",
     ),
 }

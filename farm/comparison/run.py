@@ -29,11 +29,11 @@ from farm.comparison.pairs import (
     trial_environment,
 )
 from farm.dispatch.monitoring import Service
+from farm.dispatch.working import TimedStop, run_job
 from farm.queue.jobs import Queue
 from farm.submission.model_check import require_models_in_any
 from farm.submission.settings import SampledSettings, SubmitSettings
-from farm.submit import submit
-from farm.work import TimedStop, run_job
+from farm.submission.submitting import submit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder

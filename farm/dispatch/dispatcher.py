@@ -16,30 +16,32 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.executors import Completion, Executor, InlineExecutor
 from farm.dispatch.monitoring import Service
-from farm.dispatch.progress import Progress
 from farm.dispatch.ray_executor import RayExecutor
 from farm.dispatch.submitted_code import SubmittedCode
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE, session_marker
 from farm.queue.outcomes import JobOutcomes
-from farm.queue.queue_values import MIXED_FAMILY, RunDoubt, UnreadableTask, device_from_key
+from farm.queue.queue_values import RunDoubt, UnreadableTask, device_from_key
 from featurize.configs.trial import TrialConfig, config_hash, mapping_hash
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.tables.run import JSON_COLUMNS, Run, reasons_of
+from warehouse.tables.run import JSON_COLUMNS, Run
 from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 from workers.alone import AloneRun
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
-from workers.task import RunResult, Task, run_id_of
+from workers.task import RunResult, Task
 from workers.trial.safe_text import safe_text
+
+if TYPE_CHECKING:
+    from farm.dispatch.working import Progress
 
 LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
@@ -367,58 +369,6 @@ class StopRequest:
             raise KeyboardInterrupt
         self.asked = True
         self._announce()
-
-
-def reconcile(folder: DataFolder, queue: Queue) -> int:
-    """Finish tasks whose runs are durable and void the other leases of a killed dispatcher. Call with the lock.
-
-    After a lost queue, or one restored from an older copy, tasks whose runs are in the warehouse do not run again
-    either. An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks were
-    done.
-    """
-    left = queue.leased()
-    tasks = {task.run_id: (task.job_id, task.task_index) for task in left}
-    tasks |= _landed_unawares(folder, queue)
-    if not tasks:
-        return 0
-    import pyarrow as pa
-
-    from warehouse.reading.connection import connect
-
-    with contextlib.closing(connect(folder.root)) as connection:
-        connection.register("wanted", pa.table({"run_id": list(tasks)}))
-        rows = connection.execute(
-            "SELECT run_id, status, quality, quality_reasons FROM runs JOIN wanted USING (run_id)"
-        ).fetchall()
-    landed: dict[str, dict[int, str]] = {}
-    doubts: dict[str, dict[int, RunDoubt]] = {}
-    for run_id, status, quality, reasons in rows:
-        job_id, index = tasks[run_id]
-        landed.setdefault(job_id, {})[index] = status
-        if (doubt := doubt_of(quality, reasons_of(reasons))) is not None:
-            doubts.setdefault(job_id, {})[index] = doubt
-    for job_id, statuses in landed.items():
-        queue.mark_done(job_id, statuses, doubts.get(job_id))
-    queue.void_leases()
-    return len(rows)
-
-
-def _landed_unawares(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
-    """Return (job_id, index) by run_id of tasks that are open in the queue but have landed in the warehouse."""
-    from warehouse.files.presence import landed_tasks
-
-    families: set[str] = set()
-    for job in queue.jobs():
-        if queue.counts(job.job_id).queued:
-            families |= {job.family} if job.family != MIXED_FAMILY else set(queue.families(job.job_id).values())
-    if not families:
-        return {}
-    waiting = queue.indexes("queued", "waiting")
-    return {
-        run_id_of(job_id, index): (job_id, index)
-        for job_id, indexes in landed_tasks(folder, families).items()
-        for index in waiting.get(job_id, set()).intersection(indexes.tolist())
-    }
 
 
 _TEXT_CHARACTERS = 4_000  # of any text of a run, but its error

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
 from farm.dispatch.monitoring import Service
+from farm.dispatch.working import TimedStop, run_job
 from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,
@@ -59,7 +60,6 @@ from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
 from farm.queue.outcomes import failed_before
-from farm.work import TimedStop, run_job
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from farm.dispatch.dispatcher import Dispatcher
 from farm.dispatch.executors import Completion
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, Service
-from farm.dispatch.progress import Progress
+from farm.dispatch.working import Progress
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json

@@ -14,8 +14,9 @@ from conf.cli import command_line as cli
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
 from farm import submit as submit_module
-from farm.dispatch.dispatcher import RunsAlone, accepted, lost_run, reconcile
+from farm.dispatch.dispatcher import RunsAlone, accepted, lost_run
 from farm.dispatch.executors import Completion
+from farm.dispatch.working import reconcile
 from farm.grow import entry as grow_entry
 from farm.nights.cycle import Left, NightStop, NightWork
 from farm.nights.journal import Journal

@@ -314,10 +314,10 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
 def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
     from farm.dispatch.cluster_settings import ClusterSettings
     from farm.dispatch.monitoring import Service
+    from farm.dispatch.working import TimedStop, run_job
     from farm.nights.machine import machine_of, submit_listed
     from farm.queue.lock import DispatcherLock
     from farm.queue.queue_values import device_key
-    from farm.work import TimedStop, run_job
     from featurize.families import get_family
     from workers.devices import DeviceChoice
     from workers.settings import TrialSettings, WindowSettings
@@ -333,7 +333,7 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
             (task,) = queue.lease("another", 1, 0.0, 60.0, device=device_key(machine.choice))
             queue.finish(task, "ok", 1.0)
 
-        monkeypatch.setattr("farm.work.time.sleep", the_other_one_works)
+        monkeypatch.setattr("farm.dispatch.working.time.sleep", the_other_one_works)
         assert run_job(folder, queue, inline, "grow-00000000", TimedStop(None), Service())
 
 

@@ -9,8 +9,9 @@ import pytest
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
 
 from conf.errors import UsageError
-from farm.dispatch.dispatcher import Dispatcher, reconcile
+from farm.dispatch.dispatcher import Dispatcher
 from farm.dispatch.executors import Completion
+from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
 from warehouse import connect
 from warehouse.compact import CompactionSettings, compact

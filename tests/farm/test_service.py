@@ -22,8 +22,9 @@ from farm.dispatch.dispatcher import Dispatcher, StopRequest, lost_run
 from farm.dispatch.metrics_server import MetricsServer
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSettings, Pulse, Service
 from farm.dispatch.ray_cluster import NodeWatch
+from farm.dispatch.working import TimedStop, work
 from farm.queue.lock import DispatcherLock
-from farm.work import TimedStop, WorkSettings, work
+from farm.work import WorkSettings
 from featurize.families import get_family
 from warehouse.tables.run import Run
 from workers.settings import TrialSettings, WindowSettings
