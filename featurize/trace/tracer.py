@@ -52,7 +52,7 @@ def trace_config(
     """The trace of one training step of a family's model, run as the farm's devices do; of a trial on several GPUs the
     step of one rank. Raises `TraceError`."""
     from featurize.families import get_family, loss_of
-    from featurize.trace.tracer import trace_cache
+    from featurize.trace import trace_cache
 
     family, spec = get_family(config.family), describe_device(device)
 

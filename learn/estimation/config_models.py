@@ -1,6 +1,6 @@
 """Fits the models of `method=fast`: what a full estimate says of sampled configurations, learned from their features.
 
-Start reading at `fit_config_models`. `python -m learn.estimation.config_models FOLDER` runs it, after
+Start reading at `fit_config_models`. `python -m learn.fit_configs FOLDER` runs it, after
 `learn.build_defaults`.
 """
 
@@ -362,7 +362,3 @@ def _value(spec: Any, u: float, *, log: bool):
     if step := spec.get("step"):
         value = low + (value - low) // step * step
     return min(int(value), high) if whole else value
-
-
-if __name__ == "__main__":
-    fit_config_models(Path(sys.argv[1]), progress=lambda step, done, of: print(f"{step}: {done:,} of {of:,}", end="\r"))

@@ -222,7 +222,7 @@ def test_users_mistakes_are_said_before_anything_is_read(data):
 
 
 def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitted, monkeypatch):
-    from learn.estimators.protocol import tabular
+    from learn.estimators import tabular
 
     data, _ = fitted
     write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)

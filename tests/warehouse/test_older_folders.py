@@ -12,7 +12,11 @@ import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
 import warehouse
+from warehouse import compact as compact_module
 from warehouse.compact import CompactionSettings, compact
+from warehouse.files import folder as folder_module
+from warehouse.files import views
+from warehouse.files import writer as writer_module
 from warehouse.files.layout import KINDS
 from warehouse.files.writer import RunWriter
 from warehouse.tables import schema
@@ -38,10 +42,10 @@ def newer_schema(folder, monkeypatch):
         }
         renewed = {"runs": "RUN_SCHEMA", "telemetry": "TELEMETRY_SCHEMA", "jobs": "JOB_SCHEMA"}
         added["TABLES"] = schema.TABLES | {table: added[name] for table, name in renewed.items()}
-        for module in ("schema", "folder", "views", "writer", "compact"):
+        for module in (schema, folder_module, views, writer_module, compact_module):
             for name, value in added.items():
-                if hasattr(getattr(warehouse, module), name):
-                    monkeypatch.setattr(f"warehouse.{module}.{name}", value)
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, value)
 
     return grow
 

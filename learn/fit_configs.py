@@ -1,0 +1,11 @@
+"""`python -m learn.fit_configs FOLDER`: fit the models of `method=fast` anew, which takes traces of 3,360 configurations."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from learn.estimation.config_models import fit_config_models
+
+if __name__ == "__main__":
+    fit_config_models(Path(sys.argv[1]), progress=lambda step, done, of: print(f"{step}: {done:,} of {of:,}", end="\r"))
