@@ -33,6 +33,7 @@ from farm.queue.queue_values import (
     progress_of,
     task_of_row,
 )
+from warehouse.files.folder import DataFolder
 from warehouse.files.queue_copy import queue_copy
 from workers.task import Lease, Task
 
@@ -608,3 +609,10 @@ def queue_to_read(path: Path) -> Iterator[Queue]:
             )
             queue = held.enter_context(Queue.open(copy))
         yield queue
+
+
+def existing_queue(folder: DataFolder, job_id: str | None) -> Path:
+    """Return the queue's path in a readable data folder. Raises `UsageError` if there is none, so no job is known."""
+    if not folder.open().queue.is_file():
+        raise UsageError(f"unknown job {job_id!r}; there are no jobs in {folder.root}")
+    return folder.queue

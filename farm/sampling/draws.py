@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -389,13 +390,7 @@ class _Breach:
 
 def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
     """Return the config and no breaches, or None and every rule that it breaks."""
-    missing = [
-        field.name
-        for field in dataclasses.fields(family.Config)
-        if field.name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
+    missing = missing_fields(family, values)
     if missing:  # not a matter of luck: no other point of this space can help
         raise UsageError(f"search space of {family.Config.family}: gives no value for {', '.join(missing)}")
     try:
@@ -405,6 +400,17 @@ def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfi
         return None, [_Breach(re.sub(r",? got .*$", "", text, flags=re.DOTALL), text) for text in texts]
     breaches = _over_limits(family, config, limits)
     return (None, breaches) if breaches else (config, [])
+
+
+def missing_fields(family: ModuleType, values: Mapping[str, Any]) -> list[str]:
+    """Return the fields of the family's config that have neither a value nor a default."""
+    return [
+        field.name
+        for field in dataclasses.fields(family.Config)
+        if field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
 
 
 def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> list[_Breach]:

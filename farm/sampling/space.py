@@ -24,7 +24,7 @@ from farm.sampling.dimensions import (
     read_dimensions,
     required,
 )
-from farm.sampling.draws import sample_range
+from farm.sampling.draws import missing_fields, sample_range
 from featurize import families
 from featurize.configs.trial import TrialConfig
 
@@ -189,12 +189,7 @@ def _is_switch(dimension: Dimension) -> bool:
 def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
     """Return the config, or the reasons why there is none."""
     values = module.repair(values, _middle)
-    required = {
-        f.name
-        for f in dataclasses.fields(module.Config)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    if missing := sorted(required - values.keys()):
+    if missing := sorted(missing_fields(module, values)):
         return f"it leaves {', '.join(missing)} without a value"
     try:
         return module.Config(**values)
