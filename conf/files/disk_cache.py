@@ -107,7 +107,8 @@ class DiskCache:
     @staticmethod
     def _used_bytes(database: sqlite3.Connection) -> int:
         query = "SELECT (page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, "
-        return database.execute(f"{query} pragma_page_size").fetchone()[0]
+        used: int = database.execute(f"{query} pragma_page_size").fetchone()[0]
+        return used
 
     def _opened(self) -> contextlib.closing[sqlite3.Connection]:
         return contextlib.closing(sqlite3.connect(self.path, timeout=_BUSY_S))

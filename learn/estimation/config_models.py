@@ -11,7 +11,6 @@ import json
 import os
 import random
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
