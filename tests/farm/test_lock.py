@@ -256,7 +256,7 @@ def test_the_lock_is_given_back_although_sweeping_fails(folder, runtime, monkeyp
         raise OSError("for the test")
 
     with pytest.raises(OSError, match="for the test"), DispatcherLock(folder.dispatcher_lock):
-        monkeypatch.setattr("farm.queue.leftovers.sweep_leftovers", fails)
+        monkeypatch.setattr("farm.queue.lock.sweep_leftovers", fails)
     monkeypatch.undo()
     with DispatcherLock(folder.dispatcher_lock):
         pass
