@@ -134,7 +134,7 @@ def _ingest(path: str, data: str) -> None:
 
 
 def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> None:
-    from learn.fitting.artifact_files import stamped
+    from learn.fitting.artifacts import stamped
     from learn.fitting.fit_call import FitSettings, fit
 
     metas = {}

@@ -148,7 +148,7 @@ TABLE = {
     ),
     "benchmark": Command(
         "learn.benchmark",
-        "learn.commands.benchmark_settings:BenchmarkSettings",
+        "learn.commands.benchmark_rows:BenchmarkSettings",
         "Every estimator on the same rows, in one table: of the warehouse's runs, or of published measurements.",
     ),
     "calibrate": Command(

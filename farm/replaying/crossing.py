@@ -17,7 +17,7 @@ from farm.replaying.traces import ESTIMATORS, GENERATORS, ClusterTrace, generate
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.timing.shared_gpu import SHARING
 from learn.commands.estimate import described_device
-from learn.sharing.stored import default_slowdowns
+from learn.sharing.learned import default_slowdowns
 from workers.devices.steadiness import student_t
 
 _CARMA_GPUS, _OTHER_GPUS = 4, 64

@@ -16,7 +16,7 @@ import numpy as np
 from farm.replaying.simulator import GpuPool, PlacementPolicy
 from farm.replaying.traces import JobType, estimated_mib
 from learn.sharing.learned import packaged_slowdowns
-from learn.sharing.slowdown import NoUtilization, SlowdownEstimator
+from learn.sharing.profile import NoUtilization, SlowdownEstimator
 
 POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
 SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job

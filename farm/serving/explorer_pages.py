@@ -334,8 +334,11 @@ def _machine_of(run: Mapping[str, Any]) -> str | None:
 
 def _other_loops(source: str) -> dict[str, str]:
     """Return the targets that `method=fast` estimates for another training loop than runs of the source had."""
-    from learn.estimation.config_models import FAST_LOOPS
-    from learn.estimation.loops import LEGEND, loop_of_source
+    from learn.estimation.fast_estimates import FAST_LOOPS
+    from learn.estimation.notes import (
+        LEGEND,
+        loop_of_source,
+    )
     from learn.rows.targets import get_target
 
     own = loop_of_source(source)

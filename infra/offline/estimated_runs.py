@@ -19,7 +19,7 @@ from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_devic
 from featurize.memory.allocator_settings import AllocatorSettings
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE
-from learn.estimation.loops import RESIDENT
+from learn.estimation.notes import RESIDENT
 from warehouse.reading.pairing import Pair, Shift, summed_up
 
 if TYPE_CHECKING:

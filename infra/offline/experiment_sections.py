@@ -30,9 +30,8 @@ from infra.offline.estimated_runs import (
 from infra.offline.probe_sections import Absent, records
 from infra.offline.run_sections import spread_text
 from learn.sharing.command import memory_errors
-from learn.sharing.learned import packaged_slowdowns
-from learn.sharing.rows import measured_groups
-from learn.sharing.slowdown import NoUtilization
+from learn.sharing.learned import measured_groups, packaged_slowdowns
+from learn.sharing.profile import NoUtilization
 
 _MOST_OPERATORS = 24  # in the table
 

@@ -43,7 +43,7 @@ from infra.offline.estimated_runs import (
     spread_of,
 )
 from infra.offline.probe_sections import Absent, mib, records
-from learn.estimation.loops import RESIDENT
+from learn.estimation.notes import RESIDENT
 from warehouse.reading.pairing import Shift
 
 MEMORY = ("allocated", "reserved", "process")

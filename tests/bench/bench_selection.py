@@ -1,6 +1,6 @@
 """The gain from choosing: rows that an estimator needs for a given error, by policy, of pools whose labels are known.
 
-Start reading at `run`; `python tests/bench/bench_selection.py [full=true] [data=FOLDER] [runs=FOLDER] [png=FILE]`.
+Start reading at `run`; `python tests/bench/bench_selection.py [full=true] [data=FOLDER] [runs=FOLDER]`.
 Small by default; `full=true` takes a simulated pool of 5,000, whose traced steps are kept in `data`; `runs=FOLDER` is a
 data folder with imported rows, for two more pools.
 """
@@ -12,10 +12,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
-from selection_curves import compared, draw
+from selection_curves import compared
 
 from farm.sampling.coverage import Known
 from farm.sampling.dimensions import Space
@@ -26,7 +25,7 @@ from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import load_device
 from learn.estimators.protocol import from_space, to_space
 from learn.estimators.tabular import FeatureTable, LightGBMEstimator
-from learn.rows.cases import Case
+from learn.job.training_job import Case
 from learn.rows.data import Rows, load_rows, make_rows
 from learn.rows.step_store import StepStore
 from learn.rows.targets import Target, get_target, utilization_bins
@@ -120,7 +119,6 @@ def run(
     full: bool = False,
     data: str | None = None,
     runs: str | None = None,
-    png: str | None = None,
     seeds: int | None = None,
 ) -> dict[str, float]:
     """Prints curves and ratios; returns `POOL_LEARNER_TARGET_ERROR_POLICY`: the least ratio of rows over the errors
@@ -130,19 +128,16 @@ def run(
     pools = [simulated(5000, FAMILIES, data) if full else simulated(400, QUICK, data)]
     if runs is not None:
         pools += [imported(runs, "memory", ("lightgbm", "hybrid") if full else ("lightgbm",)), imported(runs, "smact")]
-    curves, result = {}, {}
+    result = {}
     for labelled in pools:
         for key, of_policy in learning_curves(labelled, seeds, most=1200 if full else 200).items():
             name = f"{labelled.name}, {key[0]}, {key[1]}"
-            curves[name] = of_policy
             print(f"{name}: rows {' '.join(f'{n:.0f}' for n in of_policy['uniform'][0, :, 0])}")
             for (error, policy), (ratios, low, high) in compared(of_policy).items():
                 ratios_text = "  ".join(f"{ratio:5.2f}" if ratio else " none" for ratio in ratios)
                 print(f"{error:>8} {policy:>11}  {ratios_text}   [{low:.2f}, {high:.2f}]", flush=True)
                 result[f"{labelled.name}_{key[0]}_{key[1]}_{error}_{policy}"] = min(ratios) if all(ratios) else 0.0
     result |= cost(100_000 if full else 5_000)
-    if png is not None:
-        draw(curves, Path(png))
     return result
 
 
@@ -353,4 +348,4 @@ def _sizes(most: int) -> list[int]:
 if __name__ == "__main__":
     given = dict(argument.split("=", 1) for argument in sys.argv[1:])
     options = {"full": given.get("full") == "true", "seeds": int(given["seeds"]) if "seeds" in given else None}
-    run(**options, **{name: given.get(name) for name in ("data", "runs", "png")})
+    run(**options, **{name: given.get(name) for name in ("data", "runs")})

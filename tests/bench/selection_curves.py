@@ -1,4 +1,4 @@
-"""Learning curves of policies: how many times fewer rows than uniform sampling they take, and the picture of them.
+"""Learning curves of policies: how many times fewer rows than uniform sampling they take.
 
 Start reading at `compared`. A curve is (seeds, nights, errors + 1): rows, then `ERRORS`.
 """
@@ -6,11 +6,8 @@ Start reading at `compared`. A curve is (seeds, nights, errors + 1): rows, then 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
-
-from farm.sampling.selection import POLICIES
 
 ERRORS = ("median", "mean", "p90", "wrong", "bins", "bound")
 JUDGED_AT = (0.3, 0.6, 1.0)  # shares of the most rows: the error of uniform sampling there is the one to reach
@@ -57,37 +54,3 @@ def _first(curve: np.ndarray, wanted: float, rows: np.ndarray) -> float | None:
         return float(rows[i])
     part = np.log(curve[i - 1] / wanted) / np.log(curve[i - 1] / curve[i])
     return float(np.exp(np.log(rows[i - 1]) + part * np.log(rows[i] / rows[i - 1])))
-
-
-def draw(curves: Mapping[str, Mapping[str, np.ndarray]], path: Path) -> None:
-    """A column for each pool, learner and target: mean over label bins, 90th percentile, and median, against rows; mean
-    and range over the seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = ("bins", "p90", "median")
-    figure, panels = pyplot.subplots(
-        len(shown), len(curves), figsize=(3.7 * len(curves), 3.1 * len(shown)), squeeze=False, sharex="col"
-    )
-    for column, (name, of_policy) in enumerate(curves.items()):
-        for panel, error in zip(panels[:, column], shown, strict=True):
-            for policy, values in of_policy.items():
-                rows, errors = values[0, :, 0], values[:, :, 1 + ERRORS.index(error)]
-                color = f"C{POLICIES.index(policy)}" if policy in POLICIES else "0.5"
-                panel.plot(rows, errors.mean(0), marker=".", color=color, label=policy, lw=1.2)
-                panel.fill_between(rows, errors.min(0), errors.max(0), color=color, alpha=0.12, lw=0)
-            panel.set(xscale="log", yscale="log")
-            panel.set_xticks(ticks := [30, 100, 300, 1000], map(str, ticks))
-            panel.xaxis.set_minor_formatter("")
-            panel.grid(True, which="both", alpha=0.2)
-        panels[0, column].set_title(name, fontsize=10)
-        panels[0, column].legend(fontsize=8)
-        panels[-1, column].set_xlabel("rows measured")
-    for panel, label in zip(
-        panels[:, 0], ("error, mean over bins", "error, 90th percentile", "error, median"), strict=True
-    ):
-        panel.set_ylabel(label)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)

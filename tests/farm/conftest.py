@@ -1,6 +1,7 @@
 """Fixtures of most tests of the farm: a new data folder on a hostile path, its queue, and running trial servers."""
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -22,6 +23,15 @@ def folder(tmp_path):
 def queue(folder):
     with Queue.open(folder.queue, backoff_s=5.0) as queue:
         yield queue
+
+
+@pytest.fixture
+def handlers():
+    """The handlers of signals that a daemon in this process replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class LastingServer(TrialServer):

@@ -29,7 +29,7 @@ from farm.replaying.traces import (
 )
 from farm.replaying.view import as_mapping, replay_page
 from featurize.timing.shared_gpu import SHARING
-from learn.sharing.memory_need import MemoryNeed
+from learn.sharing.admitting import MemoryNeed
 from learn.sharing.profile import JobProfile
 from warehouse.files.folder import DataFolder
 

@@ -8,7 +8,6 @@ import os
 import signal
 
 import pytest
-from test_submit import rows
 
 from conf.cli import command_line as cli
 from conf.cli.overrides import load_settings
@@ -33,6 +32,7 @@ from farm.queue.queue_values import (
 )
 from farm.sampling.collocating import BEYOND_MEMORY_EVERY, Groups, PoolMember
 from featurize.families import get_family
+from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import check
@@ -172,7 +172,7 @@ def test_a_group_whose_first_run_did_not_land_runs_again(folder, queue, worker):
     for one in (*result.others, result):
         writer.write(one.run, one.telemetry, collocations=one.collocations)
     assert reconcile(folder, queue) == 1 and queue.counts("pairs-1").done == 1
-    assert rows(folder, "SELECT count(*), count(DISTINCT run_id) FROM runs") == [(4, 4)]
+    assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM runs") == [(4, 4)]
 
 
 # As a user
@@ -187,37 +187,21 @@ def test_pairs_of_two_families_land_with_their_runs_alone_and_the_command_goes_o
     pairs = ("+collocate=pairs", "arch=[mlp,cnn]", "device=simulated", "window.min_seconds=0.2")
     assert submit(data, *pairs, "n=3") == 0
     assert "3 trials added (new), 3 in all" in capsys.readouterr().out
-    before = rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL")
+    before = ask(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL")
     assert submit(data, *pairs, "n=4") == 0
     assert "1 trials added (3 were queued before), 4 in all" in capsys.readouterr().out
-    assert set(before) < set(rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL"))
-    assert rows(data, "SELECT count(*), count(DISTINCT group_id), min(slowdown) >= 1 FROM collocations") == [
+    assert set(before) < set(ask(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL"))
+    assert ask(data, "SELECT count(*), count(DISTINCT group_id), min(slowdown) >= 1 FROM collocations") == [
         (8, 4, True)
     ]
     orphans = (
         "SELECT count(*) FROM collocations AS c LEFT JOIN runs AS r ON r.run_id = c.solo_run_id WHERE r.run_id IS NULL"
     )
-    assert rows(data, orphans) == [(0,)]
+    assert ask(data, orphans) == [(0,)]
     alone = "SELECT count(*), count(DISTINCT config) FROM runs WHERE group_id IS NULL"
-    ((count, distinct),) = rows(data, alone)
+    ((count, distinct),) = ask(data, alone)
     assert count == distinct, "each config runs alone once"
     assert check(DataFolder(data)) == []
-
-
-@pytest.mark.wide  # tests/workers/test_groups.py trains pairs, and the test above lands them
-def test_pairs_really_train_side_by_side_on_the_cpu(tmp_path):
-    data = tmp_path / "data"
-    small = (
-        "+arch=mlp",
-        "arch.space.input_size={low:4,high:64}",
-        "window=fixed",
-        "window.seconds=0.1",
-        "window.warmup_max_seconds=0",
-        "telemetry.period_s=60",  # no reading within the window: the one before it counts
-    )
-    assert submit(data, "collocate=pairs", *small, "device=cpu", "n=1") == 0
-    columns = "count(*), bool_and(status = 'ok'), bool_and(slowdown > 0), bool_and(joint_memory_mib > solo_memory_mib)"
-    assert rows(data, f"SELECT {columns} FROM collocations WHERE source = 'measured'") == [(2, True, True, True)]
 
 
 @pytest.mark.parametrize(
@@ -335,4 +319,4 @@ def test_a_night_measures_its_share_of_pairs_first_and_says_how_they_went(tmp_pa
     assert cli.run("grow", grow_entry, night) == 0
     out = capsys.readouterr().out
     assert "6 runs" in out and "2 pairs on one device, slowdown" in out
-    assert rows(tmp_path / "data", "SELECT count(*), count(DISTINCT group_id) FROM collocations") == [(4, 2)]
+    assert ask(tmp_path / "data", "SELECT count(*), count(DISTINCT group_id) FROM collocations") == [(4, 2)]

@@ -1,6 +1,5 @@
 """The dispatcher with a scripted executor and a clock of its own: what it leases, lands, repeats and gives back."""
 
-import contextlib
 import dataclasses
 import sys
 
@@ -15,7 +14,7 @@ from farm.queue.lock import DispatcherBusy, DispatcherLock
 from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
 from featurize.families import get_family
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.files.writer import RunWriter
 from warehouse.tables.run import Run
 from warehouse.tables.schema import TELEMETRY_SCHEMA
@@ -153,20 +152,22 @@ def submit(queue, n, job_id="mlp-00000001", priority=0, parallel=None, **setting
     queue.submit(job, ((index, config) for index in range(n)), now=0.0)
 
 
+def run_with(folder, queue, executor, stop=None, **options):
+    """Work the queue off with this executor and by its clock; return whether all is done."""
+    clock = executor.clock
+    dispatcher = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock, **options)
+    return dispatcher.run(stop or Stop())
+
+
 def work(folder, queue, outcomes=None, stop=None):
-    clock = Clock()
-    executor = ScriptedExecutor(clock, outcomes)
-    done = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(stop or Stop())
+    executor = ScriptedExecutor(Clock(), outcomes)
+    done = run_with(folder, queue, executor, stop)
     assert executor.closed
     return executor, done
 
 
 def runs(folder):
-    connection = connect(folder)
-    try:
-        return connection.execute("SELECT task_index, attempt, status FROM runs ORDER BY ALL").fetchall()
-    finally:
-        connection.close()
+    return ask(folder, "SELECT task_index, attempt, status FROM runs ORDER BY ALL")
 
 
 def test_every_task_lands_once(folder, queue):
@@ -184,16 +185,23 @@ def test_a_lost_worker_costs_an_attempt_and_the_last_task_waits_for_its_turn(fol
     assert executor.handed_out[-1] == ("mlp-00000001", 1, 2)
 
 
-def test_a_trial_that_is_killed_every_time_ends_as_crashed_and_does_not_block_the_job(folder, queue):
-    submit(queue, 3)
-    work(folder, queue, {0: ["killed"] * 9})
-    assert runs(folder) == [(0, 3, "crashed"), (1, 1, "ok"), (2, 1, "ok")]
+ENDINGS = {
+    "a trial that is killed every time does not block the job": (
+        3,
+        ["killed"] * 9,
+        [(0, 3, "crashed"), (1, 1, "ok"), (2, 1, "ok")],
+    ),
+    "a worker that is lost every time": (1, ["lost"] * 9, [(0, 3, "crashed")]),
+    "a run that the warehouse refuses": (2, ["no such status"], [(0, 1, "crashed"), (1, 1, "ok")]),
+    "out of memory is a result and is not tried again": (1, ["oom"], [(0, 1, "oom")]),
+}
 
 
-def test_a_worker_that_is_lost_every_time_ends_the_task_as_crashed(folder, queue):
-    submit(queue, 1)
-    work(folder, queue, {0: ["lost"] * 9})
-    assert runs(folder) == [(0, 3, "crashed")]
+@pytest.mark.parametrize(("n", "outcomes", "landed"), ENDINGS.values(), ids=ENDINGS)
+def test_a_task_ends_as_its_attempts_did(folder, queue, n, outcomes, landed):
+    submit(queue, n)
+    work(folder, queue, {0: outcomes})
+    assert runs(folder) == landed
 
 
 def test_a_worker_that_hangs_past_the_deadline_is_restarted_and_its_task_repeated(folder, queue):
@@ -201,18 +209,6 @@ def test_a_worker_that_hangs_past_the_deadline_is_restarted_and_its_task_repeate
     executor, _ = work(folder, queue, {0: ["hangs"]})
     assert executor.restarted == ["w"]
     assert runs(folder) == [(0, 2, "ok")]
-
-
-def test_a_run_that_the_warehouse_refuses_ends_as_crashed_and_does_not_block_the_job(folder, queue):
-    submit(queue, 2)
-    work(folder, queue, {0: ["no such status"]})
-    assert runs(folder) == [(0, 1, "crashed"), (1, 1, "ok")]
-
-
-def test_an_oom_is_a_result_and_is_not_tried_again(folder, queue):
-    submit(queue, 1)
-    work(folder, queue, {0: ["oom"]})
-    assert runs(folder) == [(0, 1, "oom")]
 
 
 @pytest.mark.parametrize(("gpus", "status"), [(None, "ok"), (2, "ok"), (1, "invalid")])
@@ -223,8 +219,7 @@ def test_a_trial_that_needs_more_gpus_than_a_node_has_lands_with_one_line_that_s
     submit(queue, 1, parallel="ddp=2")
     submit(queue, 1, job_id="mlp-00000002")
     work(folder, queue)
-    with contextlib.closing(connect(folder)) as connection:
-        (row,) = connection.execute("SELECT status, error, parallel FROM runs WHERE job_id = 'mlp-00000001'").fetchall()
+    (row,) = ask(folder, "SELECT status, error, parallel FROM runs WHERE job_id = 'mlp-00000001'")
     line = "parallel=ddp=2 needs 2 GPUs of one node, and the largest node has 1"
     assert row == (status, line if gpus == 1 else None, row[2])
     assert queue.counts().by_status.get("ok", 0) == (1 if gpus == 1 else 2)
@@ -245,15 +240,8 @@ def test_a_trial_that_waits_for_gpus_is_not_stuck(folder, queue):
     submit(queue, 1, parallel="ddp=2")
     clock = Clock()
     executor = Waits(clock)
-    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock).run(Stop())
+    run_with(folder, queue, executor)
     assert executor.restarted == [] and runs(folder) == [(0, 1, "ok")]
-
-
-def test_jobs_of_higher_priority_come_first(folder, queue):
-    submit(queue, 2, "mlp-00000001")
-    submit(queue, 2, "mlp-00000002", priority=5)
-    executor, _ = work(folder, queue)
-    assert [job for job, _, _ in executor.handed_out] == ["mlp-00000002"] * 2 + ["mlp-00000001"] * 2
 
 
 def test_a_worker_is_told_what_comes_next_so_that_it_can_make_it_ready(folder, queue):
@@ -273,7 +261,7 @@ def test_a_trial_that_outlasts_its_lease_inside_of_an_inline_executor_is_not_run
             return super().wait(timeout_s)
 
     executor = Slow(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
+    assert run_with(folder, queue, executor)
     assert [(index, attempt) for _, index, attempt in executor.handed_out] == [(0, 1), (1, 1), (2, 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
 
@@ -294,9 +282,7 @@ def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(f
             return super().wait(timeout_s)
 
     executor = StopsAfterOne(Clock())
-    assert not Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-        stop
-    )
+    assert not run_with(folder, queue, executor, stop)
     assert [index for _, index, _ in executor.handed_out] == [0] and executor.announced == [1]
     executor, _ = work(folder, queue)
     assert executor.handed_out == [("mlp-00000001", 1, 1), ("mlp-00000001", 2, 1)]
@@ -335,7 +321,7 @@ def test_the_last_tasks_do_not_wait_for_a_busy_worker_they_were_announced_to(fol
             return dict(self.tasks)
 
     executor = TwoWorkers(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
+    assert run_with(folder, queue, executor)
     assert executor.handed_out == [("a", 0), ("b", 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok")]
 

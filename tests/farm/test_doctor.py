@@ -228,18 +228,6 @@ def test_packages_are_the_declared_ones(capsys, tmp_path, no_gpu):
     assert doctor_report["ray"]["importable"] is True
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["format=xml"], "unknown format 'xml'; known: json, table"),
-        (["telemetry.dcgm_url=localhost"], "telemetry.dcgm_url must be like"),
-    ],
-)
-def test_broken_setting_is_one_line_and_exit_code_2(capsys, overrides, message):
-    assert run("doctor", doctor.entry, overrides) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_command_runs_and_imports_neither_torch_nor_ray(tmp_path):
     made(tmp_path)
     code = (

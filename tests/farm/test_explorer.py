@@ -18,14 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_serving import served
 
-import warehouse
 from conf.errors import UsageError
 from farm.serving.explorer_pages import READERS, ExplorerPages
 from farm.serving.problems import Scrubber
 from farm.serving.settings import LimitSettings
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.parsed_page import ParsedPage
-from tests.warehouse.warehouse_rows import collocations, kernels, run_row, samples
+from tests.warehouse.warehouse_rows import ask, collocations, kernels, run_row, samples
 from warehouse.explorer.filters import NULL, Filters
 from warehouse.explorer.limited_query import PAGE, QueryLimits, run_limited
 from warehouse.explorer.listings import LISTINGS, RUNS
@@ -64,11 +63,6 @@ def service(place):
         yield service
 
 
-def rows_of(place, sql: str) -> list[tuple]:
-    with warehouse.connect(place) as connection:
-        return connection.execute(sql).fetchall()
-
-
 def page(service, path: str, status: int = 200) -> ParsedPage:
     code, headers, content = service.send("GET", path)
     assert code == status, content
@@ -87,32 +81,23 @@ def links(parsed: ParsedPage) -> list[str]:
 
 def test_the_first_page_counts_what_there_is(service, place):
     parsed = page(service, "/")
-    ((runs,),) = rows_of(place, "SELECT count(*) FROM runs")
+    ((runs,),) = ask(place, "SELECT count(*) FROM runs")
     assert f"{runs:,} runs" in parsed.text and "measured" in parsed.text
-    ((missing,),) = rows_of(place, "SELECT 100 * (1 - count(smact) / count(*)) FROM runs")
+    ((missing,),) = ask(place, "SELECT 100 * (1 - count(smact) / count(*)) FROM runs")
     assert f"smact {missing:.1f} %" in parsed.text
-    ((ratios,),) = rows_of(place, "SELECT count(smact) FROM runs")
+    ((ratios,),) = ask(place, "SELECT count(smact) FROM runs")
     labels = [value for tag, name, value in parsed.elements if tag == "svg" and name == "aria-label"]
     assert f"smact of {ratios} runs, from 0 to 1" in labels and "peak memory [GiB]: rows by cell" in labels
 
 
 def test_a_facet_filters_the_rows_and_keeps_its_other_values(service, place):
-    families = dict(rows_of(place, "SELECT family, count(*) FROM runs GROUP BY 1"))
+    families = dict(ask(place, "SELECT family, count(*) FROM runs GROUP BY 1"))
     family = max(families, key=families.get)
     parsed = page(service, f"/runs?family={family}")
     assert f"{families[family]:,} runs" in parsed.text
     for other, count in families.items():
         assert f"{other} {count:,}" in parsed.text
     assert ("a", "aria-current", "true") in parsed.elements
-
-
-@pytest.mark.wide
-def test_every_link_of_the_list_leads_to_a_page(service):
-    start = page(service, "/runs?status=ok")
-    seen = [link for link in links(start) if link.startswith("/")]
-    assert len(seen) > 20
-    for link in seen:
-        assert service.send("GET", link)[0] == 200, link
 
 
 def test_the_pages_of_a_list_hold_each_run_once_in_order(service, place):
@@ -126,7 +111,7 @@ def test_the_pages_of_a_list_hold_each_run_once_in_order(service, place):
         path = next((link for link in following if f"page={len(shown) // 50 + 1}" in (link or "")), None)
     known = [
         f"/runs/{run_id}"
-        for (run_id,) in rows_of(place, "SELECT run_id FROM runs ORDER BY batch_size DESC NULLS LAST, run_id")
+        for (run_id,) in ask(place, "SELECT run_id FROM runs ORDER BY batch_size DESC NULLS LAST, run_id")
     ]
     assert shown == known
 
@@ -134,7 +119,7 @@ def test_the_pages_of_a_list_hold_each_run_once_in_order(service, place):
 def test_the_sql_that_a_page_shows_gives_its_rows(service, place):
     _, _, content = service.send("GET", "/runs.csv?family=mlp&order=parameters")
     sql = Filters.of([("family", "mlp"), ("order", "parameters")]).rows_sql()
-    ids = [run_id for run_id, *_ in rows_of(place, sql)]
+    ids = [run_id for run_id, *_ in ask(place, sql)]
     lines = content.decode().splitlines()[1:]
     assert [line.split(",")[0].strip('"') for line in lines] == ids
     status, _, content = service.send("GET", f"/sql.parquet?{urlencode({'sql': sql})}")
@@ -143,10 +128,10 @@ def test_the_sql_that_a_page_shows_gives_its_rows(service, place):
 
 
 def test_a_run_shows_its_labels_its_telemetry_and_its_estimate(service, place):
-    ((run_id, mib),) = rows_of(place, "SELECT run_id, peak_memory_mib FROM runs WHERE family = 'mlp' LIMIT 1")
+    ((run_id, mib),) = ask(place, "SELECT run_id, peak_memory_mib FROM runs WHERE family = 'mlp' LIMIT 1")
     parsed = page(service, f"/runs/{run_id}")
     assert run_id in parsed.text and f"{mib:,.1f}" in parsed.text and "Estimate beside the run" in parsed.text
-    ((odd,),) = rows_of(place, "SELECT run_id FROM runs WHERE family = 'odd'")
+    ((odd,),) = ask(place, "SELECT run_id FROM runs WHERE family = 'odd'")
     parsed = page(service, f"/runs/{odd}")
     labels = [value for tag, name, value in parsed.elements if tag == "svg" and name == "aria-label"]
     assert any("memory_used_mib over time, up to 8" in label for label in labels) and HOSTILE in parsed.text
@@ -174,7 +159,7 @@ def test_every_kind_of_link_leads_to_a_page(service, of_a_kind):
 def test_each_list_counts_its_rows_by_facet(service, place, name, rows):
     parsed = page(service, f"/{name}")
     assert f"{rows} {LISTINGS[name].rows_are}" in parsed.text
-    ((source, count),) = rows_of(
+    ((source, count),) = ask(
         place, f"SELECT source, count(*) FROM {LISTINGS[name].relation} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
     )
     assert f"{source} {count}" in parsed.text
@@ -197,10 +182,10 @@ def test_a_device_shows_how_far_its_estimates_are_off(service, place):
     from featurize.configs.row_config import config_of_row
     from learn.estimation.estimating import estimate_many
 
-    ((name,),) = rows_of(place, "SELECT device_name FROM runs WHERE source = 'measured' AND status = 'ok' LIMIT 1")
+    ((name,),) = ask(place, "SELECT device_name FROM runs WHERE source = 'measured' AND status = 'ok' LIMIT 1")
     assert f"/devices/{quote(name)}" in links(page(service, "/devices"))
     parsed = page(service, f"/devices/{quote(name)}")
-    runs = rows_of(
+    runs = ask(
         place,
         "SELECT config, peak_memory_mib FROM runs WHERE status = 'ok' AND peak_memory_mib > 0 "
         f"AND device_name = '{name}' AND source = 'measured'",
@@ -393,18 +378,6 @@ def test_a_state_is_the_same_after_its_url(chosen):
 
 def test_null_is_a_value_like_others(place):
     sql = f"SELECT count(*) FROM runs{Filters.of([('optimizer', NULL)]).where()}"
-    assert rows_of(place, sql) == rows_of(place, "SELECT count(*) FROM runs WHERE optimizer IS NULL")
+    assert ask(place, sql) == ask(place, "SELECT count(*) FROM runs WHERE optimizer IS NULL")
     with pytest.raises(UsageError, match="at most"):
         Filters.of([("family", "x" * 300)])
-
-
-def test_without_the_explorer_there_is_the_api_alone(place, tmp_path):
-    data = DataFolder(tmp_path / "data").create()
-    with served(data.root, "explorer=false", "processes=1") as service:
-        assert service.send("GET", "/")[0] == 404 and service.send("GET", "/runs")[0] == 404
-
-
-def test_an_empty_warehouse_says_how_to_fill_it(tmp_path):
-    data = DataFolder(tmp_path / "data").create()
-    with served(data.root, "processes=1") as service:
-        assert "no runs yet" in page(service, "/").text and "0 runs" in page(service, "/runs").text

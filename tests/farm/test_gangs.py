@@ -1,7 +1,6 @@
 """Trials that need several GPUs of a node: who makes room for them, in which order, and what one-GPU trials do."""
 
 import os
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -92,16 +91,16 @@ class FakeGpus:
         )
 
 
-def fake_actor(dies_once=None):
-    """An actor that says which GPUs Ray gave it, instead of a run; its first process dies until a file exists."""
+def fake_actor(died):
+    """An actor that says which GPUs Ray gave it, instead of a run; its first process dies, and the file says so."""
 
     class FakeWorker:
         def __init__(self, *arguments):
             self.gpus = arguments[4] if len(arguments) > 4 else 1
 
         def ready(self):
-            if dies_once is not None and not dies_once.exists():
-                dies_once.touch()
+            if not died.exists():
+                died.touch()
                 os._exit(1)
             assert self.gpus == 1, "one of the GPUs is gone"
 
@@ -118,23 +117,30 @@ def fake_actor(dies_once=None):
     return FakeWorker
 
 
-@contextmanager
-def started_executor(monkeypatch, **actor):
-    monkeypatch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
-    monkeypatch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(**actor))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    executor = make_executor(CUDA, ClusterSettings(kind="ray"))
-    executor.start()
-    try:
+@pytest.fixture(scope="module")
+def died(tmp_path_factory):
+    return tmp_path_factory.mktemp("workers") / "died"
+
+
+@pytest.fixture(scope="module")
+def executor(died):
+    """One Ray for several tests, which starts for seconds; the first ones need its GPUs as they are at the start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
+        patch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(died))
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        executor = make_executor(CUDA, ClusterSettings(kind="ray"))
+        executor.start()
         yield executor
-    finally:
         executor.close()
 
 
-@pytest.fixture
-def executor(monkeypatch):
-    with started_executor(monkeypatch) as executor:
-        yield executor
+def await_idle(executor, count):
+    for _ in range(600):
+        if len(executor.idle()) >= count:
+            return
+        assert executor.wait(0.2) == []
+    raise AssertionError("the workers never came")
 
 
 def await_runs(executor, queue, count):
@@ -156,6 +162,20 @@ def await_runs(executor, queue, count):
     return done, workers
 
 
+def test_a_worker_whose_process_dies_while_it_starts_is_asked_again(executor, died):
+    await_idle(executor, 3)
+    assert died.exists()
+
+
+def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor):
+    await_idle(executor, 3)
+    tasks = [task(index, "ddp=2") for index in range(3)]
+    for worker in executor.idle():
+        executor.submit(worker, tasks.pop(0))
+    _, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
+    assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
+
+
 def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(executor):
     layouts = [None, "ddp=2", "ddp=3", None, "ddp=2", None]
     assert executor.most_gpus() == 3
@@ -165,23 +185,8 @@ def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(executor):
         assert (len(set(gpus)), grouped) == ({None: 1, "ddp=2": 2, "ddp=3": 3}[layout], layout is not None)
 
 
-def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor):
-    for _ in range(600):
-        if len(executor.idle()) == 3:
-            break
-        executor.wait(0.2)
-    tasks = [task(index, "ddp=2") for index in range(3)]
-    for worker in executor.idle():
-        executor.submit(worker, tasks.pop(0))
-    _, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
-    assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
-
-
 def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
-    for _ in range(600):
-        if executor.idle():
-            break
-        executor.wait(0.2)
+    await_idle(executor, 1)
     executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
     lost = []
     for _ in range(600):
@@ -190,8 +195,3 @@ def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
             break
     assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
     await_runs(executor, [task(index) for index in range(3)], 3)
-
-
-def test_a_worker_whose_process_dies_while_it_starts_is_asked_again(monkeypatch, tmp_path):
-    with started_executor(monkeypatch, dies_once=tmp_path / "died") as executor:
-        await_runs(executor, [task(0, "ddp=3")], 1)

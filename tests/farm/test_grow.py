@@ -15,7 +15,6 @@ import threading
 import psutil
 import pytest
 
-import warehouse
 from conf.cli.command_line import run
 from conf.errors import UsageError
 from farm.dispatch import dispatcher as dispatch
@@ -24,6 +23,7 @@ from farm.grow import entry
 from farm.nights.cycle import NightStop, notify
 from farm.nights.journal import STEPS, Journal
 from farm.queue.jobs import Queue
+from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import snapshot_names
 from warehouse.files.writer import RunWriter
@@ -44,8 +44,7 @@ def grow(root, *arguments):
 
 
 def runs(root, columns="config_hash, status"):
-    with contextlib.closing(warehouse.connect(root)) as connection:
-        return connection.execute(f"SELECT {columns} FROM runs ORDER BY ALL").fetchall()
+    return ask(root, f"SELECT {columns} FROM runs ORDER BY ALL")
 
 
 def cycles(root):

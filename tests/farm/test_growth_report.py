@@ -89,14 +89,6 @@ def test_the_newest_report_is_also_the_latest_and_writing_again_gives_the_same(n
     assert {path.name: path.read_bytes() for path in reports.iterdir()} == before
 
 
-def test_the_page_asks_nobody_for_anything(nights):
-    nights.night([nights.run_row()], learned())
-    _, page = written(nights, plan=next_plan())
-    assert not {"script", "img", "link", "iframe", "form"} & set(page.tags)
-    assert not [value for key, value in page.attributes if key in ("src", "srcset") or key.startswith("on")]
-    assert all(value.startswith("#") for key, value in page.attributes if key == "href")
-
-
 def test_other_peoples_text_is_shown_and_not_obeyed(nights):
     evil = "<script>alert('x')</script>\"'&amp;"
     traceback = (

@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pyarrow as pa
 import pytest
-from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
+from test_dispatch import Clock, ScriptedExecutor, result_of, run_with, submit
 
-from farm.dispatch.dispatcher import Dispatcher, accepted
+from farm.dispatch.dispatcher import accepted
 from farm.dispatch.executors import Completion
 from farm.queue.jobs import ERROR_CHARACTERS
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.tables.schema import TELEMETRY_SCHEMA
 from workers.task import RunResult
 
@@ -110,12 +110,8 @@ class Hostile(ScriptedExecutor):
 def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue, answer, status, attempts):
     submit(queue, 3)
     executor = Hostile(Clock(), answer)
-    dispatcher = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock)
-    assert dispatcher.run(Stop())
-    with connect(folder) as connection:
-        rows = connection.execute(
-            "SELECT task_index, status, attempt, length(error), length(device_name) FROM runs ORDER BY 1"
-        ).fetchall()
+    assert run_with(folder, queue, executor)
+    rows = ask(folder, "SELECT task_index, status, attempt, length(error), length(device_name) FROM runs ORDER BY 1")
     assert rows[0][:3] == (0, status, attempts)
     assert [row[:2] for row in rows[1:]] == [(1, "ok"), (2, "ok")]
     assert (rows[0][3] or 0) < 50_000 and (rows[0][4] or 0) < 5_000
@@ -144,7 +140,7 @@ def test_a_lost_workers_words_are_made_storable(folder, queue):
             ]
 
     executor = Lost(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
+    assert run_with(folder, queue, executor)
     assert queue.counts().by_status == {"crashed": 1}
     assert "\\ud800" in queue.errors("mlp-00000001")[0].error
 
@@ -159,5 +155,5 @@ def test_an_answer_that_nobody_asked_for_is_dropped(folder, queue):
             return [again for done in super().wait(timeout_s) for again in (done, done)]
 
     executor = Twice(Clock())
-    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(Stop())
+    assert run_with(folder, queue, executor)
     assert queue.counts().by_status == {"ok": 2}

@@ -19,6 +19,8 @@ from test_serving import MLP, Served
 from test_serving import folder as folder
 from test_serving import service as service
 
+from conf.cli import command_line as cli
+from farm import kueue
 from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
 from farm.serving.kubernetes import device_of
 from learn import estimate
@@ -294,23 +296,24 @@ class RecordedApi:
         self.server.server_close()
 
 
-def decided(service, *workloads: dict, version: str = "v1beta1") -> dict[str, dict]:
-    api = RecordedApi(list(workloads), version)
-    command = [sys.executable, "-m", "farm.kueue", f"server={service.url}", f"api={api.url}", "once=true"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    finally:
-        api.close()
-    return api.patches
+@pytest.fixture
+def decided(service, handlers):
+    def decided(*workloads: dict, version: str = "v1beta1") -> dict[str, dict]:
+        api = RecordedApi(list(workloads), version)
+        try:
+            assert cli.run("kueue", kueue.entry, [f"server={service.url}", f"api={api.url}", "once=true"]) == 0
+        finally:
+            api.close()
+        return api.patches
+
+    return decided
 
 
-def test_workloads_are_admitted_where_their_job_fits(service):
+def test_workloads_are_admitted_where_their_job_fits(service, decided):
     large = json.dumps({"config": {**MLP, "input_size": 40_000, "classes": 40_000, "batch_size": 4096}})
     with service.client() as client:
         client.estimate(**json.loads(large))
     patches = decided(
-        service,
         workload("small", {"gpufarm.io/job": JOB}),
         workload("large", {"gpufarm.io/job": large}),
         workload("silent", {}),
@@ -330,8 +333,8 @@ def test_workloads_are_admitted_where_their_job_fits(service):
     assert (active["type"], active["status"], active["observedGeneration"]) == ("Active", "True", 2)
 
 
-def test_kueue_is_asked_in_the_version_that_the_server_prefers(service):
-    assert decided(service, workload("small", {"gpufarm.io/job": JOB}), version="v1beta2").keys() == {"small", "memory"}
+def test_kueue_is_asked_in_the_version_that_the_server_prefers(decided):
+    assert decided(workload("small", {"gpufarm.io/job": JOB}), version="v1beta2").keys() == {"small", "memory"}
 
 
 def test_a_server_without_kueue_is_one_line(service):
@@ -342,13 +345,13 @@ def test_a_server_without_kueue_is_one_line(service):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is Kueue installed?" in done.stderr
 
 
-def test_a_workload_waits_until_its_trace_is_done(service):
+def test_a_workload_waits_until_its_trace_is_done(service, decided):
     job = {"model": "torchvision.models:resnet34", "inputs": [4, 3, 64, 64]}
     waiting = workload("traced", {"gpufarm.io/job": json.dumps(job)})
-    assert "traced" not in decided(service, waiting)
+    assert "traced" not in decided(waiting)
     with service.client() as client:
         client.estimate(**job)
-    assert decided(service, waiting)["traced"]["status"]["admissionChecks"][0]["state"] == "Ready"
+    assert decided(waiting)["traced"]["status"]["admissionChecks"][0]["state"] == "Ready"
 
 
 WRONG_SHAPES = (None, [], {}, 5, "text", [None], [5], {"x": None}, True)

@@ -15,7 +15,7 @@ from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import MIXED_FAMILY, Job
 from featurize.families import get_family
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.compact import CompactionSettings, compact
 from warehouse.files.presence import compare, landed_tasks
 
@@ -24,8 +24,7 @@ JOB = "mlp-00000001"
 
 
 def rows(folder):
-    with contextlib.closing(connect(folder)) as connection:
-        return connection.execute("SELECT count(*), count(DISTINCT run_id) FROM runs").fetchone()
+    return ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM runs")[0]
 
 
 def merge(folder):
@@ -196,8 +195,7 @@ def test_rows_that_nobody_can_read_land_once_and_a_lost_queue_knows_them(folder,
     submit_odd(queue)
     work(folder, queue)
     assert queue.counts().by_status == {"invalid": 5}
-    with connect(folder) as connection:
-        families = connection.execute("SELECT family FROM runs ORDER BY task_index").fetchall()
+    families = ask(folder, "SELECT family FROM runs ORDER BY task_index")
     assert [family for (family,) in families] == ["mixed", "mixed", "mixed", "mlp", "mixed"]
     with lose(folder, queue) as fresh:
         submit_odd(fresh)

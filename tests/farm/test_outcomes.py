@@ -1,6 +1,5 @@
 """A job of which every trial fails ends its command with 1 and the commonest reason; out of memory is no failure."""
 
-import contextlib
 import dataclasses
 
 import pytest
@@ -14,7 +13,7 @@ from farm.dispatch.monitoring import Events, Service
 from farm.dispatch.working import work
 from farm.queue.jobs import Queue
 from farm.queue.outcomes import JobOutcomes, reason_of
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.tables.run import Run
 from workers.task import RunResult
 
@@ -191,7 +190,6 @@ def test_submitting_a_model_that_always_fails_exits_with_1_and_says_why(tmp_path
     (line,) = [line for line in printed.err.splitlines() if line.startswith("error: ")]
     assert "all 2 trials that ran failed (invalid 2)" in line and "no luck at all" in line
     assert "2 of 2 runs are in" in printed.out
-    with contextlib.closing(connect(tmp_path / "data")) as connection:
-        assert connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL").fetchall() == [("invalid", 2)]
+    assert ask(tmp_path / "data", "SELECT status, count(*) FROM runs GROUP BY ALL") == [("invalid", 2)]
     with Queue.open(tmp_path / "data" / "queue.sqlite") as queue:
         assert queue.counts().by_status == {"invalid": 2}

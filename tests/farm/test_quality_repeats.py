@@ -1,19 +1,18 @@
 """Runs whose labels cannot be trusted are kept, marked and run again, within bounds: real queue, writer, dispatcher."""
 
-import contextlib
 import dataclasses
 from random import Random
 
 import pyarrow as pa
 import pytest
-from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, submit
+from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, run_with, submit
 
 from conf.errors import UsageError
 from farm.dispatch.dispatcher import Dispatcher
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.compact import CompactionSettings, compact
 from warehouse.files.writer import RunWriter
 from workers.settings import TrialSettings, WindowSettings
@@ -52,11 +51,6 @@ def work(folder, queue, outcomes=None):
     executor, dispatching = dispatcher(folder, queue, outcomes)
     assert dispatching.run(Stop())
     return executor
-
-
-def ask(folder, sql):
-    with contextlib.closing(connect(folder)) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def runs(folder):
@@ -183,9 +177,7 @@ def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, q
             patch.setattr(Queue, "release", lambda *_: 0)
             try:
                 executor._task = None
-                done = Dispatcher(
-                    folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
-                ).run(Stop())
+                done = run_with(folder, queue, executor)
             except KeyboardInterrupt:
                 pass
         reconcile(folder, queue)

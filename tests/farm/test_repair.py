@@ -1,6 +1,5 @@
 """`farm.doctor repair=true`: damaged files go aside with the reason, lost runs run again, nothing is deleted."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +13,7 @@ from conf.errors import EnvironmentProblem
 from farm import doctor
 from farm.queue.lock import DispatcherBusy, DispatcherLock
 from farm.queue.repair import repair
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask, flip
 from warehouse.compact import CompactionSettings, compact
 from warehouse.files.checksum import write_sealed
 from warehouse.files.compaction import compaction_lock
@@ -58,11 +57,11 @@ def merge(folder, hours=(0, 2)):
 
 def counts(folder):
     """(runs, distinct runs, samples, distinct samples)."""
-    with contextlib.closing(connect(folder)) as connection:
-        return connection.execute(
-            "SELECT (SELECT (count(*), count(DISTINCT run_id)) FROM runs), "
-            "(SELECT (count(*), count(DISTINCT (run_id, t_ms))) FROM telemetry)"
-        ).fetchone()
+    return ask(
+        folder,
+        "SELECT (SELECT (count(*), count(DISTINCT run_id)) FROM runs), "
+        "(SELECT (count(*), count(DISTINCT (run_id, t_ms))) FROM telemetry)",
+    )[0]
 
 
 def again(folder, queue):
@@ -71,12 +70,6 @@ def again(folder, queue):
     indexes = [index for _, index, attempt in executor.handed_out if attempt == 1]
     with_samples(folder, indexes)
     return indexes
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 1
-    path.write_bytes(content)
 
 
 def one(folder, kind, pattern="merged-*.parquet"):

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, submit
+from test_dispatch import Clock, ScriptedExecutor, run_with, submit
 
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
 from farm.dispatch.cluster_settings import ClusterSettings
-from farm.dispatch.dispatcher import Dispatcher, StopRequest, lost_run
+from farm.dispatch.dispatcher import StopRequest, lost_run
 from farm.dispatch.metrics_server import MetricsServer
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSettings, Pulse, Service
 from farm.dispatch.ray_cluster import NodeWatch
@@ -53,9 +53,7 @@ def a_run(**changes):
 
 def dispatch(folder, queue, service, outcomes=None):
     executor = ScriptedExecutor(Clock(), outcomes)
-    return Dispatcher(
-        folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock, service=service
-    ).run(Stop())
+    return run_with(folder, queue, executor, service=service)
 
 
 def ask(url):
@@ -109,15 +107,6 @@ def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):
         ("landed", 2, "crashed"),
     ]
     assert sum(event == "handed_out" for event, _, _ in event_keys) == 6
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [("log.format=xml", "human, json"), ("log.max_mib=0", "log.max_mib"), ("log.keep=0", "log.keep")],
-)
-def test_a_mistaken_log_key_is_named(argument, message):
-    with pytest.raises(UsageError, match=message):
-        load_settings(WorkSettings, "work", [argument])
 
 
 def test_a_log_that_cannot_be_written_is_a_users_mistake(tmp_path):
@@ -263,9 +252,7 @@ def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
 
     executor, announced = LikeRay(Clock()), []
     with StopRequest(lambda: announced.append("stop")).installed() as stop:
-        assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
-            stop
-        )
+        assert run_with(folder, queue, executor, stop)
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested and announced == ["stop"]
 

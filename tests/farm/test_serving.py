@@ -20,16 +20,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem
+from farm import serve
 from farm.serving.bodies import EstimateRequest
 from farm.serving.problems import Problem
 from farm.serving.questions import Policy, estimate_question
-from farm.serving.trace_pool import TraceLimits, _reply
+from farm.serving.trace_pool import TraceLimits, TracePool, _reply
+from farm.serving.trace_store import QuestionLimits, TraceStore
 from learn import Estimate, JobProfile, estimate, estimate_many
 from learn.client import Client, Refused
-from learn.estimation.model_names import load_factory
-from learn.sharing.admitting import admit
-from learn.sharing.gpu_state import GpuState
+from learn.commands import estimate as estimate_command
+from learn.job.training_job import load_factory
+from learn.sharing.admitting import GpuState, admit
 from tests.conf.test_children import DAEMON, WAIT
 from warehouse.files.folder import DataFolder
 
@@ -158,11 +161,6 @@ def test_a_traced_job_is_polled_and_equals_the_librarys_and_is_remembered(servic
     assert done.breakdown == pytest.approx(own.breakdown)
     status, _, again = service.post("/v1/estimate", body)
     assert status == 200 and again["id"] == pending["id"] and again["method"] == "full"
-
-
-def test_a_client_may_wait_for_a_trace_within_the_request(service):
-    status, _, answer = service.post("/v1/estimate", {"config": MLP, "method": "full"}, prefer="wait=60")
-    assert status == 200 and answer["method"] == "full" and answer["estimate"]["breakdown"]
 
 
 def test_a_hugging_face_configuration_names_a_model_of_transformers(service):
@@ -350,6 +348,10 @@ def test_a_body_in_pieces_ends_at_the_limit(service):
         assert connection.getresponse().status == 413
 
 
+def test_an_empty_warehouse_says_how_to_fill_it(service):
+    assert b"no runs yet" in service.send("GET", "/")[2] and b"0 runs" in service.send("GET", "/runs")[2]
+
+
 def test_no_answer_names_the_servers_folders(service):
     places = {
         str(service.data),
@@ -424,6 +426,7 @@ def test_other_machines_need_a_token(folder, tmp_path):
         assert problem_of(service.send("GET", "/v1/devices"))[0] == 401
         assert problem_of(service.send("GET", "/v1/devices", headers={"authorization": "Bearer x"}))[0] == 401
         assert service.send("GET", "/healthz")[0] == 200
+        assert service.send("GET", "/metrics")[0] == 200, "the operator said so"
         with service.client(token="0123456789abcdef-token") as client:
             assert client.devices()
         with service.client(token="wrong") as client, pytest.raises(Refused, match="Authorization"):
@@ -432,7 +435,7 @@ def test_other_machines_need_a_token(folder, tmp_path):
 
 @contextlib.contextmanager
 def served_with_token(folder, tokens):
-    service = Served(folder, f"token_file={tokens}", "processes=1")
+    service = Served(folder, f"token_file={tokens}", "processes=1", "open_metrics=true")
     try:
         with service.client(token="0123456789abcdef-token", timeout_s=60) as client:
             wait_until_ready(client)
@@ -444,7 +447,8 @@ def served_with_token(folder, tokens):
 def test_beyond_the_limits_a_client_is_told_to_come_back_and_who_waits_for_a_trace_is_not_in_the_way(folder):
     deep, other = ({"config": {**MLP, "depth": depth}} for depth in (5000, 5001))
     limits = ("limits.queued=1", "limits.batch=2", "limits.concurrent=1")
-    with served(folder, *limits, "processes=1") as service:
+    with served(folder, *limits, "processes=1", "explorer=false") as service:
+        assert service.send("GET", "/")[0] == service.send("GET", "/runs")[0] == 404, "the API alone"
         waits = http.client.HTTPConnection("127.0.0.1", service.port)
         with contextlib.closing(waits):
             waits.request("POST", "/v1/estimate", json.dumps(deep), {"content-type": JSON, "prefer": "wait=60"})
@@ -458,15 +462,19 @@ def test_beyond_the_limits_a_client_is_told_to_come_back_and_who_waits_for_a_tra
         assert problem_of(service.post("/v1/estimate:batch", {"jobs": [{"config": MLP}] * 3}))[0] == 422
 
 
-LATE, LARGE = "longer than the limit of 0.05 s", "more memory than the limit of 0.05 GiB"
-
-
-@pytest.mark.parametrize(("limit", "reason"), [("trace_s=0.05", LATE), ("trace_gib=0.05", LARGE)])
-def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, limit, reason):
-    body = {"model": "torchvision.models:regnet_y_128gf", "inputs": [len(limit), 3, 224, 224]}
-    with served(folder, f"limits.{limit}", "processes=1") as service, service.client() as client:  # noqa: SIM117
-        with pytest.raises(Refused, match=re.escape(reason)):
-            client.estimate(**body)
+@pytest.mark.parametrize(
+    ("seconds", "gib", "reason"),
+    [(0.05, 8, "longer than the limit of 0.05 s"), (60, 0.05, "more memory than the limit of 0.05 GiB")],
+)
+def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, tmp_path, seconds, gib, reason):
+    body = EstimateRequest(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
+    store = TraceStore(tmp_path / "questions.sqlite")
+    store.ask("k", estimate_question(body, Policy()).text, "someone", QuestionLimits(9, 2**20, 60.0))
+    limits = TraceLimits(str(folder), (), seconds, int(gib * 2**30))
+    with contextlib.closing(store), TracePool(store, limits, 1):
+        while not (asked := store.get("k")).is_over:
+            time.sleep(0.02)
+        assert asked.problem == f"the trace took {reason}"
 
 
 @pytest.mark.slow
@@ -547,9 +555,9 @@ def kill_trace(service) -> bool:
     return False
 
 
-def test_a_killed_service_goes_on_with_what_was_asked(folder):
-    body = {"model": "torchvision.models:densenet201", "inputs": [8, 3, 224, 224]}
-    with served(folder) as first:
+def test_a_killed_service_goes_on_with_what_was_asked_and_sigterm_ends_all_processes(folder):
+    body = {"config": {**MLP, "depth": 300}, "method": "full"}
+    with served(folder, "processes=1") as first:
         _, _, pending = first.post("/v1/estimate", body)
         answering = first.answering()
         first.stop(signal.SIGKILL)
@@ -557,59 +565,39 @@ def test_a_killed_service_goes_on_with_what_was_asked(folder):
     assert not [one for one in answering if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     with served(folder) as second, second.client() as client:
         assert client.ask("GET", pending["url"])["estimate"]["parameters"] > 0
-
-
-def test_sigterm_ends_all_processes_and_the_exit_code_is_0(folder):
-    with served(folder) as service:
-        everything = psutil.Process(service.process.pid).children(recursive=True)
-        assert service.stop() == 0 and not service.errors
-    _, alive = psutil.wait_procs(everything, timeout=30)
-    assert not alive
+        everything = psutil.Process(second.process.pid).children(recursive=True)
+        assert second.stop() == 0 and not second.errors
+    assert not psutil.wait_procs(everything, timeout=30)[1]
 
 
 # ---- the command and the client
 
 
-def test_a_second_service_of_a_data_folder_is_refused_in_one_line(service):
-    command = [sys.executable, "-m", "farm.serve", "port=0", f"data={service.data}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "another service" in done.stderr
-
-
-def test_a_port_that_is_taken_is_one_line(service, folder):
-    command = [sys.executable, "-m", "farm.serve", f"port={service.port}", f"data={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"port={service.port}" in done.stderr
-
-
-def asked_by_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "learn.estimate", f"config={{{MLP_TEXT}}}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+def test_a_second_service_of_a_data_folder_or_of_a_port_is_refused_in_one_line(service, folder, handlers, capsys):
+    for port, data, words in ((0, service.data, "another service"), (service.port, folder, f"port={service.port}")):
+        assert cli.run("serve", serve.entry, [f"port={port}", f"data={data}"]) == 2
+        error_text = capsys.readouterr().err
+        assert error_text.count("\n") == 1 and words in error_text
 
 
 def test_the_command_asks_a_service(service):
-    done = asked_by_command("--server", service.url, "format=json")
+    command = [sys.executable, "-m", "learn.estimate", f"config={{{MLP_TEXT}}}", "--server", service.url, "format=json"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     own = estimate(MLP)
     assert json.loads(done.stdout)["peak_memory_mib"] == pytest.approx(own.peak_memory_mib)
 
 
-def test_keys_of_this_machine_are_refused_beside_a_service(service):
-    done = asked_by_command(f"server={service.url}", "report=x.html")
-    assert done.returncode == 2 and "leave report out" in done.stderr
+def test_keys_of_this_machine_are_refused_beside_a_service(service, capsys):
+    arguments = [f"config={{{MLP_TEXT}}}", f"server={service.url}", "report=x.html"]
+    assert cli.run("estimate", estimate_command.entry, arguments) == 2
+    assert "leave report out" in capsys.readouterr().err
 
 
 def test_a_client_without_a_service_says_so(monkeypatch):
     monkeypatch.setattr("learn.client._RECONNECT_S", 0.1)
     with Client("http://127.0.0.1:1") as client, pytest.raises(EnvironmentProblem, match="does not answer"):
         client.devices()
-
-
-def test_metrics_need_no_token_where_the_operator_says_so(tmp_path):
-    (tmp_path / "tokens").write_text("a-token-of-many-characters\n")
-    data = DataFolder(tmp_path / "data").create()
-    with served(data.root, f"token_file={tmp_path / 'tokens'}", "open_metrics=true", "processes=1") as service:
-        assert service.send("GET", "/metrics")[0] == 200 and service.send("GET", "/v1/devices")[0] == 401
 
 
 def test_a_proxy_that_loses_the_service_for_a_while_loses_no_question():

@@ -24,9 +24,10 @@ CHECKS = (
 )
 
 
-def test_no_body_that_the_description_allows_or_refuses_makes_the_service_fail(service, tmp_path):
+@pytest.mark.parametrize("examples", ["20", pytest.param("60", marks=pytest.mark.wide)])  # wide: more of the same
+def test_no_body_that_the_description_allows_or_refuses_makes_the_service_fail(service, tmp_path, examples):
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json"]
-    command += ["--phases", "examples,fuzzing", "--max-examples", "60", "--seed", "1", "--request-timeout", "30"]
+    command += ["--phases", "examples,fuzzing", "--max-examples", examples, "--seed", "1", "--request-timeout", "30"]
     command += ["--checks", ",".join(CHECKS)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)  # it keeps a cache where it runs
     assert done.returncode == 0, done.stdout

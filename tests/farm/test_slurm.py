@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,15 +30,6 @@ for step in range(100):
     model(torch.randn(8, 64, device="cuda")).sum().backward()
     optimizer.step()
 """
-
-
-@pytest.fixture
-def handlers():
-    """The handlers of signals that a daemon in this process replaces."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -95,7 +85,8 @@ def test_a_table_stays_small_enough_for_slurmctld_to_read(tmp_path):
     assert list(rows) == newest
 
 
-def test_a_service_that_does_not_answer_loses_no_directive(tmp_path, handlers, capsys):
+def test_a_service_that_does_not_answer_loses_no_directive(tmp_path, handlers, capsys, monkeypatch):
+    monkeypatch.setattr("learn.client._RECONNECT_S", 0.1)
     (tmp_path / "t.tsv.wanted").write_text("{}\n")
     arguments = [DEVICES, "server=http://127.0.0.1:1", f"table={tmp_path}/t.tsv", "once=true"]
     assert run("slurm", slurm.entry, arguments) == 2
@@ -196,32 +187,31 @@ def test_sbatchs_options_end_at_the_script():
         parted(["-p", "gpu"])
 
 
-@pytest.fixture
-def batch_script(tmp_path):
-    (tmp_path / "train.py").write_text(TRAINING)
-    script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/bash\n#SBATCH --time=1\npython {shlex.quote(str(tmp_path / 'train.py'))}\n")
-    return script
-
-
-def test_a_batch_script_is_estimated_and_submitted_with_what_it_needs(tmp_path, batch_script):
-    fake = tmp_path / "fake_sbatch"
+def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it_needs(tmp_path):
+    (tmp_path / "above" / "below").mkdir(parents=True)
+    (tmp_path / "above" / "below" / "train.py").write_text(TRAINING)
+    script, fake = tmp_path / "job.sh", tmp_path / "fake_sbatch"
+    directives = "#SBATCH --job-name=it's\n#SBATCH --chdir=nowhere\n"
+    script.write_text(f"#!/bin/bash\n{directives}cd $SLURM_SUBMIT_DIR/below\npython train.py\n")
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 3\n')
     fake.chmod(0o755)
-    command = [sys.executable, "-m", "farm.sbatch", DEVICES, f"sbatch={fake}", "--", "-p", "gpu", batch_script, "x"]
+    options = ["-p", "gpu", "-D", "above"]
+    command = [sys.executable, "-m", "farm.sbatch", DEVICES, f"sbatch={fake}", "--", *options, "job.sh", "x"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 3, done.stderr  # sbatch's own
-    *added, option, partition, script, argument = done.stdout.splitlines()
-    assert [option, partition, script, argument] == ["-p", "gpu", str(batch_script), "x"]
-    assert added[0].startswith("--comment=gpufarm: ") and added[1:] == ["--gres=gpu:1", "--constraint=a100|l4"]
+    comment, *added = done.stdout.splitlines()
+    assert comment.startswith("--comment=gpufarm: ")
+    assert added == ["--gres=gpu:1", "--constraint=a100|l4", *options, "job.sh", "x"]
     assert "A100-SXM4-40GB: " in done.stderr and "fits" in done.stderr
 
 
-def test_what_the_script_says_itself_stays(batch_script, capsys):
-    text = batch_script.read_text().replace("--time=1", "--time=1 --gres=gpu:2 -C v100 --comment=mine")
-    batch_script.write_text(text)
-    assert entry(SbatchSettings(devices={"L4": "l4"}, dry_run=True), [str(batch_script)]) == 0
-    assert shlex.split(capsys.readouterr().out) == ["sbatch", str(batch_script)]
+def test_what_the_script_says_itself_stays(tmp_path, capsys):
+    (tmp_path / "train.py").write_text(TRAINING)
+    script = tmp_path / "job.sh"
+    directive = "#SBATCH --time=1 --gres=gpu:2 -C v100 --comment=mine"
+    script.write_text(f"#!/bin/bash\n{directive}\npython {shlex.quote(str(tmp_path / 'train.py'))}\n")
+    assert entry(SbatchSettings(devices={"L4": "l4"}, dry_run=True), [str(script)]) == 0
+    assert shlex.split(capsys.readouterr().out) == ["sbatch", str(script)]
 
 
 @pytest.mark.parametrize(
@@ -248,15 +238,3 @@ def test_a_script_that_cannot_be_followed_is_submitted_as_it_is(tmp_path, monkey
     assert shlex.split(out) == ["sbatch", "job.sh", *arguments]
     assert err.startswith("note: not estimated: ") and err.count("\n") == 1 and err.strip().isprintable()
     assert (tmp_path / "job.sh").read_bytes() == text
-
-
-def test_a_script_is_estimated_in_the_folder_that_it_goes_to(tmp_path, monkeypatch, capsys):
-    (tmp_path / "above" / "below").mkdir(parents=True)
-    (tmp_path / "above" / "below" / "train.py").write_text(TRAINING)
-    directives = "#SBATCH --job-name=it's\n#SBATCH --chdir=nowhere\n"
-    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{directives}cd $SLURM_SUBMIT_DIR/below\npython train.py\n")
-    monkeypatch.chdir(tmp_path)
-    assert entry(SbatchSettings(devices={"L4": "l4"}, dry_run=True), ["-D", "above", "job.sh"]) == 0
-    out, err = capsys.readouterr()
-    assert "--gres=gpu:1" in shlex.split(out) and "--constraint=l4" in shlex.split(out), err
-    assert Path.cwd() == tmp_path

@@ -1,7 +1,6 @@
 """`farm.status` and `farm.cancel` as a user calls them."""
 
 import json
-import sys
 import unicodedata
 
 import pytest
@@ -170,12 +169,6 @@ def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, que
     assert "`python -m farm.work` continues" in out
 
 
-def test_a_folder_of_a_newer_schema_is_refused(call, folder, queue):
-    folder.format_marker.write_text('{"schema_version": 99}')
-    code, _, err = call(status)
-    assert code == 2 and "99" in err
-
-
 def test_one_job_in_detail_shows_its_space_settings_and_errors(call, queue):
     submit(queue)
     work(queue, ["crashed"])
@@ -228,11 +221,6 @@ def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, 
     assert f"labels in doubt: {quality_line}, other_process 1)" in out
 
 
-def test_an_unknown_format_lists_the_known_ones(call, queue):
-    code, _, err = call(status, "format=xml")
-    assert code == 2 and "unknown format 'xml'; known: json, table" in err
-
-
 def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
     submit(queue)
     work(queue, ["ok"] * 3)
@@ -244,31 +232,6 @@ def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
     code, out, _ = call(cancel, "job=mlp-00c0ffee")
     assert code == 0 and "no task was waiting, 4 are done and stay" in out
     assert call(status)[1].split()[-1] == "cancelled"
-
-
-def test_cancel_needs_a_job(call):
-    code, _, err = call(cancel)
-    assert code == 2 and "missing job=" in err
-
-
-@pytest.mark.parametrize("module", [status, cancel])
-def test_help_needs_no_data(module, capsys):
-    assert run(module.__name__.removeprefix("farm."), module.entry, ["--help"]) == 0
-    assert "job=" in capsys.readouterr().out
-
-
-def test_status_as_a_module_is_runnable(folder, tmp_path):
-    import subprocess
-
-    folder.create()
-    done = subprocess.run(
-        [sys.executable, "-m", "farm.status"],
-        env={"GPUFARM_DATA": str(folder.root), "PATH": ""},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "") and "no jobs in" in done.stdout
 
 
 def test_no_control_character_of_a_stored_error_reaches_the_terminal(capsys):

@@ -24,7 +24,7 @@ from farm.queue.jobs import Queue
 from farm.submission.submitting import _shown, queue_bytes
 from featurize.families import family_names
 from featurize.job.trial_config import OPTIMIZERS
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -35,11 +35,6 @@ def submit(data, *arguments):
     return cli.run("submit", submit_module.entry, [*SMALL, f"data={data}", *arguments])
 
 
-def rows(data, sql):
-    with contextlib.closing(connect(data)) as connection:
-        return connection.execute(sql).fetchall()
-
-
 @pytest.fixture
 def data(tmp_path):
     return tmp_path / "data"
@@ -48,11 +43,11 @@ def data(tmp_path):
 def test_a_job_lands_every_trial_once_and_again_adds_nothing(data, capsys):
     assert submit(data, "n=4") == 0
     assert "4 trials added (new), 4 in all" in capsys.readouterr().out
-    before = rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL")
+    before = ask(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL")
     assert len(before) == 4
     assert submit(data, "n=4") == 0
     assert "0 trials added (4 were queued before), 4 in all" in capsys.readouterr().out
-    assert rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL") == before
+    assert ask(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL") == before
 
 
 def test_a_larger_n_adds_the_difference_and_all_counts_are_of_the_whole_job(data, capsys):
@@ -63,20 +58,20 @@ def test_a_larger_n_adds_the_difference_and_all_counts_are_of_the_whole_job(data
     assert "3 trials added (2 were queued before), 5 in all" in printed.out
     assert "5 of 5 runs are in" in printed.out and "(ok 5)" in printed.out
     assert re.search(r": 5/5  ok 5  [^ ]+  0:00:00 left\n$", printed.err), printed.err
-    assert rows(data, "SELECT count(*), count(DISTINCT config) FROM runs") == [(5, 5)]
-    assert rows(data, "SELECT n FROM jobs") == [(5,)]
+    assert ask(data, "SELECT count(*), count(DISTINCT config) FROM runs") == [(5, 5)]
+    assert ask(data, "SELECT n FROM jobs") == [(5,)]
 
 
 def test_simulated_rows_say_so_and_carry_their_labels(data):
     assert submit(data, "n=3") == 0
-    labelled_rows = rows(
+    labelled_rows = ask(
         data,
         "SELECT source, device_name, status, peak_memory_mib > 0, step_time_ms > 0, smact BETWEEN 0 AND 1, "
         "smocc BETWEEN 0 AND 1, drama BETWEEN 0 AND 1, window_s > 0, telemetry_rows > 0 FROM runs",
     )
     assert labelled_rows == [("simulated", "A100-SXM4-40GB", "ok", *[True] * 7)] * 3
-    assert rows(data, "SELECT count(*) FROM telemetry WHERE sensor != 'simulated'") == [(0,)]
-    assert rows(
+    assert ask(data, "SELECT count(*) FROM telemetry WHERE sensor != 'simulated'") == [(0,)]
+    assert ask(
         data, "SELECT count(DISTINCT run_id) FROM telemetry t JOIN runs USING (run_id) WHERE t.phase = 'window'"
     ) == [(3,)]
 
@@ -84,21 +79,21 @@ def test_simulated_rows_say_so_and_carry_their_labels(data):
 def test_trials_on_an_amd_gpu_are_simulated_and_land(data, capsys):
     assert submit(data, "n=2", "device=MI300X") == 0
     assert "device: 4 x MI300X (simulated)" in capsys.readouterr().out
-    landed = rows(data, "SELECT source, device_name, status, peak_memory_mib > 0, step_time_ms > 0 FROM runs")
+    landed = ask(data, "SELECT source, device_name, status, peak_memory_mib > 0, step_time_ms > 0 FROM runs")
     assert landed == [("simulated", "MI300X", "ok", True, True)] * 2
 
 
 def test_trials_of_two_ranks_really_train_on_the_cpu_and_land(data, capsys):
     assert submit(data, "n=2", "device=cpu", "parallel=ddp=2", "window=fixed", "window.seconds=0.1") == 0
     columns = "status, source, parallel, ranks, worst_rank IN (0, 1), config->>'$.parallel', kernel_rows"
-    assert rows(data, f"SELECT {columns} FROM runs") == [("ok", "measured", "ddp=2", 2, True, "ddp=2", None)] * 2
+    assert ask(data, f"SELECT {columns} FROM runs") == [("ok", "measured", "ddp=2", 2, True, "ddp=2", None)] * 2
     counts = (
         "SELECT count(*), count(DISTINCT run_id), sum(rank), bool_and(peak_memory_mib > 0 AND steps > 0) FROM ranks"
     )
-    assert rows(data, counts) == [(4, 2, 2, True)]
+    assert ask(data, counts) == [(4, 2, 2, True)]
     worst = "SELECT max(abs(r.peak_memory_mib - m.most)) FROM runs r JOIN (SELECT run_id, max(peak_memory_mib) AS most "
-    assert rows(data, f"{worst} FROM ranks GROUP BY run_id) m USING (run_id)") == [(0.0,)]
-    assert rows(data, "SELECT DISTINCT rank FROM telemetry WHERE sensor = 'torch' ORDER BY 1") == [(0,), (1,)]
+    assert ask(data, f"{worst} FROM ranks GROUP BY run_id) m USING (run_id)") == [(0.0,)]
+    assert ask(data, "SELECT DISTINCT rank FROM telemetry WHERE sensor = 'torch' ORDER BY 1") == [(0,), (1,)]
     assert submit(data, "n=2", "device=cpu", "parallel={ddp: 2}", "window=fixed", "window.seconds=0.1") == 0
     assert "0 trials added (2 were queued before)" in capsys.readouterr().out, "the same layout, written otherwise"
 
@@ -117,7 +112,7 @@ def test_layouts_can_be_sampled_and_one_gpu_keeps_its_job(data, capsys):
 def test_the_farm_takes_every_optimizer_that_estimates_know(data):
     space = f"arch.space.optimizer=[{','.join(OPTIMIZERS)}]"
     assert submit(data, f"n={len(OPTIMIZERS)}", space, "device=A100-SXM4-40GB") == 0
-    landed = rows(data, "SELECT optimizer, status, peak_memory_mib > 0 FROM runs ORDER BY 1")
+    landed = ask(data, "SELECT optimizer, status, peak_memory_mib > 0 FROM runs ORDER BY 1")
     assert landed == [(name, "ok", True) for name in sorted(OPTIMIZERS)]
 
 
@@ -151,7 +146,7 @@ def test_a_layout_that_cannot_run_is_refused_before_anything_is_queued(data, cap
 
 def test_a_small_simulated_device_runs_out_of_memory_and_that_is_a_row(data):
     assert submit(data, "n=2", "device=A100-SXM4-40GB", "device.memory_mib=100") == 0
-    assert rows(data, "SELECT DISTINCT status, oom_kind, device_memory_mib FROM runs") == [("oom", "device", 100.0)]
+    assert ask(data, "SELECT DISTINCT status, oom_kind, device_memory_mib FROM runs") == [("oom", "device", 100.0)]
 
 
 @pytest.mark.slow
@@ -159,7 +154,7 @@ def test_a_share_of_a_card_plays_a_smaller_one_and_the_row_says_so(data):
     wide = ("arch.space.input_size=20000", "arch.space.linear_layers=2", "arch.space.topology=uniform", "n=2")
     assert submit(data, *wide, "device=simulated") == 0
     assert submit(data, *wide, "device=simulated", "device.memory_fraction=0.05") == 0
-    distinct_rows = rows(
+    distinct_rows = ask(
         data, "SELECT DISTINCT memory_fraction, status, oom_kind, device_memory_mib FROM runs ORDER BY ALL"
     )
     assert distinct_rows == [(0.05, "oom", "device", 40_326.0), (None, "ok", None, 40_326.0)]
@@ -176,19 +171,19 @@ def test_every_sampled_trial_is_run_at_each_of_the_batch_sizes(data, capsys):
     assert submit(data, "n=4", "batch_sizes=[8,32]") == 0
     assert submit(data, "n=5", "batch_sizes=[8,32]") == 0
     assert "1 trials added (4 were queued before), 5 in all" in capsys.readouterr().out
-    trials = rows(data, "SELECT batch_size, config->>'depth', config->>'input_size' FROM runs ORDER BY task_index")
+    trials = ask(data, "SELECT batch_size, config->>'depth', config->>'input_size' FROM runs ORDER BY task_index")
     assert [row[0] for row in trials] == [8, 32, 8, 32, 8]
     assert trials[0][1:] == trials[1][1:] and trials[2][1:] == trials[3][1:] and trials[0][1:] != trials[2][1:]
     assert submit(data, "n=4") == 0
-    assert rows(data, "SELECT count(DISTINCT job_id) FROM runs") == [(2,)], "the sizes are part of the job's identity"
+    assert ask(data, "SELECT count(DISTINCT job_id) FROM runs") == [(2,)], "the sizes are part of the job's identity"
 
 
 def test_detach_queues_and_work_runs_it(data, capsys):
     assert submit(data, "n=3", "detach=true") == 0
     assert "`python -m farm.work` runs it" in capsys.readouterr().out
-    assert rows(data, "SELECT count(*) FROM runs") == [(0,)]
+    assert ask(data, "SELECT count(*) FROM runs") == [(0,)]
     assert cli.run("work", work_module.entry, [f"data={data}", "cluster=inline"]) == 0
-    assert rows(data, "SELECT count(*) FROM runs") == [(3,)]
+    assert ask(data, "SELECT count(*) FROM runs") == [(3,)]
 
 
 def test_work_that_has_its_time_leaves_when_it_is_over_and_goes_on_later(data):
@@ -198,28 +193,28 @@ def test_work_that_has_its_time_leaves_when_it_is_over_and_goes_on_later(data):
         assert work_module.work(folder, queue, cluster, seconds=0) == cli.EXIT_INTERRUPTED
         assert queue.counts().queued == 2
         assert work_module.work(folder, queue, cluster, seconds=600) == 0
-    assert rows(data, "SELECT count(*) FROM runs") == [(2,)]
+    assert ask(data, "SELECT count(*) FROM runs") == [(2,)]
 
 
 def test_the_job_keeps_the_configuration_it_was_submitted_with(data):
     assert submit(data, "n=1", "seed=3", "detach=true") == 0
-    ((family, seed, space, config),) = rows(data, "SELECT family, seed, space, config FROM jobs")
+    ((family, seed, space, config),) = ask(data, "SELECT family, seed, space, config FROM jobs")
     assert (family, seed) == ("mlp", 3)
     assert "input_size" in space
     assert json.loads(config)["settings"]["trial"]["window"]["min_seconds"] == 1.0
 
 
-def test_it_works_on_ray_with_four_simulated_gpus(data):
+def test_it_works_on_ray_with_several_simulated_gpus(data):
     done = subprocess.run(
-        [sys.executable, "-m", "farm.submit", "+arch=mlp", "n=8", "arch.space.input_size={low:4,high:64}"],
+        [sys.executable, "-m", "farm.submit", *SMALL[:2], "n=4", "device=simulated", "device.count=2"],
         env={**os.environ, "GPUFARM_DATA": str(data)},
         cwd=data.parent,  # commands work from any folder
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert rows(data, "SELECT count(*), count(DISTINCT run_id) FROM runs") == [(8, 8)]
-    assert rows(data, "SELECT bool_and(worker LIKE 'ray-%') FROM runs") == [(True,)]
+    assert ask(data, "SELECT count(*), count(DISTINCT run_id) FROM runs") == [(4, 4)]
+    assert ask(data, "SELECT bool_and(worker LIKE 'ray-%') FROM runs") == [(True,)]
     assert os.listdir(data.parent) == ["data"], "Hydra leaves no outputs folder"
 
 
@@ -364,24 +359,6 @@ def test_no_family_lists_the_families(data, capsys):
     assert ", ".join(f"+arch={name}" for name in family_names()) in capsys.readouterr().err
 
 
-def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys):
-    (tmp_path / "file").write_text("mine")
-    assert submit(tmp_path / "file", "n=1") == 2
-    assert str(tmp_path / "file") in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_data_folder_of_a_newer_schema_is_refused_and_not_touched(data, capsys):
-    folder = DataFolder.resolve(data).create()
-    marker = json.loads(folder.format_marker.read_text())
-    marker["schema_version"] = 99
-    folder.format_marker.write_text(json.dumps(marker))
-    before = sorted(str(path) for path in data.rglob("*"))
-    assert submit(data, "n=1") == 2
-    assert "99" in capsys.readouterr().err
-    assert sorted(str(path) for path in data.rglob("*")) == before
-
-
 @pytest.mark.slow
 def test_a_disk_that_fills_up_stops_the_job_and_resuming_completes_it(data, capsys, monkeypatch):
     written, write = [], RunWriter.write
@@ -396,9 +373,9 @@ def test_a_disk_that_fills_up_stops_the_job_and_resuming_completes_it(data, caps
         patch.setattr(RunWriter, "write", fills_up)
         assert submit(data, "n=5") == 2
     assert "No space left on device" in capsys.readouterr().err
-    assert rows(data, "SELECT count(*) FROM runs") == [(2,)]
+    assert ask(data, "SELECT count(*) FROM runs") == [(2,)]
     assert submit(data, "n=5") == 0
-    assert rows(data, "SELECT count(*), count(DISTINCT task_index) FROM runs") == [(5, 5)]
+    assert ask(data, "SELECT count(*), count(DISTINCT task_index) FROM runs") == [(5, 5)]
 
 
 def test_no_ray_at_an_address_is_one_clear_message(data):

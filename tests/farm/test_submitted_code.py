@@ -7,18 +7,17 @@ import subprocess
 import sys
 
 import pytest
-from test_dispatch import DEVICE, SETTINGS, Clock, Quiet, ScriptedExecutor, Stop
+from test_dispatch import DEVICE, SETTINGS, Clock, ScriptedExecutor, run_with
 
 from conf.errors import UsageError
 from farm.dispatch import submitted_code
-from farm.dispatch.dispatcher import Dispatcher
 from farm.dispatch.submitted_code import SubmittedCode, record_code, record_submitted
 from farm.queue.queue_values import Job, configs_of_text
 from farm.sampling.draws import sample_range
 from farm.sampling.space import parse_space
 from featurize.configs.own_code import code_marks
 from featurize.configs.trial import canonical_json, config_from_mapping
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 
 OWN = "mine.nets:build"
 
@@ -76,17 +75,12 @@ def dispatch(folder, queue, configs, trust=()):
     )
     queue.submit(job, enumerate(configs), now=0.0)
     executor = Executor()
-    clock = executor.clock
-    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock, trust=trust).run(Stop())
+    run_with(folder, queue, executor, trust=trust)
     return [index for _, index, _ in executor.handed_out], executor.marks
 
 
 def runs(folder):
-    connection = connect(folder)
-    try:
-        return connection.execute("SELECT task_index, status, error_type, error FROM runs ORDER BY ALL").fetchall()
-    finally:
-        connection.close()
+    return ask(folder, "SELECT task_index, status, error_type, error FROM runs ORDER BY ALL")
 
 
 def test_a_task_whose_code_this_user_did_not_submit_lands_as_invalid_and_says_what_to_do(folder, queue):

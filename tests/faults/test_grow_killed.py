@@ -1,17 +1,16 @@
 """A growth cycle killed at every line of its journal, and in the middle of its steps, ends as if it had not been."""
 
-import contextlib
 import signal
 
 import pytest
 from farm_process import Farm, await_, landed
 
-import warehouse
 from farm.nights.journal import STEPS, Journal
 from farm.nights.plan import read_plan
 from farm.queue.jobs import Queue
 from featurize.configs.trial import config_hash
 from learn.fitting.artifacts import versions
+from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import find_snapshot, snapshot_names
 
@@ -36,10 +35,7 @@ def lines(root):
 
 
 def runs(root):
-    with contextlib.closing(warehouse.connect(root)) as connection:
-        return connection.execute(
-            "SELECT config_hash, status, peak_memory_mib FROM runs WHERE job_id LIKE 'grow-%' ORDER BY ALL"
-        ).fetchall()
+    return ask(root, "SELECT config_hash, status, peak_memory_mib FROM runs WHERE job_id LIKE 'grow-%' ORDER BY ALL")
 
 
 def outcome(root):

@@ -1,14 +1,13 @@
 """Six nights of one machine: drift, a sickness, and what the user says of it."""
 
-import contextlib
 import json
 
 import pytest
 
-import warehouse
 from conf.cli.command_line import run
 from farm.grow import entry
 from farm.nights.journal import Journal
+from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.slow
@@ -29,8 +28,7 @@ def cycles(root):
 
 
 def hashes(root):
-    with contextlib.closing(warehouse.connect(root)) as connection:
-        return {name for (name,) in connection.execute("SELECT config_hash FROM runs").fetchall()}
+    return {name for (name,) in ask(root, "SELECT config_hash FROM runs")}
 
 
 def verdicts(root):
@@ -53,8 +51,7 @@ def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_
     assert "drama" in drift["operators"] and 0 < drift["remeasure"] <= drift["stale_rows"] and drift["moved"]
     plan = json.loads((root / second.done("choose")["plan"]).read_text())
     assert 0 < second.done("choose")["remeasured"] == sum(entry["why"] == "stale" for entry in plan) <= 6
-    with contextlib.closing(warehouse.connect(root)) as connection:
-        marked = connection.execute("SELECT count(DISTINCT run_id) FROM stale").fetchone()[0]
+    marked = ask(root, "SELECT count(DISTINCT run_id) FROM stale")[0][0]
     assert marked == drift["stale_rows"]
 
     next_plan = json.loads((root / "reports" / "latest.json").read_text())["next_plan"]

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-import warehouse
 from conf.errors import EnvironmentProblem
 from infra.offline import bundle as bundles
 from infra.offline import results
 from infra.offline.wheels import brought_by_torch
+from tests.warehouse.warehouse_rows import ask
 
 pytestmark = pytest.mark.slow
 # A namespace whose one interface is the loopback, which is down in a new one: runs of several ranks talk through it.
@@ -119,8 +119,7 @@ class Machine:
         """Unpack the results at home, and return when each run began."""
         home = self.folder / f"home-{self.calls}"
         results.unpack(results.newest(self.results), home)
-        with contextlib.closing(warehouse.connect(home / results.DATA)) as connection:
-            rows = connection.execute("SELECT run_id, started_at FROM runs").fetchall()
+        rows = ask(home / results.DATA, "SELECT run_id, started_at FROM runs")
         assert len(dict(rows)) == len(rows), "a run is there twice"
         return dict(rows)
 
@@ -156,8 +155,9 @@ def test_killed_in_the_middle_and_emptied_a_machine_without_network_goes_on_wher
         *("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
     }
     assert "failed" not in outcomes.values(), machine.output()
-    with contextlib.closing(warehouse.connect(tmp_path / f"home-{machine.calls}" / results.DATA)) as connection:
-        crashed = connection.execute("SELECT run_id, error FROM runs WHERE status = 'crashed'").fetchall()
+    crashed = ask(
+        tmp_path / f"home-{machine.calls}" / results.DATA, "SELECT run_id, error FROM runs WHERE status = 'crashed'"
+    )
     assert not crashed
     files = list(machine.results.iterdir())
     assert len(files) <= 8 and all(file.stat().st_size <= 16 << 20 for file in files)

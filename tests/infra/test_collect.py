@@ -1,17 +1,16 @@
 """The collection for a lent GPU, on simulated ones: each family in each round, again adds nothing, then a data set."""
 
-import contextlib
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-import warehouse
 from conf.errors import UsageError
 from farm.queue.jobs import Queue
 from farm.sampling.space import space_of_mapping
 from featurize.families import family_names
+from tests.warehouse.warehouse_rows import ask
 from warehouse.exchange.dataset import find_parts
 from warehouse.files.folder import DataFolder
 
@@ -25,11 +24,6 @@ def collect():
     sys.modules["collect"] = module
     specification.loader.exec_module(module)
     return module
-
-
-def query(data, sql):
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def settings(collect, tmp_path, **changes):
@@ -49,12 +43,12 @@ def settings(collect, tmp_path, **changes):
 def test_whole_cards_shares_of_them_and_pairs_are_measured_and_exported(collect, tmp_path):
     messages = []
     assert collect.collect(settings(collect, tmp_path), messages.append)
-    shares = query(tmp_path / "data", "SELECT memory_fraction, count(*) FROM runs GROUP BY ALL ORDER BY ALL")
+    shares = ask(tmp_path / "data", "SELECT memory_fraction, count(*) FROM runs GROUP BY ALL ORDER BY ALL")
     assert shares == [(0.25, 1), (0.5, 1), (None, 3)]
     assert len(find_parts(tmp_path / "out")) == 1 and (tmp_path / "out" / "README.md").exists()
     assert messages[-1] == "all trials are done"
     assert collect.collect(settings(collect, tmp_path), messages.append)
-    assert query(tmp_path / "data", "SELECT count(*) FROM runs") == [(5,)]
+    assert ask(tmp_path / "data", "SELECT count(*) FROM runs") == [(5,)]
     assert "0 runs added, 5 were there already" in messages[-2]
 
 

@@ -21,7 +21,7 @@ from infra.offline.page import make_page, read_results
 from infra.offline.refits import refits
 from infra.offline.results import Series, pack
 from infra.offline.run_sections import is_corrected, memory_blocks
-from learn.estimation.loops import PIPELINE
+from learn.estimation.notes import PIPELINE
 from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
 from tests.parsed_page import ParsedPage
 from warehouse.exchange.published_groups import NOT_TOGETHER

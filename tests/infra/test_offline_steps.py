@@ -14,22 +14,17 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-import warehouse
 from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job
 from infra.offline import call, plan, results, steps
 from infra.offline.plan import STEPS
 from infra.offline.results import Series
+from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def query(data, sql):
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        return connection.execute(sql).fetchall()
 
 
 @pytest.fixture
@@ -79,8 +74,8 @@ def refused(capsys, *argv):
 def test_an_emptied_machine_gets_back_rows_queue_and_whole_lines(packed, tmp_path):
     work = tmp_path / "elsewhere" / "work"
     results.unpack(results.newest(packed), work)
-    assert query(work / "data", "SELECT run_id, status FROM runs") == [("J-000000", "ok")]
-    assert query(work / "data", "SELECT count(*) FROM telemetry") == [(2,)]
+    assert ask(work / "data", "SELECT run_id, status FROM runs") == [("J-000000", "ok")]
+    assert ask(work / "data", "SELECT count(*) FROM telemetry") == [(2,)]
     with Queue.open(DataFolder.resolve(work / "data").queue) as queue:
         assert queue.pending() == 2
     assert (work / "data" / "bench-published.jsonl").read_text() == '{"k": 0}\n'
@@ -462,7 +457,7 @@ def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)  # the machine is the call's, not this loop's
             with contextlib.suppress(EnvironmentProblem, UsageError):
-                if query(DataFolder.resolve(data).open(), "SELECT count(*) FROM runs") >= [(count,)]:
+                if ask(DataFolder.resolve(data).open(), "SELECT count(*) FROM runs") >= [(count,)]:
                     return
 
     killed = start("collect", "first")
@@ -474,7 +469,7 @@ def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice
     stopped.send_signal(signal.SIGTERM)
     output, _ = stopped.communicate(timeout=120)
     assert stopped.returncode == 130 and output.splitlines()[-1].startswith("still to do: test, "), output
-    kept = query(tmp_path / "second" / "data", "SELECT run_id, job_id, started_at FROM runs ORDER BY 1")
+    kept = ask(tmp_path / "second" / "data", "SELECT run_id, job_id, started_at FROM runs ORDER BY 1")
     assert any(job.startswith("mlp") for _, job, _ in kept)
 
     last = start("kernels,collect", "third")
@@ -482,11 +477,11 @@ def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice
     assert last.returncode == 0, output
     results.unpack(results.newest(folder), tmp_path / "home")
     data = tmp_path / "home" / "data"
-    rows = query(
+    rows = ask(
         data, "SELECT count(*), count(DISTINCT (job_id, task_index)), count(*) FILTER (kernel_rows > 0) FROM runs"
     )
     assert rows == [(14, 14, 4)]
-    assert query(data, "SELECT count(*) FROM attempts WHERE NOT final") == [(0,)]
-    assert set(kept) <= set(query(data, "SELECT run_id, job_id, started_at FROM runs"))
+    assert ask(data, "SELECT count(*) FROM attempts WHERE NOT final") == [(0,)]
+    assert set(kept) <= set(ask(data, "SELECT run_id, job_id, started_at FROM runs"))
     calls = [json.loads(line) for line in (tmp_path / "home" / "calls.jsonl").read_text().splitlines()]
     assert [row["outcome"] for row in calls] == ["killed", "stopped", "done", "done"]

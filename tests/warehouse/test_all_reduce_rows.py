@@ -1,13 +1,12 @@
 """Published times of all-reduces, as rows of the table `kernels`."""
 
-import contextlib
 import csv
 import json
 
 import pytest
 
-import warehouse
 from conf.errors import UsageError
+from tests.warehouse.warehouse_rows import ask
 from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.ingest import IngestSettings, ingest
 
@@ -37,10 +36,7 @@ def take_in(folder, path, **changes):
 def test_an_all_reduce_lands_once_with_its_elements_and_ranks(folder, tmp_path):
     path = all_reduce_file(tmp_path / "a.csv", CELLS, CELLS | {"gpu": "A100-PCIE-40GB", "precision": "fp16"})
     assert (take_in(folder, path).new, take_in(folder, path).new) == (2, 0)
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        rows = connection.execute(
-            "SELECT device_name, operator, dims, dtype, duration_us, timing FROM kernels ORDER BY 1"
-        ).fetchall()
+    rows = ask(folder, "SELECT device_name, operator, dims, dtype, duration_us, timing FROM kernels ORDER BY 1")
     dims = [json.loads(row[2]) for row in rows]
     assert [row[0] for row in rows] == ["A100-PCIE-40GB", "A100-SXM4-80GB"]
     assert [one["shapes"] for one in dims] == [[[2048]], [[1024]]] and dims[0]["arguments"] == {"ranks": 4}

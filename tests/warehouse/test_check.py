@@ -3,8 +3,6 @@
 import hashlib
 import json
 import sqlite3
-import subprocess
-import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -132,11 +130,3 @@ def test_a_damaged_queue_is_named(filled):
     assert damaged(filled) == ["queue.sqlite"]
     filled.queue.write_bytes(b"no database" * 500)
     assert damaged(filled) == ["queue.sqlite"]
-
-
-def test_no_folder_is_a_usage_error(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "warehouse.check", f"data={tmp_path}/none"], capture_output=True, text=True
-    )
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert run("check", entry, ["format=xml"]) == 2

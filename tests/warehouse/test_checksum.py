@@ -14,7 +14,6 @@ from warehouse.files.checksum import (
     checksum_problem,
     content_problem,
     recorded_checksum,
-    sealed_bytes,
     verify,
     write_sealed,
 )
@@ -118,13 +117,6 @@ def test_a_large_file_is_verified_in_parts(tmp_path):
         content[place] ^= 4
 
 
-def test_a_file_of_an_older_version_has_no_checksum_and_no_problem(tmp_path):
-    path = tmp_path / "old.parquet"
-    pq.write_table(run_table(run_row(1)), path)
-    assert verify(path) == (False, None)
-    assert recorded_checksum(path) is None
-
-
 def test_texts_of_runs_that_look_like_the_entry_do_no_harm(tmp_path):
     forged = f"{CHECKSUM_KEY}\x18\x47sha256:{'0' * 64}"
     table = run_table(run_row(1, error=forged, config=forged))
@@ -134,8 +126,3 @@ def test_texts_of_runs_that_look_like_the_entry_do_no_harm(tmp_path):
     content = bytearray(path.read_bytes())
     content[content.index(forged.encode()) + 30] ^= 1
     assert content_problem(bytes(content)) is not None
-
-
-def test_the_same_rows_give_the_same_bytes():
-    table = run_table(run_row(1))
-    assert sealed_bytes(table, **COMPRESSION) == sealed_bytes(table, **COMPRESSION)

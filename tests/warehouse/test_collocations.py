@@ -1,14 +1,10 @@
 """The table `collocations`: a row a member of a group, through landing, checks, import, data sets and publication."""
 
-import contextlib
 import csv
-import shutil
 
-import duckdb
 import pytest
-from warehouse_rows import collocations, run_row, samples
+from warehouse_rows import ask, collocations, run_row, samples
 
-import warehouse
 from conf.errors import UsageError
 from warehouse.compact import CompactionSettings, compact
 from warehouse.exchange.published_groups import NOT_TOGETHER
@@ -22,11 +18,6 @@ from warehouse.reading.checks import check
 
 NOW_S = 4_000_000_000.0
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
-
-
-def ask(folder, sql, **how):
-    with contextlib.closing(warehouse.connect(folder, **how)) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def land_pair(folder, **columns):
@@ -61,23 +52,6 @@ def test_members_land_with_their_runs_device_config_and_count(folder):
         (f"J-00000{1 + member}-c00000", "G", member, "NVIDIA T4", '{"family":"cnn"}', "cnn") for member in (0, 1)
     ]
     assert check(folder) == []
-
-
-def test_a_folder_from_before_there_were_groups_is_read_by_any_client(folder):
-    RunWriter(folder).write(run_row(1), samples(1))
-    shutil.rmtree(folder.collocations)
-    assert ask(folder, "SELECT count(*), count(slowdown) FROM collocations") == [(0, 0)]
-    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
-        assert connection.execute("SELECT count(*), count(member) FROM collocations").fetchall() == [(0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("broken", "words"),
-    [({"sharing": ["hope"]}, "sharing must be one of"), ({"group_id": [None]}, "group_id is required")],
-)
-def test_members_that_break_the_schema_are_refused(folder, broken, words):
-    with pytest.raises(ValueError, match=words):
-        RunWriter(folder).write(run_row(1), samples(1), collocations=collocations(**broken))
 
 
 def test_checks_name_members_that_cannot_be(folder):

@@ -10,16 +10,13 @@ import sys
 from pathlib import Path
 
 import duckdb
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import collocations, kernels, ranks, run_row, samples
+from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from conf.cli.command_line import run
-from conf.errors import UsageError
 from warehouse.compact import CompactionSettings, compact, entry, is_open_somewhere
-from warehouse.files.folder import DataFolder
 from warehouse.files.layout import KINDS, OF_RUNS
 from warehouse.files.writer import RunWriter
 
@@ -328,8 +325,7 @@ def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(folder):
         run_row(1, attempt=2, status="timeout"), samples(SAMPLES), kernels(), ranks(), collocations()
     )
     settle(folder, 3)
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        assert connection.execute("SELECT status FROM runs WHERE run_id = 'J-000001'").fetchall() == [("timeout",)]
+    assert ask(folder, "SELECT status FROM runs WHERE run_id = 'J-000001'") == [("timeout",)]
 
 
 @pytest.mark.parametrize("hours", [0, 2])
@@ -367,16 +363,6 @@ def test_samples_of_a_run_that_has_not_landed_wait(folder):
     assert census(folder) == expected(3)
 
 
-def test_files_of_an_older_schema_are_merged_with_nulls(folder):
-    fill(folder, range(2))
-    old = pa.table({"run_id": ["old"], "family": ["cnn"], "status": ["ok"], "steps": pa.array([3], pa.int32())})
-    pq.write_table(old, folder.partition("runs", "cnn") / "old.parquet")
-    compact(folder, now_s=NOW_S, settings=EAGER)
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        rows = connection.execute("SELECT run_id, steps, smact FROM runs ORDER BY 1").fetchall()
-    assert rows == [("J-000000", None, None), ("J-000001", None, None), ("old", 3, None)]
-
-
 def test_an_unreadable_file_is_reported_and_left_alone(folder):
     fill(folder, range(3))
     (folder.partition("runs", "cnn") / "J-000001.parquet").write_bytes(b"torn")
@@ -411,8 +397,3 @@ def test_the_command_prints_what_it_merged(folder, monkeypatch, capsys):
     assert "15 files with 30 rows merged into 5; 0 replaced files deleted" in capsys.readouterr().out
     assert run("compact", entry, ["min_files=1", "grace_s=-1"]) == 2
     assert "grace_s must be a number >= 0, got -1; min_files must be an integer >= 2, got 1" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_none_is_a_usage_error(tmp_path):
-    with pytest.raises(UsageError, match="does not exist"):
-        compact(DataFolder.resolve(tmp_path / "none"))

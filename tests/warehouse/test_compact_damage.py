@@ -1,6 +1,5 @@
 """Compaction among damaged, lost and planted files: nothing of them is merged, hidden, believed or deleted."""
 
-import contextlib
 import json
 import os
 import time
@@ -8,9 +7,8 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import collocations, kernels, ranks, run_row, samples
+from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
-import warehouse
 from warehouse.compact import CompactionSettings, compact
 from warehouse.files.believed import lost_merged_files
 from warehouse.files.checksum import write_sealed
@@ -37,8 +35,7 @@ def names(folder, kind="runs"):
 
 
 def run_ids(folder):
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        return [run_id for (run_id,) in connection.execute("SELECT run_id FROM runs ORDER BY 1").fetchall()]
+    return [run_id for (run_id,) in ask(folder, "SELECT run_id FROM runs ORDER BY 1")]
 
 
 def ids(indices):

@@ -1,17 +1,16 @@
 """Measured runs leave a data folder as a data set and come back from it: whole, once, and without anybody's names."""
 
-import contextlib
 import datetime
 import fcntl
 import json
 import os
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import collocations, kernels, ranks, run_row
+from warehouse_rows import ask, collocations, kernels, ranks, run_row
 
-import warehouse
 from conf.cli import command_line as cli
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from warehouse import export as export_command
@@ -72,15 +71,31 @@ def out(tmp_path):
     return tmp_path / "a'; echo out [b]*?"
 
 
-@pytest.fixture
-def filled(folder):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with seven runs, and their data set: each test has its copy."""
+    place = tmp_path_factory.mktemp("made")
+    folder = DataFolder.resolve(place / "data").create()
     writer = RunWriter(folder)
     for index in range(4):
         writer.write(gpu_run(index), readings(50))
     writer.write(gpu_run(4, status="oom", oom_kind="device", peak_memory_mib=None, error=TRACEBACK), readings(2))
     writer.write(gpu_run(5, family="mlp", memory_fraction=0.25), readings(3))
     writer.write(gpu_run(6, finished_at=DAY + datetime.timedelta(days=1)), readings(3))
+    exported(folder, place / "set")
+    return place
+
+
+@pytest.fixture
+def filled(folder, made):
+    shutil.copytree(made / "data", folder.root, dirs_exist_ok=True)
     return folder
+
+
+@pytest.fixture
+def sent(out, made):
+    """The data set of `filled`."""
+    return shutil.copytree(made / "set", out)
 
 
 def exported(folder, out, **settings):
@@ -89,11 +104,6 @@ def exported(folder, out, **settings):
 
 def loaded(out, data):
     return ingest(IngestSettings(source="dataset", path=str(out), data=str(data)))
-
-
-def query(data, sql):
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def files(out):
@@ -113,34 +123,31 @@ def test_there_is_a_pair_of_files_for_each_family_device_and_day(filled, out):
     assert len(find_parts(out)) == 3
 
 
-def test_what_is_loaded_is_what_was_measured_and_a_second_time_adds_nothing(filled, out, tmp_path):
-    exported(filled, out)
+def test_what_is_loaded_is_what_was_measured_and_a_second_time_adds_nothing(filled, sent, tmp_path):
     other = tmp_path / "other"
-    assert sum(file.new for file in loaded(out, other).files) == 7
+    assert sum(file.new for file in loaded(sent, other).files) == 7
     labels = (
         "SELECT task_index, family, status, source, device_name, smact, peak_memory_mib, memory_fraction, finished_at "
         "FROM runs ORDER BY task_index"
     )
-    assert query(other, labels) == query(filled, labels)
-    assert query(other, "SELECT DISTINCT job_id FROM runs") == [("dataset-J",)], "not counted as one of its own jobs"
+    assert ask(other, labels) == ask(filled, labels)
+    assert ask(other, "SELECT DISTINCT job_id FROM runs") == [("dataset-J",)], "not counted as one of its own jobs"
     sums = "SELECT min(t.power_w), max(t.power_w) FROM telemetry t JOIN runs USING (run_id) WHERE task_index = 5"
-    assert query(other, sums) == query(filled, sums)
-    again = loaded(out, other)
+    assert ask(other, sums) == ask(filled, sums)
+    again = loaded(sent, other)
     assert [(file.rows, file.new) for file in again.files] == [(file.rows, 0) for file in again.files]
-    assert query(other, "SELECT count(*) FROM runs") == [(7,)]
+    assert ask(other, "SELECT count(*) FROM runs") == [(7,)]
 
 
-def test_the_folder_that_measured_them_gets_nothing_twice(filled, out):
-    exported(filled, out)
-    assert sum(file.new for file in loaded(out, filled.root).files) == 0
+def test_the_folder_that_measured_them_gets_nothing_twice(filled, sent):
+    assert sum(file.new for file in loaded(sent, filled.root).files) == 0
 
 
-def test_the_same_runs_give_the_same_bytes_also_from_a_folder_that_has_loaded_them(filled, out, tmp_path):
-    exported(filled, out)
-    before = files(out)
-    exported(filled, out)
-    assert files(out) == before
-    loaded(out, tmp_path / "other")
+def test_the_same_runs_give_the_same_bytes_also_from_a_folder_that_has_loaded_them(filled, sent, tmp_path):
+    before = files(sent)
+    exported(filled, sent)
+    assert files(sent) == before
+    loaded(sent, tmp_path / "other")
     compact(DataFolder.resolve(tmp_path / "other"), settings=CompactionSettings(min_files=2))
     exported(DataFolder.resolve(tmp_path / "other"), tmp_path / "copy")
     assert files(tmp_path / "copy") == before
@@ -174,14 +181,14 @@ def test_kernels_leave_with_their_runs_and_come_back(profiled, out, tmp_path):
     other = tmp_path / "other"
     loaded(out, other)
     own = f"SELECT {KERNEL_COLUMNS} FROM kernels WHERE source <> 'imported' ORDER BY ALL"
-    assert query(other, own) == query(profiled, own)
+    assert ask(other, own) == ask(profiled, own)
     counts = "SELECT task_index, kernel_rows FROM runs WHERE source <> 'imported' ORDER BY task_index"
-    assert query(other, counts) == query(profiled, counts) == [(0, 2), (1, 3), (2, 0), (3, None)]
+    assert ask(other, counts) == ask(profiled, counts) == [(0, 2), (1, 3), (2, 0), (3, None)]
     public = "SELECT bool_and(starts_with(kernel_row, run_id || '-k')), count(DISTINCT kernel_row) FROM kernels"
-    assert query(other, public) == [(True, 5)]
-    assert query(other, "SELECT count(*) FROM kernels JOIN runs USING (run_id)") == [(5,)]
+    assert ask(other, public) == [(True, 5)]
+    assert ask(other, "SELECT count(*) FROM kernels JOIN runs USING (run_id)") == [(5,)]
     loaded(out, other)
-    assert query(other, "SELECT count(*) FROM kernels") == [(5,)]
+    assert ask(other, "SELECT count(*) FROM kernels") == [(5,)]
     before = files(out)
     exported(DataFolder.resolve(other), tmp_path / "copy")
     assert files(tmp_path / "copy") == before
@@ -196,7 +203,7 @@ def test_kernels_of_chosen_families_only_and_none_where_they_are_not_wanted(prof
     assert exported(profiled, bare, kernels=False).kernels == 0
     assert not [name for name in files(bare) if "kernels" in name]
     loaded(bare, tmp_path / "other")
-    assert query(tmp_path / "other", "SELECT count(kernel_rows) FROM runs") == [(0,)]
+    assert ask(tmp_path / "other", "SELECT count(kernel_rows) FROM runs") == [(0,)]
 
 
 def test_kernels_of_a_data_set_that_break_the_schema_land_nothing(profiled, out, tmp_path):
@@ -216,25 +223,23 @@ def test_kernels_of_a_data_set_that_break_the_schema_land_nothing(profiled, out,
     assert not (tmp_path / "other").exists()
 
 
-def test_another_machine_s_runs_of_the_same_job_and_day_are_added(filled, out, tmp_path):
-    exported(filled, out)
+def test_another_machine_s_runs_of_the_same_job_and_day_are_added(sent, tmp_path):
     second = DataFolder.resolve(tmp_path / "second")
     RunWriter(second).write(gpu_run(0, device_uuid="GPU-ffff"), readings(2))
-    assert exported(second, out).added.total() == 1
-    loaded(out, tmp_path / "other")
+    assert exported(second, sent).added.total() == 1
+    loaded(sent, tmp_path / "other")
     counted = "SELECT count(*), count(DISTINCT run_id), count(DISTINCT device_uuid) FROM runs WHERE task_index = 0"
-    assert query(tmp_path / "other", counted) == [(2, 2, 2)]
+    assert ask(tmp_path / "other", counted) == [(2, 2, 2)]
 
 
-def test_names_of_machines_users_and_folders_stay_at_home(filled, out):
-    exported(filled, out)
-    texts = [(out / "README.md").read_text()]
-    for part in find_parts(out):
-        texts += [str(read_part(out, part, kind).to_pylist()) for kind in dataset.KINDS]
+def test_names_of_machines_users_and_folders_stay_at_home(sent):
+    texts = [(sent / "README.md").read_text()]
+    for part in find_parts(sent):
+        texts += [str(read_part(sent, part, kind).to_pylist()) for kind in dataset.KINDS]
     for name in ("host17", "example", "someone", "a person", "/home", "10.1.2.3", "0a1b2c3d", "ray-0"):
         assert not any(name in text for text in texts), name
     (row,) = [
-        row for part in find_parts(out) for row in read_part(out, part, "runs").to_pylist() if row["status"] == "oom"
+        row for part in find_parts(sent) for row in read_part(sent, part, "runs").to_pylist() if row["status"] == "oom"
     ]
     assert 'File "trial.py", line 7, in run_trial' in row["error"] and "trial.log" in row["error"]
 
@@ -296,9 +301,8 @@ def test_runs_that_lack_fields_are_exported_and_loaded(folder, out, tmp_path, st
     assert exported(folder, out, source="simulated").there == 2 and files(out) == before
 
 
-def test_the_card_tells_environment_statuses_and_units(filled, out):
-    exported(filled, out)
-    text = (out / "README.md").read_text()
+def test_the_card_tells_environment_statuses_and_units(sent):
+    text = (sent / "README.md").read_text()
     assert "| cnn | NVIDIA H100 80GB HBM3 | 5 | 1 | 0 | 0 | 0 | 6 |" in text
     assert "2.13.0+cu130" in text and "2026-03-04 to 2026-03-05" in text
     assert "| share of the card's memory allowed | 0.25 1, 1 6 |" in text
@@ -320,10 +324,7 @@ def test_a_data_folder_without_such_runs_says_what_it_has(folder, out):
         ExportSettings(out=str(out), source="gpu", hz=0)
 
 
-def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_completes_it(
-    filled, out, tmp_path, monkeypatch
-):
-    exported(filled, out)
+def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_completes_it(sent, tmp_path, monkeypatch):
     land = ingest_command.land_batch
 
     def killed(folder, kind, family, table):
@@ -333,14 +334,14 @@ def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_complete
 
     monkeypatch.setattr(ingest_command, "land_batch", killed)
     with pytest.raises(KeyboardInterrupt):
-        loaded(out, tmp_path / "other")
-    assert query(tmp_path / "other", "SELECT DISTINCT family FROM runs") == [("cnn",)]
+        loaded(sent, tmp_path / "other")
+    assert ask(tmp_path / "other", "SELECT DISTINCT family FROM runs") == [("cnn",)]
     monkeypatch.undo()
-    assert sum(file.new for file in loaded(out, tmp_path / "other").files) == 1
+    assert sum(file.new for file in loaded(sent, tmp_path / "other").files) == 1
     counts = (
         "SELECT count(DISTINCT run_id), count(*), count(DISTINCT (run_id, t_ms)) FROM telemetry WHERE family = 'mlp'"
     )
-    ((runs, samples, distinct),) = query(tmp_path / "other", counts)
+    ((runs, samples, distinct),) = ask(tmp_path / "other", counts)
     assert runs == 1 and samples == distinct
 
 
@@ -362,17 +363,16 @@ def test_an_export_that_was_killed_between_two_files_doubles_no_sample(filled, o
     assert files(out) == files(out.parent / "whole")
 
 
-def test_two_exports_into_one_folder_take_turns(filled, out):
-    exported(filled, out)
-    before, holder = files(out), os.open(out, os.O_RDONLY)
+def test_two_exports_into_one_folder_take_turns(filled, sent):
+    before, holder = files(sent), os.open(sent, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     try:
         with pytest.raises(EnvironmentProblem, match="another export is at work on out="):
-            exported(filled, out)
+            exported(filled, sent)
     finally:
         os.close(holder)
-    exported(filled, out)
-    assert files(out) == before
+    exported(filled, sent)
+    assert files(sent) == before
 
 
 def rewritten(path, change):
@@ -385,47 +385,44 @@ def rewritten(path, change):
     pq.write_table(table.replace_schema_metadata({b"gpufarm_dataset": json.dumps(described)}), path)
 
 
-def test_older_files_are_read_and_newer_ones_refused_before_anything_lands(filled, out, tmp_path):
-    exported(filled, out)
-    first = out / find_parts(out)[0].path("runs")
+def test_older_files_are_read_and_newer_ones_refused_before_anything_lands(sent, tmp_path):
+    first = sent / find_parts(sent)[0].path("runs")
 
     def older(table, described):
         described["schema_version"] = 1
         return table.drop_columns(["smact"])
 
     rewritten(first, older)
-    assert sum(file.new for file in loaded(out, tmp_path / "other").files) == 7
-    assert query(tmp_path / "other", "SELECT count(*) FROM runs WHERE smact IS NULL")[0][0] == 5
+    assert sum(file.new for file in loaded(sent, tmp_path / "other").files) == 7
+    assert ask(tmp_path / "other", "SELECT count(*) FROM runs WHERE smact IS NULL")[0][0] == 5
 
     def newer(table, described):
         described["schema_version"] = SCHEMA_VERSION + 1
         return table
 
-    rewritten(out / find_parts(out)[-1].path("runs"), newer)
+    rewritten(sent / find_parts(sent)[-1].path("runs"), newer)
     with pytest.raises(
         EnvironmentProblem, match=f"schema version {SCHEMA_VERSION + 1}, this code knows up to {SCHEMA_VERSION}"
     ):
-        loaded(out, tmp_path / "third")
+        loaded(sent, tmp_path / "third")
     assert not (tmp_path / "third").exists()
 
 
-def test_damaged_and_foreign_files_are_named(filled, out, tmp_path):
-    exported(filled, out)
-    path = out / find_parts(out)[0].path("runs")
+def test_damaged_and_foreign_files_are_named(sent, tmp_path):
+    path = sent / find_parts(sent)[0].path("runs")
     whole = path.read_bytes()
     path.write_bytes(whole[:100])
     with pytest.raises(EnvironmentProblem, match=r"runs\.parquet cannot be read"):
-        loaded(out, tmp_path / "other")
-    (out / "gpt").mkdir()
+        loaded(sent, tmp_path / "other")
+    (sent / "gpt").mkdir()
     path.write_bytes(whole)
-    (out / "gpt" / path.name).write_bytes(whole)
+    (sent / "gpt" / path.name).write_bytes(whole)
     with pytest.raises(EnvironmentProblem, match="holds runs of cnn: it has been moved or renamed"):
-        loaded(out, tmp_path / "other")
+        loaded(sent, tmp_path / "other")
 
 
-def test_metadata_of_any_shape_lands_nothing(filled, out, tmp_path):
-    exported(filled, out)
-    path = out / find_parts(out)[0].path("runs")
+def test_metadata_of_any_shape_lands_nothing(sent, tmp_path):
+    path = sent / find_parts(sent)[0].path("runs")
     described = (
         "",
         "null",
@@ -442,17 +439,17 @@ def test_metadata_of_any_shape_lands_nothing(filled, out, tmp_path):
     for text in described:
         pq.write_table(table.replace_schema_metadata({dataset._METADATA: text}), path)
         with pytest.raises(CommandError, match=r"is not of a data set|moved or renamed"):
-            loaded(out, tmp_path / "other")
+            loaded(sent, tmp_path / "other")
     beyond = pa.array([2**62] * table.num_rows, RUN_SCHEMA.field("started_at").type)
     path.write_bytes(
         to_bytes(
-            find_parts(out)[0],
+            find_parts(sent)[0],
             "runs",
             table.set_column(table.schema.get_field_index("started_at"), "started_at", beyond),
         )
     )
     with pytest.raises(CommandError, match="cannot be read"):
-        loaded(out, tmp_path / "other")
+        loaded(sent, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -512,14 +509,13 @@ def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(filled, out, 
     assert not (tmp_path / "other").exists()
 
 
-def test_a_data_set_whose_rows_name_paths_lands_nothing(filled, out, tmp_path):
-    exported(filled, out)
-    path = next(out.glob("mlp/*-runs.parquet"))
+def test_a_data_set_whose_rows_name_paths_lands_nothing(sent, tmp_path):
+    path = next(sent.glob("mlp/*-runs.parquet"))
     table = pq.ParquetFile(path).read()
     for name, value in (("run_id", "../../planted"), ("run_id", "/tmp/planted"), ("family", "../../planted")):
         at = table.schema.get_field_index(name)
         changed = table.set_column(at, name, pa.array([value], pa.string()))
         pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
         with pytest.raises(EnvironmentProblem, match="row 1: "):
-            loaded(out, tmp_path / "other")
+            loaded(sent, tmp_path / "other")
     assert not (tmp_path / "other").exists() and not list(tmp_path.rglob("*planted*"))

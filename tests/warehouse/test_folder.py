@@ -7,7 +7,6 @@ import os
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import replacing
 from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import SCHEMA_VERSION
 
@@ -23,18 +22,6 @@ def test_argument_wins_over_environment_wins_over_default(tmp_path, monkeypatch)
     monkeypatch.setenv("GPUFARM_DATA", str(tmp_path / "env"))
     assert DataFolder.resolve(None).root == tmp_path / "env"
     assert DataFolder.resolve("given").root == tmp_path / "given"
-
-
-def test_resolving_and_opening_make_nothing(tmp_path):
-    folder = DataFolder.resolve(tmp_path / "none")
-    with pytest.raises(UsageError, match=r"does not exist.*farm\.submit"):
-        folder.open()
-    assert not folder.root.exists()
-
-
-def test_a_folder_that_is_no_data_folder_is_said_to_be_none(tmp_path):
-    with pytest.raises(UsageError, match=r"no format\.json"):
-        DataFolder.resolve(tmp_path).open()
 
 
 def test_creating_again_changes_nothing(folder):
@@ -98,31 +85,6 @@ def test_a_folder_that_is_full_is_named(folder, monkeypatch):
     monkeypatch.setattr("warehouse.files.folder.write_bytes", refuse)
     with pytest.raises(EnvironmentProblem, match="cannot be written: No space left"):
         folder.create()
-
-
-def test_every_folder_that_is_made_is_used(folder):
-    made = {path.name for path in folder.root.iterdir() if path.is_dir()}
-    assert made == {
-        "runs",
-        "telemetry",
-        "kernels",
-        "ranks",
-        "collocations",
-        "jobs",
-        "models",
-        "locks",
-        "compactions",
-        "stale",
-    }
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(RuntimeError), replacing(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
-    assert contents(tmp_path) == {path.relative_to(tmp_path): b"old"}
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "_schema", "a=b", "a b", None, 3])

@@ -58,7 +58,7 @@ def places(disk):
 
 
 COMMANDS = {
-    "publish": (publish.entry, ["out='{disk}/set'", "licence=CC-BY-4.0"]),
+    "publish": (publish.entry, ["out='{disk}/set'", "licence=CC-BY-4.0", "pages=2"]),
     "export": (export.entry, ["out='{disk}/set'", "source=simulated"]),
     "snapshot": (snapshot.entry, ["name=s"]),
     "compact": (compact.entry, []),

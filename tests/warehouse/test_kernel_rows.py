@@ -9,9 +9,8 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import kernels, run_row, samples
+from warehouse_rows import ask, kernels, run_row, samples
 
-import warehouse
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from warehouse.compact import CompactionSettings, compact
@@ -52,11 +51,6 @@ CONVOLUTION = CELLS | {
 VECTORS = {"dims": '{"B": "127", "H": "168"}'}
 
 
-def ask(folder, sql, **how):
-    with contextlib.closing(warehouse.connect(folder, **how)) as connection:
-        return connection.execute(sql).fetchall()
-
-
 def kernel_file(path, *rows):
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
     return path
@@ -91,36 +85,11 @@ def test_kernels_of_an_execution_that_was_killed_go_when_the_task_lands_without(
     assert ask(folder, "SELECT count(*) FROM kernels") == [(0,)]
 
 
-@pytest.mark.parametrize(
-    ("broken", "words"),
-    [
-        ({"timing": ["stopwatch"] * 2}, "timing must be one of"),
-        ({"operator": ["aten::mm", None]}, "operator is required"),
-        ({"duration_us": [1.0, float("nan")]}, "duration_us must be finite"),
-        ({"colour": ["red"] * 2}, "unknown column colour"),
-    ],
-)
-def test_kernels_that_break_the_schema_are_refused_and_nothing_is_written(folder, broken, words):
-    with pytest.raises(ValueError, match=words):
-        RunWriter(folder).write(run_row(1), samples(1), kernels(2, **broken) if "colour" in broken else _with(broken))
-    assert ask(folder, "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM kernels)") == [(0, 0)]
-
-
 def _with(columns):
     table = kernels(2)
     for name, values in columns.items():
         table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
     return table
-
-
-def test_a_folder_from_before_there_were_kernels_is_read_by_any_client(folder):
-    RunWriter(folder).write(run_row(1), samples(1))
-    for path in sorted(folder.kernels.rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    folder.kernels.rmdir()
-    assert ask(folder, "SELECT count(*), count(family) FROM kernels") == [(0, 0)]
-    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
-        assert connection.execute("SELECT count(*), count(kernel_row) FROM kernels").fetchall() == [(0, 0)]
 
 
 def test_imported_kernels_survive_compaction_snapshot_and_any_client(folder, tmp_path):

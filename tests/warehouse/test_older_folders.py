@@ -5,11 +5,12 @@ Start reading at `newer_schema`.
 
 import contextlib
 import os
+import shutil
 
 import duckdb
 import pyarrow as pa
 import pytest
-from warehouse_rows import collocations, kernels, ranks, run_row, samples
+from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from warehouse import compact as compact_module
@@ -48,11 +49,6 @@ def newer_schema(folder, monkeypatch):
                     monkeypatch.setattr(module, name, value)
 
     return grow
-
-
-def ask(folder, sql):
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def check_old_rows(folder):
@@ -127,3 +123,15 @@ def test_older_files_alone_are_merged_in_an_older_folder(folder, newer_schema):
     for hours in (0, 2):
         compact(folder, now_s=NOW_S + hours * HOUR_S, settings=CompactionSettings(min_files=2))
         check_old_rows(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "column"), [("kernels", "kernel_row"), ("ranks", "rank"), ("collocations", "member"), ("stale", "label")]
+)
+def test_a_folder_from_before_there_was_a_table_is_read_by_any_client(folder, kind, column):
+    RunWriter(folder).write(run_row(1), samples(1))
+    shutil.rmtree(folder.root / kind)
+    count = f"SELECT count(*), count({column}) FROM {kind}"
+    assert ask(folder, count) == [(0, 0)]
+    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
+        assert connection.execute(count).fetchall() == [(0, 0)]

@@ -1,6 +1,5 @@
 """A published snapshot: whole, readable by anybody, accepted by Croissant's validator, and without anybody's names."""
 
-import contextlib
 import datetime
 import getpass
 import importlib.util
@@ -14,10 +13,9 @@ import sys
 import duckdb
 import pytest
 
-import warehouse
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
-from tests.warehouse.warehouse_rows import run_row, samples
+from tests.warehouse.warehouse_rows import ask, run_row, samples
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import sha256_of, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
@@ -67,7 +65,17 @@ def filled(folder) -> DataFolder:
 
 
 def settings(folder, out, **changes):
-    return PublishSettings(**{"out": str(out), "data": str(folder.root), "licence": "CC-BY-4.0", **changes})
+    """Settings of a call, without pages by default, which take most of its time."""
+    return PublishSettings(**{"out": str(out), "data": str(folder.root), "licence": "CC-BY-4.0", "pages": 0, **changes})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """One publication with pages, for the tests that only read it: the call's report, and the folder of the runs."""
+    place = tmp_path_factory.mktemp("published")
+    folder = DataFolder.resolve(place / "a'; echo data").create()
+    fill(folder)
+    return publish(settings(folder, place / "a set [x]*", pages=20)), folder
 
 
 def rows(out, table, columns="*"):
@@ -79,9 +87,9 @@ def rows(out, table, columns="*"):
         return [tuple(row.values()) for row in published_rows]
 
 
-def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(filled, tmp_path):
-    report = publish(settings(filled, tmp_path / "set"))
-    out = tmp_path / "set"
+def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(whole):
+    report, filled = whole
+    out = report.root
     assert sorted(path.name for path in out.iterdir()) == [
         "README.md",
         "collocations",
@@ -129,27 +137,25 @@ def test_runs_that_landed_after_the_snapshot_are_not_in_it(filled, tmp_path):
 def test_the_same_snapshot_gives_the_same_bytes(filled, tmp_path):
     take_snapshot(filled, "s")
     for out in ("a", "b"):
-        publish(settings(filled, tmp_path / out, snapshot="s", name="set"))
+        publish(settings(filled, tmp_path / out, snapshot="s", name="set", pages=20))
     files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()]
     assert len([name for name in files if name.parts[0] != "pages"]) == 9 and len(files) > 20
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
-def test_names_of_machines_users_and_paths_are_nowhere(filled, tmp_path):
-    publish(settings(filled, tmp_path / "set"))
-    texts = [(tmp_path / "set" / name).read_text() for name in ("README.md", "croissant.json")]
+def test_names_of_machines_users_and_paths_are_nowhere(whole):
+    out = whole[0].root
+    texts = [(out / name).read_text() for name in ("README.md", "croissant.json")]
     for table in TABLES:
-        texts += [str(row) for row in rows(tmp_path / "set", table)]
+        texts += [str(row) for row in rows(out, table)]
     user = getpass.getuser()
-    for private in (*PRIVATE, str(tmp_path), *([user] if user != "root" else [])):
+    for private in (*PRIVATE, str(out.parent), *([user] if user != "root" else [])):
         assert not [text for text in texts if private in text], private
 
 
-def test_the_loading_example_runs_from_anywhere(filled, tmp_path):
-    out = tmp_path / "a set [x]*"
-    publish(settings(filled, out))
-    done = subprocess.run([sys.executable, out / "load_example.py"], capture_output=True, text=True, cwd="/")
+def test_the_loading_example_runs_from_anywhere(whole):
+    done = subprocess.run([sys.executable, whole[0].root / "load_example.py"], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
     assert "cnn            ok              6" in done.stdout and "most telemetry: J-00000" in done.stdout
 
@@ -173,9 +179,8 @@ def test_croissant_accepts_the_metadata_and_reads_the_records(filled, tmp_path, 
     assert len(list(dataset.records("telemetry"))) == 205 and len(list(dataset.records("jobs"))) == 1
 
 
-def test_the_metadata_names_every_file_with_its_digest_and_invents_nothing(filled, tmp_path):
-    out = tmp_path / "set"
-    publish(settings(filled, out))
+def test_the_metadata_names_every_file_with_its_digest_and_invents_nothing(whole):
+    out = whole[0].root
     metadata = json.loads((out / "croissant.json").read_text())
     objects = [entry for entry in metadata["distribution"] if entry["@type"] == "cr:FileObject"]
     assert {entry["contentUrl"]: entry["sha256"] for entry in objects} == {
@@ -193,7 +198,7 @@ def test_texts_of_rows_are_shown_in_the_card_and_are_no_markup(folder, tmp_path)
     writer.write(measured(1, device_name=HOSTILE, window_kind=HOSTILE, precision=HOSTILE, family="cnn"), samples(3))
     writer.write(measured(2, torch_version=HOSTILE, error=HOSTILE, config=json.dumps({"x": HOSTILE})), samples(3))
     writer.write(measured(3, config=json.dumps(HOSTILE)), samples(3))
-    publish(settings(folder, tmp_path / "set"))
+    publish(settings(folder, tmp_path / "set", pages=20))
     texts = {path.name: path.read_text() for path in (tmp_path / "set").rglob("*.*") if path.suffix in (".md", ".html")}
     card = texts["README.md"]
     for name, text in texts.items():
@@ -203,12 +208,12 @@ def test_texts_of_rows_are_shown_in_the_card_and_are_no_markup(folder, tmp_path)
     assert len(re.split(r"(?<!\\)\|", line)) == 2 + 2 + len(STATUSES) + 1
 
 
-def test_the_card_and_the_metadata_say_of_each_source_what_is_true_of_it(filled, tmp_path):
-    publish(settings(filled, tmp_path / "both"))
+def test_the_card_and_the_metadata_say_of_each_source_what_is_true_of_it(whole, tmp_path):
+    report, filled = whole
     publish(settings(filled, tmp_path / "simulated", sources=["simulated"]))
     both, simulated = (
-        [(tmp_path / name / "README.md").read_text(), json.loads((tmp_path / name / "croissant.json").read_text())]
-        for name in ("both", "simulated")
+        [(out / "README.md").read_text(), json.loads((out / "croissant.json").read_text())]
+        for out in (report.root, tmp_path / "simulated")
     )
     sentences = "6 runs are measured on real GPUs; 1 run is simulated: modelled, not measured."
     assert sentences in both[1]["description"] and sentences in both[0] and "on a GPU of its own" in both[0]
@@ -223,7 +228,7 @@ def test_a_licence_must_be_given_and_what_is_missing_is_said(filled, tmp_path, m
     out = tmp_path / "set"
     assert run("publish", entry, [f"out='{out}'"]) == 2
     assert "licence=... is missing" in capsys.readouterr().err and not out.exists()
-    assert run("publish", entry, [f"out='{out}'", "licence=CC-BY-4.0", "creators=[Ada Lovelace]"]) == 0
+    assert run("publish", entry, [f"out='{out}'", "licence=CC-BY-4.0", "creators=[Ada Lovelace]", "pages=0"]) == 0
     output = capsys.readouterr().out
     assert "205 telemetry, 0 kernels, 0 ranks, 0 collocations, 7 runs, 1 jobs" in output
     assert "not given, and so not in the card or croissant.json: citation, url, version" in output
@@ -249,10 +254,9 @@ def test_a_publication_that_fails_leaves_nothing(filled, tmp_path):
 def test_telemetry_can_be_thinned_and_imported_rows_published_by_name(filled, tmp_path):
     # 40 samples, 100 ms apart: one a second, and the first and last of the window are those of the run
     assert publish(settings(filled, tmp_path / "a", hz=1)).rows["telemetry"] < 40
-    assert publish(settings(filled, tmp_path / "b", hz=None)).rows["telemetry"] == 205
-    report = publish(settings(filled, tmp_path / "c", sources=["imported"]))
+    report = publish(settings(filled, tmp_path / "b", sources=["imported"]))
     assert report.rows["runs"] == 1 and report.rows["telemetry"] == 0
-    assert "1 run is other people's measurements." in (tmp_path / "c" / "README.md").read_text()
+    assert "1 run is other people's measurements." in (tmp_path / "b" / "README.md").read_text()
 
 
 def test_every_published_column_is_described():
@@ -273,12 +277,12 @@ def test_the_example_imports_nothing_of_the_project():
 
 def test_what_is_published_is_what_the_snapshot_shows(filled, tmp_path):
     publish(settings(filled, tmp_path / "set", hz=None))
-    with contextlib.closing(warehouse.connect(filled)) as connection:
-        wanted = connection.sql(
-            "SELECT sum(smact), sum(t_ms), count(*) FROM telemetry WHERE run_id IN "
-            "(SELECT run_id FROM runs WHERE source <> 'imported')"
-        ).fetchall()
-    assert rows(tmp_path / "set", "telemetry", "sum(smact), sum(t_ms), count(*)") == wanted
+    wanted = ask(
+        filled,
+        "SELECT sum(smact), sum(t_ms), count(*) FROM telemetry WHERE run_id IN "
+        "(SELECT run_id FROM runs WHERE source <> 'imported')",
+    )
+    assert rows(tmp_path / "set", "telemetry", "sum(smact), sum(t_ms), count(*)") == wanted and wanted[0][-1] == 205
 
 
 def test_what_a_killed_call_left_long_ago_is_removed_and_another_at_work_is_not_disturbed(folder, tmp_path):
@@ -288,6 +292,6 @@ def test_what_a_killed_call_left_long_ago_is_removed_and_another_at_work_is_not_
         path.mkdir()
         (path / "part.parquet").write_bytes(b"torn")
     os.utime(old, (0, 0))
-    publish(PublishSettings(out=str(tmp_path / "set"), data=str(folder.root), licence="CC-BY-4.0"))
+    publish(settings(folder, tmp_path / "set"))
     assert (tmp_path / "set" / "README.md").is_file()
     assert not old.exists() and young.exists()

@@ -12,22 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import run_row, samples
 
-from conf.cli.command_line import run
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
-from warehouse.query import QuerySettings, entry, run_query
-
-
-@pytest.fixture
-def query(folder, monkeypatch, capsys):
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
-
-    def ask(*arguments):
-        code = run("query", entry, arguments, positional="sql")
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return ask
+from warehouse.query import QuerySettings, run_query
 
 
 @pytest.fixture
@@ -127,12 +114,6 @@ def test_out_that_cannot_be_written_is_named_without_the_temporary_file(query, n
     assert ".tmp" not in err and "/.o" not in err and len(err) < 100
 
 
-@pytest.mark.parametrize("out", ["/", ".", "~"])
-def test_out_that_is_a_folder_is_refused(query, out):
-    code, _, err = query("SELECT 1 AS a", "format=csv", f"out='{out}'")
-    assert (code, err) == (2, f"error: out={out} cannot be written: it is a folder\n")
-
-
 def test_table_shows_all_cells_and_says_when_rows_are_left_out(query, filled):
     code, out, _ = query("SELECT run_id, smact FROM runs ORDER BY 1")
     assert code == 0 and "J-000001" in out and "NULL" in out and "2 rows" in out
@@ -223,24 +204,6 @@ def test_wrong_sql_is_one_message_that_keeps_duckdbs_suggestion(query, sql, expe
     code, out, err = query(sql)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and expected_text in err and "Traceback" not in err
-
-
-@pytest.mark.parametrize("sql", ["DESCRIBE runs", "SHOW TABLES", "SUMMARIZE runs", "EXPLAIN SELECT 1", "FROM runs"])
-def test_statements_that_look_only_are_taken(query, filled, sql):
-    assert query(sql if " " in sql else f"{sql} ")[0] == 0
-
-
-def test_unknown_format_lists_the_known(query):
-    code, _, err = query("SELECT 1", "format=xlsx")
-    assert code == 2 and "csv, json, parquet, table" in err
-
-
-def test_a_damaged_file_is_named_and_costs_its_own_rows(query, filled, folder):
-    damaged = folder.partition("runs", "cnn") / "J-000000.parquet"
-    damaged.write_bytes(b"PAR1 torn")
-    code, out, err = query("SELECT count(*) AS n FROM runs", "format=csv")
-    assert (code, out) == (0, "n\n1\n")
-    assert err.count("\n") == 1 and str(damaged) in err
 
 
 @pytest.mark.parametrize("name", ["csv", "json", "table", "parquet"])

@@ -1,14 +1,11 @@
 """The table `ranks`: one row a rank of a run on several devices, through landing, checks, data sets and publication."""
 
 import contextlib
-import shutil
 
 import duckdb
 import pyarrow as pa
-import pytest
-from warehouse_rows import ranks, run_row, samples
+from warehouse_rows import ask, ranks, run_row, samples
 
-import warehouse
 from warehouse.compact import CompactionSettings, compact
 from warehouse.export import ExportSettings, export
 from warehouse.files.folder import DataFolder
@@ -28,11 +25,6 @@ def of_two(index, **changes):
     return run_row(index, **given, parallel="ddp=2", worst_rank=1, **changes)
 
 
-def ask(folder, sql, **how):
-    with contextlib.closing(warehouse.connect(folder, **how)) as connection:
-        return connection.execute(sql).fetchall()
-
-
 def test_ranks_land_with_their_runs_device_and_count(folder):
     RunWriter(folder).write(of_two(1), samples(1), None, ranks(device_uuid=UUIDS))
     assert ask(folder, "SELECT parallel, ranks, worst_rank, kernel_rows FROM runs") == [("ddp=2", 2, 1, None)]
@@ -49,23 +41,6 @@ def test_samples_of_two_ranks_at_one_time_are_no_duplicates(folder):
     RunWriter(folder).write(run_row(2), samples(2).set_column(0, "t_ms", pa.array([5.0, 5.0])))
     findings = {finding.rule: finding.examples for finding in check(folder)}
     assert [example[:8] for example in findings["duplicate.sample"]] == ["J-000002"]
-
-
-def test_a_folder_from_before_there_were_ranks_is_read_by_any_client(folder):
-    RunWriter(folder).write(run_row(1), samples(1))
-    shutil.rmtree(folder.ranks)
-    assert ask(folder, "SELECT count(*), count(family) FROM ranks") == [(0, 0)]
-    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
-        assert connection.execute("SELECT count(*), count(rank) FROM ranks").fetchall() == [(0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("broken", "words"),
-    [({"status": ["ok", "lost"]}, "status must be one of"), ({"rank": [0, None]}, "rank is required")],
-)
-def test_ranks_that_break_the_schema_are_refused(folder, broken, words):
-    with pytest.raises(ValueError, match=words):
-        RunWriter(folder).write(of_two(1), samples(1), None, ranks(**broken))
 
 
 def test_checks_name_ranks_that_are_lost_or_cannot_be(folder):

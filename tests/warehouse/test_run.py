@@ -8,7 +8,7 @@ import typing
 import pyarrow as pa
 import pytest
 
-from warehouse import connect
+from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import REQUIRED, RunWriter
 from warehouse.tables.run import JSON_COLUMNS, Run, reasons_of
@@ -56,11 +56,11 @@ def test_a_run_has_one_field_of_the_columns_type_for_every_column_of_the_schema(
 def test_what_was_not_measured_is_null_and_objects_are_json(tmp_path):
     folder = DataFolder.resolve(tmp_path / "a'; echo foo")
     RunWriter(folder).write(RUN, NO_SAMPLES)
-    with connect(folder) as connection:
-        row = connection.execute(
-            "SELECT config, quality_reasons, peak_memory_mib, prepared, smact, telemetry_missing, telemetry_rows, "
-            "schema_version IS NOT NULL FROM runs"
-        ).fetchone()
+    row = ask(
+        folder,
+        "SELECT config, quality_reasons, peak_memory_mib, prepared, smact, telemetry_missing, telemetry_rows, "
+        "schema_version IS NOT NULL FROM runs",
+    )[0]
     assert row[0] == '{"batch_size":8,"family":"mlp"}'
     assert reasons_of(row[1]) == RUN.quality_reasons == json.loads(row[1])
     assert row[2:] == (512.0, False, None, None, 0, True)

@@ -52,21 +52,6 @@ def test_what_is_read_at_once_is_bounded_and_no_file_is_split(tmp_path):
     assert [path for files, _ in parts for path in files] == paths
 
 
-def test_a_damaged_file_is_told_and_the_others_are_read(tmp_path):
-    paths = [write(tmp_path, f"{i}.parquet", 1) for i in range(4)]
-    paths[2].write_bytes(b"torn")
-    parts, damaged = read(paths)
-    assert damaged == [paths[2]]
-    assert [path for files, _ in parts for path in files] == [paths[0], paths[1], paths[3]]
-    assert sum(table.num_rows for _, table in parts) == 3
-
-
-def test_a_column_that_only_a_later_file_has_is_kept(tmp_path):
-    paths = [write(tmp_path, "1.parquet", 1), write(tmp_path, "2.parquet", 1, colour=["red"])]
-    ((_, table),), _ = read(paths)
-    assert table.column("colour").to_pylist() == [None, "red"]
-
-
 def test_columns_in_another_order_and_of_another_type_are_the_schemas(tmp_path):
     first = tmp_path / "1.parquet"
     pq.write_table(pa.table({"x": pa.array([1.5], pa.float32()), "run_id": ["a"]}), first)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import run_row, samples
+from warehouse_rows import ask, run_row, samples
 
 import warehouse
 from conf.cli.command_line import run
@@ -38,8 +38,7 @@ def fill(folder, indices, **changes):
 
 
 def rows(data, view="runs", snapshot=None):
-    with contextlib.closing(warehouse.connect(data, snapshot=snapshot)) as connection:
-        return connection.sql(f"SELECT * FROM {view} ORDER BY ALL").fetchall()
+    return ask(data, f"SELECT * FROM {view} ORDER BY ALL", snapshot=snapshot)
 
 
 def everything(data, snapshot=None):

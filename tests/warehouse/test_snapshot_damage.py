@@ -1,11 +1,8 @@
 """Snapshots among damaged files: one costs its rows and is named, and nothing that is lost is silently missing."""
 
-import contextlib
-
 import pytest
-from warehouse_rows import run_row, samples
+from warehouse_rows import ask, flip, run_row, samples
 
-import warehouse
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from warehouse.compact import CompactionSettings, compact
@@ -22,17 +19,12 @@ def fill(folder, indices):
         RunWriter(folder).write(run_row(index), samples())
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 1
-    path.write_bytes(content)
-
-
 def rows(folder, name):
-    with contextlib.closing(warehouse.connect(folder, snapshot=name)) as connection:
-        return connection.execute(
-            "SELECT (SELECT list(run_id ORDER BY run_id) FROM runs), (SELECT count(*) FROM telemetry)"
-        ).fetchone()
+    return ask(
+        folder,
+        "SELECT (SELECT list(run_id ORDER BY run_id) FROM runs), (SELECT count(*) FROM telemetry)",
+        snapshot=name,
+    )[0]
 
 
 @pytest.mark.parametrize("damage", [b"", b"torn", None])

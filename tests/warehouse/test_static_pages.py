@@ -8,14 +8,16 @@ import pytest
 from warehouse_rows import collocations, kernels, run_row, samples
 
 from tests.parsed_page import ParsedPage
+from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.publish import PublishSettings, publish
 
 SECRET = "/home/someone/secret-folder"
 
 
-@pytest.fixture
-def published(folder, tmp_path):
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = DataFolder.resolve(tmp_path_factory.mktemp("published") / "a'; echo data").create()
     writer = RunWriter(folder)
     for index in range(60):
         family = "cnn" if index % 3 else "mlp"
@@ -33,8 +35,8 @@ def published(folder, tmp_path):
             samples(4, memory_used_mib=[1.0, 5.0, 3.0, 2.0]),
         )
     writer.write(run_row(70, family="cnn"), samples(3), kernels=kernels(2), collocations=collocations())
-    publish(PublishSettings(out=str(tmp_path / "set"), data=str(folder.root), licence="CC-BY-4.0", pages=20))
-    return tmp_path / "set"
+    out = str(folder.root.parent / "set")
+    return publish(PublishSettings(out=out, data=str(folder.root), licence="CC-BY-4.0", pages=20)).root
 
 
 def parsed_pages(root) -> dict[str, ParsedPage]:

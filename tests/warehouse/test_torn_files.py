@@ -10,7 +10,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import collocations, kernels, ranks, run_row, samples
+from warehouse_rows import collocations, flip, kernels, ranks, run_row, samples
 
 import warehouse
 from conf.errors import EnvironmentProblem
@@ -30,8 +30,7 @@ COUNTS = (
 
 
 def ask(folder, sql=COUNTS):
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        return connection.execute(sql).fetchall()
+    return ask(folder, sql)
 
 
 def fill(folder, indices=range(10), **changes):
@@ -135,12 +134,6 @@ def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
         listing.write_bytes(b"" if how == "empty" else os.urandom(300))
     assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
     assert (str(listing) in capsys.readouterr().err) is (how != "gone")
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -297,7 +290,7 @@ from warehouse.compact import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 sys.path.insert(0, sys.argv[2])
-from warehouse_rows import collocations, kernels, ranks, run_row, samples
+from warehouse_rows import collocations, flip, kernels, ranks, run_row, samples
 folder, seconds = DataFolder.resolve(sys.argv[1]), float(sys.argv[3])
 writer, index, until_s = RunWriter(folder), 100, time.monotonic() + seconds
 now_s = time.time()

@@ -1,6 +1,5 @@
 """Landing runs: what is refused, what a crash or a full disk leaves behind."""
 
-import contextlib
 import errno
 import os
 import signal
@@ -11,19 +10,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import run_row, samples
+from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
-import warehouse
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import Listing, listing_file, new_merged_name
 from warehouse.files.merged_index import MergedIndex
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
-
-
-def ask(folder, sql):
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        return connection.execute(sql).fetchall()
 
 
 def leftovers(folder):
@@ -103,6 +96,32 @@ def test_telemetry_that_breaks_the_schema_is_refused(folder, columns, message):
     assert ask(folder, "SELECT * FROM runs") == []
 
 
+def changed(table, columns):
+    """The table with these columns in place of its own."""
+    for name, values in columns.items():
+        table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+    return table
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"kernels": changed(kernels(), {"timing": ["stopwatch"] * 2})}, "timing must be one of"),
+        ({"kernels": changed(kernels(), {"operator": ["aten::mm", None]})}, "operator is required"),
+        ({"kernels": changed(kernels(), {"duration_us": [1.0, float("nan")]})}, "duration_us must be finite"),
+        ({"kernels": kernels(colour=["red"] * 2)}, "unknown column colour"),
+        ({"ranks": ranks(status=["ok", "lost"])}, "status must be one of"),
+        ({"ranks": ranks(rank=[0, None])}, "rank is required"),
+        ({"collocations": collocations(sharing=["hope"])}, "sharing must be one of"),
+        ({"collocations": collocations(group_id=[None])}, "group_id is required"),
+    ],
+)
+def test_other_tables_that_break_the_schema_are_refused_and_nothing_is_written(folder, tables, message):
+    with pytest.raises(ValueError, match=message):
+        RunWriter(folder).write(run_row(1), samples(1), **tables)
+    assert ask(folder, "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM kernels)") == [(0, 0)]
+
+
 @pytest.mark.parametrize("failing_call", [1, 2, 3, 4])
 def test_a_full_disk_leaves_whole_files_only_and_never_a_run_without_its_telemetry(folder, monkeypatch, failing_call):
     writer = RunWriter(folder)
@@ -161,12 +180,6 @@ def test_a_killed_writer_leaves_readable_files_only(folder, rounds):
     )
     assert runs >= acknowledged
     assert missing == 0
-
-
-def test_torn_temporary_files_are_not_seen(folder):
-    RunWriter(folder).write(run_row(1), samples())
-    (folder.partition("runs", "cnn") / ".J-000002.parquet.1-abc.tmp").write_bytes(b"PAR1 torn")
-    assert ask(folder, "SELECT count(*) FROM runs") == [(1,)]
 
 
 def test_a_job_snapshot_is_replaced_and_counted(folder):

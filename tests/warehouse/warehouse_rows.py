@@ -1,10 +1,13 @@
-"""Rows for the warehouse's tests; start reading at `run_row`."""
+"""Rows for the warehouse's tests, and questions about them; start reading at `run_row`."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 
 import pyarrow as pa
+
+import warehouse
 
 GPUMEMNET_HEADER = (
     "Filename",
@@ -79,3 +82,16 @@ def collocations(rows: int = 1, **columns) -> pa.Table:
 def samples(rows: int = 3, **columns) -> pa.Table:
     """`rows` telemetry samples."""
     return pa.table({"t_ms": [100.0 * i for i in range(rows)], "smact": [0.5] * rows, **columns})
+
+
+def ask(data, sql: str, **how) -> list[tuple]:
+    """Rows of a query on a data folder. how: as `warehouse.connect` takes it."""
+    with contextlib.closing(warehouse.connect(data, **how)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def flip(path) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)

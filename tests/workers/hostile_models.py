@@ -292,11 +292,6 @@ def kills_its_server(path: str) -> None:
     time.sleep(3600)
 
 
-def stops_its_server(path: str) -> None:
-    os.kill(os.getppid(), signal.SIGSTOP)
-    time.sleep(3600)
-
-
 # What one rank of several may do.
 
 

@@ -19,19 +19,10 @@ from workers.settings import WindowSettings
 from workers.trial.reports import BrokenReport, ReportReader, Warm
 from workers.worker import Worker
 
-HERE = str(Path(__file__).parent)
 WINDOW = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)
 NET = mlp(batch_size=64, input_size=256)
 WIDE = mlp(batch_size=256, input_size=512)
 KNOWN = AloneRun(run_id="before", status="ok", step_ms=1.0, memory_mib=300.0)
-
-
-@pytest.fixture(scope="module")
-def worker():
-    search_path = os.pathsep.join(filter(None, (HERE, os.environ.get("PYTHONPATH"))))
-    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker", {"PYTHONPATH": search_path})
-    yield worker
-    worker.close()
 
 
 def group(*configs, alone=(KNOWN, KNOWN, KNOWN), **settings):

@@ -16,49 +16,56 @@ def samples_of(*pairs):
     return [Sample(t_ns, {"smact": value}) for t_ns, value in pairs]
 
 
-def test_mean_weights_each_value_with_the_time_that_it_ends():
-    assert window_mean(samples_of((10, 1.0), (100, 0.0)), "smact", 0, 100).mean == pytest.approx(0.1)
+WHOLE_STEPS = [Sample(t_ns, {"smact": {5: 0.5, 15: 1.0, 25: 0.5, 35: 0.0}[t_ns % 40]}) for t_ns in range(5, 400, 10)]
+# What is shown: (samples, start and end of the window, mean of smact).
+MEANS = {
+    "each value has the time that it ends": (samples_of((10, 1.0), (100, 0.0)), 0, 100, 0.1),
+    "zeros count, order and other metrics do not": (
+        [*samples_of((100, 0.0), (50, 1.0)), Sample(10, {"smocc": 0.7})],
+        0,
+        100,
+        0.5,
+    ),
+    "a 1 Hz exporter's idle second before the window is not charged to it": (
+        samples_of((9000, 0.0), (10_000, 0.0), (11_000, 1.0), (12_000, 1.0), (13_000, 0.0)),
+        10_200,
+        11_400,
+        1.0,
+    ),
+    "the first sample after the window stands for its rest, later ones for nothing": (
+        samples_of((20, 0.3), (50, 1.0), (110, 0.0), (120, 0.9)),
+        20,
+        100,
+        30 / 80,
+    ),
+    "long readings inside the window stand alone where they cover half of it": (
+        samples_of((10, 0.2), (30, 0.9), (70, 0.7), (110, 0.1)),
+        20,
+        100,
+        0.7,
+    ),
+    # Steps of 40 ns, busy for their first half, read every 10 ns out of step with the window.
+    "short readings at the edges count so that the mean is of whole steps": (WHOLE_STEPS, 40, 160, 0.5),
+    "the first value stands for the time since the window's start": (samples_of((50, 0.4)), 0, 100, 0.4),
+    "a sample on the window's last instant is its mean": (samples_of((100, 0.3)), 10, 100, 0.3),
+    "a window without a length has the sample of its instant": (samples_of((10, 0.3)), 10, 10, 0.3),
+    "a reading that failed leaves its time to the next one": (
+        [Sample(10, {"smact": 1.0}), Sample(20, {}, "unavailable", ("nvml_error",)), Sample(30, {"smact": 0.0})],
+        0,
+        30,
+        1 / 3,
+    ),
+}
 
 
-def test_mean_counts_zeros_and_ignores_the_order_and_other_metrics():
-    samples = [*samples_of((100, 0.0), (50, 1.0)), Sample(10, {"smocc": 0.7})]
-    assert window_mean(samples, "smact", 0, 100).mean == pytest.approx(0.5)
-
-
-def test_an_idle_second_before_the_window_is_not_charged_to_it():
-    """A 1 Hz exporter, idle until 10.0 s, busy in the window from 10.2 to 11.4 s."""
-    samples = samples_of((9000, 0.0), (10_000, 0.0), (11_000, 1.0), (12_000, 1.0), (13_000, 0.0))
-    assert window_mean(samples, "smact", 10_200, 11_400).mean == pytest.approx(1.0)
-
-
-def test_the_first_sample_after_the_window_stands_for_its_rest_and_later_ones_for_nothing():
-    samples = samples_of((20, 0.3), (50, 1.0), (110, 0.0), (120, 0.9))
-    assert window_mean(samples, "smact", 20, 100).mean == pytest.approx(30 / 80)
-
-
-def test_long_readings_inside_the_window_stand_alone_where_they_cover_half_of_it():
-    samples = samples_of((10, 0.2), (30, 0.9), (70, 0.7), (110, 0.1))
-    assert window_mean(samples, "smact", 20, 100).mean == pytest.approx(0.7)
-
-
-def test_short_readings_at_the_edges_count_so_that_the_mean_is_of_whole_steps():
-    """Steps of 40 ns, busy for their first half, read every 10 ns out of step with the window."""
-    samples = [Sample(t_ns, {"smact": {5: 0.5, 15: 1.0, 25: 0.5, 35: 0.0}[t_ns % 40]}) for t_ns in range(5, 400, 10)]
-    assert window_mean(samples, "smact", 40, 160).mean == pytest.approx(0.5, abs=0.005)
-
-
-def test_the_first_value_stands_for_the_time_since_the_windows_start():
-    assert window_mean(samples_of((50, 0.4)), "smact", 0, 100).mean == pytest.approx(0.4)
+@pytest.mark.parametrize(("samples", "start", "end", "mean"), MEANS.values(), ids=MEANS)
+def test_a_reading_stands_for_the_time_up_to_it(samples, start, end, mean):
+    assert window_mean(samples, "smact", start, end).mean == pytest.approx(mean, abs=0.005)
 
 
 @pytest.mark.parametrize("samples", [[], samples_of((5, 0.3)), samples_of((101, 0.3))])
 def test_window_without_a_sample_has_no_mean(samples):
     assert window_mean(samples, "smact", 10, 100).mean is None
-
-
-def test_sample_on_the_windows_last_instant_is_its_mean():
-    assert window_mean(samples_of((100, 0.3)), "smact", 10, 100).mean == 0.3
-    assert window_mean(samples_of((10, 0.3)), "smact", 10, 10).mean == 0.3
 
 
 def test_an_average_stands_for_the_interval_that_it_names_and_for_no_more():
@@ -83,11 +90,6 @@ def test_a_repeated_reading_weighs_nothing_and_the_next_one_stands_for_its_time(
     ]
     mean = window_mean(samples, "smact", 0, 40)
     assert (mean.mean, mean.readings, mean.coverage) == (pytest.approx(0.25), 2, 1.0)
-
-
-def test_a_reading_that_failed_leaves_its_time_to_the_next_one():
-    samples = [Sample(10, {"smact": 1.0}), Sample(20, {}, "unavailable", ("nvml_error",)), Sample(30, {"smact": 0.0})]
-    assert window_mean(samples, "smact", 0, 30).mean == pytest.approx(1 / 3)
 
 
 def test_a_spoiled_reading_is_left_out_for_its_metrics_only_and_its_time_is_not_covered():

@@ -26,13 +26,6 @@ def task(index, prepare_ahead="always", **changes):
     )
 
 
-@pytest.fixture(scope="module")
-def worker():
-    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker")
-    yield worker
-    worker.close()
-
-
 def children(worker):
     return [trial for keeper in psutil.Process(worker._server.pid).children() for trial in keeper.children()]
 

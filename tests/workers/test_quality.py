@@ -165,21 +165,40 @@ def test_a_source_that_stalls_beside_a_better_one_spoils_nothing():
     assert columns["smact"] == pytest.approx(0.8)
 
 
+TRUSTED = ("trusted", set())
+ECC = {"ecc_uncorrected": 2}
+ENDED_EARLY = {"status": "crashed", "window_ns": None, "window_end_ns": None}
+
+
 @pytest.mark.parametrize(
-    ("bits", "seconds", "expected"),
+    ("values", "seconds", "options", "expected"),
     [
-        (0x4, 8, ("suspect", {"power_cap"})),  # usual under full load
-        (0x4, 0.5, ("trusted", set())),
-        (0x20, 0.5, ("suspect", {"thermal_slowdown"})),
-        (0x40 | 0x8, 3, ("untrusted", {"thermal_slowdown"})),
-        (0x8, 3, ("untrusted", {"hw_slowdown"})),
-        (0x80 | 0x8, 3, ("untrusted", {"hw_slowdown"})),
-        (0x1 | 0x2 | 0x10 | 0x100, 8, ("trusted", set())),  # idle, application clocks, sync boost, display
+        ({"throttle_reasons": 0x4}, (2, 10), {}, ("suspect", {"power_cap"})),  # usual under full load
+        ({"throttle_reasons": 0x4}, (2, 2.5), {}, TRUSTED),
+        ({"throttle_reasons": 0x20}, (2, 2.5), {}, ("suspect", {"thermal_slowdown"})),
+        ({"throttle_reasons": 0x40 | 0x8}, (2, 5), {}, ("untrusted", {"thermal_slowdown"})),
+        ({"throttle_reasons": 0x8}, (2, 5), {}, ("untrusted", {"hw_slowdown"})),
+        ({"throttle_reasons": 0x80 | 0x8}, (2, 5), {}, ("untrusted", {"hw_slowdown"})),
+        ({"throttle_reasons": 0x1 | 0x2 | 0x10 | 0x100}, (2, 10), {}, TRUSTED),  # idle, clocks, sync boost, display
+        # An X server has a few MiB on every GPU of a machine, for ever: repeating would not mend it.
+        ({"other_processes": 1, "other_memory_mib": 4.0}, (0, 13), {}, ("suspect", {"other_process"})),
+        ({"other_processes": 1}, (0, 13), {}, ("untrusted", {"other_process"})),
+        ({"memory_used_mib": 9_000.0}, (0, 13), {}, ("untrusted", {"foreign_memory"})),
+        # The driver's own memory grows with the card.
+        ({"memory_used_mib": 8_000.0}, (0, 13), {}, ("untrusted", {"foreign_memory"})),
+        ({"memory_used_mib": 8_000.0}, (0, 13), {"device_memory_mib": 143_771.0}, TRUSTED),
+        # Old memory errors say nothing, new ones spoil any run.
+        ({"ecc_uncorrected": 7}, (0, 13), {}, TRUSTED),
+        (ECC, (6, 13), {}, ("untrusted", {"ecc_errors"})),
+        (ECC, (6, 13), ENDED_EARLY, ("untrusted", {"ecc_errors"})),
+        ({"sm_clock_mhz": 900.0}, (4, 5.9), {}, ("suspect", {"clock_jump"})),
+        ({}, (0, 13), {"clock_drift_s": -3600.0}, ("suspect", {"host_clock"})),
     ],
 )
-def test_what_slows_the_gpu_down_is_told_apart(bits, seconds, expected):
-    slow = changed(telemetry(), "nvml", lambda v: v | {"throttle_reasons": bits}, lambda t: 2 < t <= 2 + seconds)
-    assert verdict(slow)[:2] == expected
+def test_what_one_reading_of_nvml_says_of_a_run(values, seconds, options, expected):
+    after, until = seconds
+    samples = changed(telemetry(), "nvml", lambda v: v | values, lambda t: after < t <= until)
+    assert verdict(samples, **options)[:2] == expected
 
 
 def test_another_process_on_the_gpu_makes_labels_and_an_out_of_memory_untrusted():
@@ -195,42 +214,17 @@ def test_another_process_on_the_gpu_makes_labels_and_an_out_of_memory_untrusted(
     assert verdict(other, status="crashed", **failed)[0] == "trusted"
 
 
-def test_a_process_that_is_too_small_to_compute_is_suspect():
-    """An X server has a few MiB on every GPU of a machine, for ever: repeating would not mend it."""
-    server = changed(telemetry(), "nvml", lambda v: v | {"other_processes": 1, "other_memory_mib": 4.0})
-    assert verdict(server)[:2] == ("suspect", {"other_process"})
-    unknown = changed(telemetry(), "nvml", lambda v: v | {"other_processes": 1})
-    assert verdict(unknown)[:2] == ("untrusted", {"other_process"})
-
-
-def test_memory_that_nobody_accounts_for_makes_a_run_untrusted():
+def test_memory_that_was_in_use_before_the_trial_took_any_makes_a_run_untrusted():
     held = changed(telemetry(), "nvml", lambda v: v | {"memory_used_mib": 9_000.0})
-    assert verdict(held)[:2] == ("untrusted", {"foreign_memory"})
     unlisted = changed(held, "nvml", lambda v: {m: x for m, x in v.items() if m != "process_memory_mib"})
-    assert verdict(unlisted)[:2] == ("untrusted", {"foreign_memory"}), "in use before the trial took any"
+    assert verdict(unlisted)[:2] == ("untrusted", {"foreign_memory"})
     growing = changed(unlisted, "nvml", lambda v: v | {"memory_used_mib": 600.0}, lambda t: t < 0.2)
     assert verdict(growing)[0] == "trusted"
 
 
-def test_the_drivers_own_memory_grows_with_the_card():
-    held = changed(telemetry(), "nvml", lambda v: v | {"memory_used_mib": 8_000.0})
-    assert verdict(held)[0] == "untrusted"
-    assert verdict(held, device_memory_mib=143_771.0)[0] == "trusted"
-
-
-def test_new_memory_errors_make_any_run_untrusted_and_old_ones_none():
-    old = changed(telemetry(), "nvml", lambda v: v | {"ecc_uncorrected": 7})
-    assert verdict(old)[0] == "trusted"
-    new = changed(telemetry(), "nvml", lambda v: v | {"ecc_uncorrected": 2}, lambda t: t > 6)
-    assert verdict(new)[:2] == ("untrusted", {"ecc_errors"})
-    assert verdict(new, status="crashed", window_ns=None, window_end_ns=None)[:2] == ("untrusted", {"ecc_errors"})
-
-
-def test_a_clock_that_jumped_while_busy_is_suspect_and_while_idle_it_is_not():
-    jumped = changed(telemetry(), "nvml", lambda v: v | {"sm_clock_mhz": 900.0}, lambda t: 4 < t < 6)
-    assert verdict(jumped)[:2] == ("suspect", {"clock_jump"})
-    idle = changed(jumped, "nvml", lambda v: v | {"gpu_util": 0.2}, lambda t: 4 < t < 6)
-    assert "clock_jump" not in verdict(idle)[1]
+def test_a_clock_that_jumped_while_the_gpu_was_idle_is_no_reason():
+    idle = {"sm_clock_mhz": 900.0, "gpu_util": 0.2}
+    assert "clock_jump" not in verdict(changed(telemetry(), "nvml", lambda v: v | idle, lambda t: 4 < t < 6))[1]
 
 
 def test_a_sampler_that_stood_still_is_suspect():
@@ -239,10 +233,6 @@ def test_a_sampler_that_stood_still_is_suspect():
     assert (quality, reasons) == ("suspect", {"sampler_gap"})
     assert "nvml: 1 gaps, the longest 2.10 s" in columns["quality_reasons"]["sampler_gap"]
     assert columns["samples_suspect"] == 3, "the readings that end the gap, of each sensor of the thread"
-
-
-def test_a_clock_of_the_host_that_was_set_is_suspect():
-    assert verdict(telemetry(), clock_drift_s=-3600.0)[:2] == ("suspect", {"host_clock"})
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,6 @@ from workers.worker import Worker
 HERE = str(Path(__file__).parent)
 
 
-@pytest.fixture(scope="module")
-def worker():
-    search_path = os.pathsep.join(filter(None, (HERE, os.environ.get("PYTHONPATH"))))
-    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker", {"PYTHONPATH": search_path})
-    yield worker
-    worker.close()
-
-
 def of_two(spec):
     return dataclasses.replace(spec, config=dataclasses.replace(spec.config, parallel="ddp=2"))
 

@@ -43,13 +43,6 @@ def task(config, window=SHORT, index=0, **settings):
     )
 
 
-@pytest.fixture(scope="module")
-def worker():
-    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker")
-    yield worker
-    worker.close()
-
-
 class InBackground:
     """Runs a task in a thread, so that the test can do something to its process meanwhile."""
 
@@ -74,13 +67,13 @@ class InBackground:
         return self.result
 
 
-def test_a_simulated_trial_server_forks_from_a_single_thread_too():
+def test_a_simulated_trial_server_forks_from_a_single_thread_too_and_ends_with_its_worker():
     simulated = Worker(DeviceChoice(backend="simulated"), "0", "simulated-worker")
-    try:
-        hello = simulated.ready()
-        assert hello["threads"] == 1 and hello["torch_version"]
-    finally:
-        simulated.close()
+    hello = simulated.ready()
+    server = psutil.Process(simulated._server.pid)
+    simulated.close()
+    assert hello["threads"] == 1 and hello["torch_version"]
+    assert not server.is_running()
 
 
 def test_the_trial_server_forks_from_a_single_thread_with_torch_imported(worker):
@@ -183,14 +176,6 @@ def test_a_killed_trial_server_takes_its_trial_along_and_is_replaced(worker):
     psutil.wait_procs([running.trial], timeout=10)
     assert not running.trial.is_running()
     assert worker.run(task(mlp())).run.status == "ok"
-
-
-def test_closing_a_worker_ends_its_server_and_its_trial():
-    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
-    doomed.ready()
-    server = psutil.Process(doomed._server.pid)
-    doomed.close()
-    assert not server.is_running()
 
 
 def test_repeated_trials_leave_no_process_and_no_descriptor_behind(worker):

@@ -1,7 +1,7 @@
 """Published times of all-reduces and layers, as rows of `kernels`: nccl-tests', vTrain's, Sailor's and Liger's.
 
 Start reading at `KERNEL_TABLES`. `operator` is `nccl::all_reduce`, or no aten name but `layer::NAME`; `dims` has the
-sizes by name, and `learn.fitting.timed_layers` knows which kernels such a layer runs.
+sizes by name, and `learn.fitting.published_jobs` knows which kernels such a layer runs.
 
 nccl-tests divides the time of many all-reduces in a row by their number: `timing` is `loop`.
 

@@ -1,26 +1,120 @@
-"""`llmem`: LLMem's formulas for fine-tuning a transformer language model on one GPU.
+"""Published formulas of a training job's memory: `deepspeed`, `horus` and `llmem`, each from its paper.
 
-Start reading at `LLMem.parts_mib`; `_language_model` finds what the formulas need from the model.
+Start reading at `parts_mib` of the class; its docstring names the source and what it covers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import nn
 
+from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from learn.job.training_job import TrainingJob
-from learn.peers.base import CannotEstimate, Peer, require_covered
-from learn.peers.modules import leaf_outputs, meta_model
+from learn.peers.base import CannotEstimate, Peer, leaf_outputs, meta_model, require_covered
+
+MIXED = ("bf16", "fp16")
+_ADAMS = ("adam", "adamw")
+MODEL_STATES_ONLY = "deepspeed counts model states only: activations, workspaces and the context come on top"
+
+
+class DeepSpeed(Peer):
+    """Model states of one GPU under ZeRO stage `stage` on `gpus` GPUs, without offloading. Bytes, with P parameters:
+
+    stage  mixed precision                                    fp32
+    0      2P + 2P + 12P                                      4P + 4P + 8P
+    1      2P + 2P + 12P/n                                    4P + 4P + 8P/n
+    2      4P + 16P/n                                         not covered
+    3      4 largest layer + 18P/n                            not covered
+
+    Source: stages 0 and 1: Rajbhandari et al., ZeRO, SC 2020, sections 3.1 and 5.1 (K = 12: fp32 copy, momentum and
+    variance). Stages 2 and 3: DeepSpeed's own `estimate_zero2_model_states_mem_needs` and its sibling for stage 3,
+    which reserve more than the paper's 2P + 14P/n and 16P/n. The fp32 column is Adam's four fp32 tensors, of which
+    stage 1 shards the last two. Covers Adam and AdamW. It covers model states only, so it is a floor and no peak. A
+    layer is a module with parameters of its own.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    warning: ClassVar[str] = f"{Peer.warning}; {MODEL_STATES_ONLY}"
+
+    def __init__(self, seed: int = 0, *, stage: int = 0, gpus: int = 1) -> None:
+        super().__init__(seed)
+        if stage not in (0, 1, 2, 3):
+            raise UsageError(f"stage must be one of 0, 1, 2, 3, got {stage!r}")
+        if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+            raise UsageError(f"gpus must be an integer >= 1, got {gpus!r}")
+        self.stage, self.gpus = stage, gpus
+
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
+        settings = workload.settings
+        require_covered(settings, "optimizer", _ADAMS)
+        mixed = settings.precision in MIXED
+        if self.stage > 1:
+            require_covered(settings, "precision", MIXED, f" at stage {self.stage}")
+        model = meta_model(workload)
+        count = sum(p.numel() for p in model.parameters())
+        n = self.gpus
+        if self.stage == 3:
+            largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
+            parts = {"gathered layer": 4 * largest, "sharded model states": 18 * count / n}
+        elif self.stage == 2:
+            parts = {"parameters": 4 * count, "sharded model states": 16 * count / n}
+        else:
+            each, state = (2, 12) if mixed else (4, 8)
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            parts = {"parameters": each * count, "gradients": each * trained}
+            parts["optimizer state"] = state * trained / (n if self.stage else 1)
+        return {name: nbytes / MIB for name, nbytes in parts.items()}
+
+
+FRAMEWORK_MIB = 800.0
+BYTES = 4  # the formula is of fp32, whatever the precision
+_NOT_COUNTED = ("Pool", "Drop", "StochasticDepth", "Identity", "Flatten")
+
+
+class Horus(Peer):
+    """MiB = 800 + P + b (A + P): P parameters and A activations of one sample, both in fp32 MiB, b the batch size.
+
+    Source: Yeung et al., Horus: Interference-aware and prediction-based scheduling in deep learning systems, IEEE TPDS
+    33(1), 2022. A stands for the outputs of the layers that one sample makes. Assumed, since its published figures
+    for six well-known CNNs come out so to within 0.03 %: the outputs of modules that call no other module, in-place
+    activations counted, windowed pooling, dropout and what only passes or reshapes left out. What a model computes
+    between its modules (functional ReLU, attention scores, additions) is not seen. The optimizer, the device and the
+    precision play no part.
+    """
+
+    name: ClassVar[str] = "horus"
+
+    def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
+        model = meta_model(workload)
+        elements = sum(
+            math.prod(shape)
+            for module, tensors in leaf_outputs(workload, model)
+            if _counts(module)
+            for shape, _ in tensors
+        )
+        parameters = sum(p.numel() for p in model.parameters()) * BYTES / MIB
+        return {
+            "framework": FRAMEWORK_MIB,
+            "parameters": parameters,
+            "gradients": workload.batch_size * parameters,
+            "activations": elements * BYTES / MIB,  # of the whole batch: b A
+        }
+
+
+def _counts(module) -> bool:
+    kind = type(module).__name__
+    return kind.startswith("Adaptive") or not any(word in kind for word in _NOT_COUNTED)
+
 
 PAGE = 2 * 2**20  # bytes; CUDA's memory page
 CHUNK = 32 * 2**20  # elements; the least chunk that Colossal-AI's chunk manager takes by default
 B16, B32 = 2, 4  # bytes of an element
 PRECISIONS = ("bf16", "fp16")
-OPTIMIZERS = ("adam", "adamw")
 
 
 class LLMem(Peer):
@@ -45,7 +139,7 @@ class LLMem(Peer):
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         settings = workload.settings
         require_covered(settings, "precision", PRECISIONS)
-        require_covered(settings, "optimizer", OPTIMIZERS)
+        require_covered(settings, "optimizer", _ADAMS)
         model = meta_model(workload)
         embeddings, layers, head, (batch, sequence, _) = _language_model(workload, model)
         if not (getattr(settings, "activation_checkpointing", False) or _checkpoints(model)):
