@@ -123,7 +123,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
-    from conf.cli.bars import StepBar
+    from conf.cli.command_line import StepBar
     from learn.fitting.kernel_formulas import score_text
 
     with StepBar("fitting kernels") as bar:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from conf.errors import EnvironmentProblem
-from conf.files.json_file import read_json
+from conf.files.outputs import read_json
 from farm.nights.journal import ChoicePayload, Cycle, RunPayload, plain
 from farm.nights.machine import Machine
 from farm.nights.settings import GrowSettings

@@ -30,7 +30,7 @@ import psutil
 
 from conf.children.keeper import FOLDER_PREFIX
 from conf.files.identity import OWNER_FILE, alive, identity
-from conf.files.own_files import open_own_file, open_own_folder
+from conf.files.outputs import open_own_file, open_own_folder
 
 _MARKER = re.compile(r"([1-9][0-9]{0,9})@([0-9]{1,20})@([0-9a-f]{8})\.([0-9]{1,20})")
 

@@ -23,7 +23,7 @@ from learn.estimation.notes import RESIDENT
 from warehouse.reading.pairing import Pair, Shift, summed_up
 
 if TYPE_CHECKING:
-    from warehouse.reading.reader import WarehouseConnection
+    from warehouse.reading.connection import WarehouseConnection
 
 TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the packaged models
 _COLUMNS = (

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.cli.extras import naming_the_extra
+from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.disk_cache import keep, recall
 from conf.units import MIB

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from conf.cli.bars import terminal_bar
+from conf.cli.command_line import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.files.disk_cache import keep
 from conf.plain_text import first_line

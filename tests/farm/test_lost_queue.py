@@ -16,7 +16,7 @@ from farm.queue.jobs import Queue
 from farm.queue.queue_values import MIXED_FAMILY, Job
 from featurize.families import get_family
 from tests.warehouse.warehouse_rows import ask
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.presence import compare, landed_tasks
 
 NOW_S = 4_000_000_000.0

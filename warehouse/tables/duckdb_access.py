@@ -1,23 +1,47 @@
-"""One DuckDB in memory for a process's own work: an instance for each task would take longer to start than the task.
+"""DuckDB as this project uses it: in memory for a process's own work, its settings, quoting, and disk errors.
 
-Start reading at `scratch_cursor`.
+Start reading at `scratch_cursor`: one instance for a process, since an instance for each task would take longer to
+start than the task. `disk_errors_named` turns disk errors into `OSError`, which every command prints in one line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
 
-from warehouse.tables.duckdb_settings import has_setting
-from warehouse.tables.sql_text import sql_text
-
 _ATTACHING = threading.Lock()
 _INSTANCES: dict[int, duckdb.DuckDBPyConnection] = {}  # by process: a child must not close its parent's
+_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def sql_text(value: str) -> str:
+    """Return the value as a string literal."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+def escaped_glob(path: Path) -> str:
+    """Return the path as a glob that matches only itself."""
+    return re.sub(r"([\[*?])", r"[\1]", str(path))
+
+
+def has_setting(name: str) -> bool:
+    """Return whether this release of DuckDB knows a setting."""
+    return name in _settings()
+
+
+@functools.cache
+def _settings() -> frozenset[str]:
+    """All names, asked once: the list takes DuckDB as long as opening a small file."""
+    with duckdb.connect() as connection:
+        return frozenset(name for (name,) in connection.execute("SELECT name FROM duckdb_settings()").fetchall())
 
 
 def scratch_cursor() -> duckdb.DuckDBPyConnection:
@@ -74,3 +98,24 @@ def _new_instance() -> duckdb.DuckDBPyConnection:
     if has_setting("async_threads"):  # since DuckDB 2.0
         connection.execute("SET async_threads = 0")
     return connection
+
+
+def is_disk_error(error: duckdb.Error) -> bool:
+    """Return whether DuckDB failed for lack of space or write permission."""
+    return _code(error) is not None
+
+
+@contextlib.contextmanager
+def disk_errors_named() -> Iterator[None]:
+    """Raise `OSError` where DuckDB fails for lack of space or write permission, as in its temporary files."""
+    try:
+        yield
+    except duckdb.Error as error:
+        code = _code(error)
+        if code is None:
+            raise
+        raise OSError(code, os.strerror(code)) from error
+
+
+def _code(error: duckdb.Error) -> int | None:
+    return next((code for code in _CODES if os.strerror(code) in str(error)), None)
