@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from conf.plain_text import safe_text
 from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.executors import Completion, Executor, InlineExecutor
 from farm.dispatch.monitoring import Service
@@ -34,11 +35,9 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.tables.run import JSON_COLUMNS, Run
 from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
-from workers.alone import AloneRun
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
-from workers.task import RunResult, Task
-from workers.trial.safe_text import safe_text
+from workers.task import AloneRun, RunResult, Task
 
 if TYPE_CHECKING:
     from farm.dispatch.working import Progress

@@ -24,7 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from conf.cli.extras import naming_the_extra
+from conf.cli.commands import naming_the_extra
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
 from conf.files.outputs import checked_output, checked_report, folder_problems

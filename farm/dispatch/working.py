@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from conf.cli.bars import start_bar
-from conf.cli.command_line import EXIT_INTERRUPTED
+from conf.cli.command_line import EXIT_INTERRUPTED, start_bar
 from conf.errors import UsageError
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.dispatcher import Dispatcher, StopRequest, doubt_of, make_executor

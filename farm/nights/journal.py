@@ -22,8 +22,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from conf.errors import EnvironmentProblem
-from conf.files.json_file import parse_json
-from conf.files.outputs import sync
+from conf.files.outputs import parse_json, sync
 from conf.plain_text import shown
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import shift_of

@@ -22,9 +22,9 @@ from conf.plain_text import error_line
 from conf.reports.blocks import Level
 from farm.nights.journal import STEPS, Cycle, plain
 from farm.nights.report_rows import FAILED, ReportRows, read_rows
-from warehouse.diff import Difference, diff
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import NOW
+from warehouse.reading.pairing import Difference, diff
 
 _MANY_FAILED = 0.1  # share of the night's runs from which on it is worth a look
 _ENDED = {"time": "its time was up", "asked": "it was asked to stop"}

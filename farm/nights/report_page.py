@@ -32,21 +32,19 @@ from conf.reports.blocks import (
     Tile,
     Tiles,
     linked,
+    page_bytes,
     table,
 )
-from conf.reports.charts import Curve, columns, curves
-from conf.reports.heat_map import SHADES, Grid, heat_map
+from conf.reports.charts import SHADES, Curve, Grid, columns, curves, heat_map
 from conf.reports.page_text import MISSING, clean_text, count_of, duration, energy, figure
-from conf.reports.render import page_bytes
 from farm.nights.journal import STEPS, Cycle
 from farm.nights.report import Report, gather, gist
 from farm.nights.report_rows import LOG_CHARACTERS
 from learn.judging.scores import NOT_INFORMATIVE
 from learn.rows.targets import TARGETS
-from warehouse.diff import Difference
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import checked_name, write_bytes
-from warehouse.reading.pairing import shift_text
+from warehouse.reading.pairing import Difference, shift_text
 from warehouse.tables.schema import ENVIRONMENT, STATUSES
 
 if TYPE_CHECKING:

@@ -12,11 +12,23 @@ from typing import Any
 
 from conf.files.identity import mapping_hash
 from conf.plain_text import table_lines
-from conf.reports.blocks import Block, Callout, Chart, Charts, Drawn, Lead, Legend, Page, Section, Tile, Tiles, table
-from conf.reports.charts import Axis, Margins, Plot
+from conf.reports.blocks import (
+    Block,
+    Callout,
+    Chart,
+    Charts,
+    Drawn,
+    Lead,
+    Legend,
+    Page,
+    Section,
+    Tile,
+    Tiles,
+    keep_page,
+    table,
+)
+from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.render import keep_page
-from conf.reports.svg import LETTER_PX, Svg
 from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, Standing
 from farm.replaying.simulator import ReplayResult
 from warehouse.files.folder import DataFolder

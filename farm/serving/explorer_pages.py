@@ -22,16 +22,43 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
-from conf.reports.blocks import Block, Code, Fold, Heading, Lead, Page, Preformatted, Section, linked, table
-from conf.reports.render import render_page
-from warehouse.explorer.devices import BOUND, device_page, devices_page
-from warehouse.explorer.filters import Filters
-from warehouse.explorer.limited_query import CSV, PAGE, PARQUET, QueryLimits, run_limited
-from warehouse.explorer.listings import LISTINGS, ListedTable
-from warehouse.explorer.nights import night_report, nights_page
-from warehouse.explorer.pages import list_page, overview, require_run_id, run_page
-from warehouse.explorer.reading import ExplorerReader, QueryRows, TooLong
-from warehouse.explorer.render import POLICY, rendered
+from conf.reports.blocks import (
+    Block,
+    Code,
+    Fold,
+    Heading,
+    Lead,
+    Page,
+    Preformatted,
+    Section,
+    linked,
+    render_page,
+    table,
+)
+from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
+from warehouse.explorer.limited_query import (
+    CSV,
+    PAGE,
+    PARQUET,
+    ExplorerReader,
+    QueryLimits,
+    QueryRows,
+    TooLong,
+    run_limited,
+)
+from warehouse.explorer.pages import (
+    BOUND,
+    POLICY,
+    device_page,
+    devices_page,
+    list_page,
+    night_report,
+    nights_page,
+    overview,
+    rendered,
+    require_run_id,
+    run_page,
+)
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import connect
 

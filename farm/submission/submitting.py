@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from conf.cli.bars import StepBar
+from conf.cli.command_line import StepBar
 from conf.errors import UsageError
 from farm.dispatch.submitted_code import record_code, record_submitted
 from farm.queue.jobs import Queue, queue_to_read
