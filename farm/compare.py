@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from conf.cli.bars import StepBar
-from conf.cli.command_line import EXIT_INTERRUPTED, command
+from conf.cli.command_line import EXIT_INTERRUPTED, StepBar, command
 from conf.files.outputs import checked_report
 from farm.comparison.page import write_comparison
 from farm.comparison.run import CompareSettings, Interrupted, run_comparison

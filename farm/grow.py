@@ -27,7 +27,7 @@ from farm.queue.outcomes import EXIT_ALL_FAILED
 from farm.queue.queue_copy import queue_to_read
 from farm.submission.model_check import require_models
 from warehouse.files.folder import DataFolder
-from warehouse.files.lock_file import open_lock
+from warehouse.files.plain_file import open_lock
 from workers.devices import DeviceChoice
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from conf.cli.bars import StepBar
-from conf.cli.command_line import command
+from conf.cli.command_line import StepBar, command
 from farm.dispatch.layouts import require_gpus, require_optimizers
 from farm.dispatch.submitted_code import record_code, record_submitted
 from farm.monitoring.service import Service

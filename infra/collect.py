@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.cli.arguments import exit_code
-from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_USAGE
+from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_USAGE, exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError

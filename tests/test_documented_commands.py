@@ -27,9 +27,6 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "path=timm_train_step_time.csv": "a published file, which does not come along",
     "path=kernel_times.parquet": "a published file, which does not come along",
     "path=allreduce_times.csv": "a published file, which does not come along",
-    "path=llmfoundry_throughput.csv": "a published file, which does not come along",
-    "path=sailor_layer_times.csv": "a published file, which does not come along",
-    "path=liger_ops.csv": "a published file, which does not come along",
     "trace=cluster_job_log.json": "a published file; tests/farm/test_cluster_replay.py reads one like it",
     "host_load": "the sensor of a walk-through, which is not there",
     "optimizer=adamax": "the optimizer of a walk-through; tests/test_contributing.py runs it",
@@ -176,7 +173,7 @@ def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, cap
     assert call(command.module, composed(command), monkeypatch) == 0, capsys.readouterr().err
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "command",
     [command for command in COMMANDS if not why_not_run(command)],

@@ -25,7 +25,7 @@ from farm.comparison.sides import Environment
 from farm.comparison.traced_operators import FIGURES
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.version import FEATURES_STAMP
-from workers.devices.environment import core_count
+from workers.devices import core_count
 
 _A_PROCESS = 16  # configurations that one more process is started for
 _SAME = 1e-6  # relative difference of two sums that is rounding

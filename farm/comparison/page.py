@@ -22,13 +22,13 @@ from conf.reports.blocks import (
     Section,
     Tile,
     Tiles,
+    keep_page,
     linked,
+    page_bytes,
     table,
 )
-from conf.reports.charts import Axis, Margins, Plot
+from conf.reports.charts import Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.render import keep_page, page_bytes
-from conf.reports.svg import Svg
 from farm.comparison.operators import Change, Operators
 from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, Comparison
 from farm.comparison.run import Result

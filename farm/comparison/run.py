@@ -193,7 +193,7 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
         if queue.pending(job_id):
             if not run_job(folder, queue, cluster, job_id, TimedStop(None), Service()):
                 raise Interrupted
-            from warehouse.compact import compact
+            from warehouse.files.compaction import compact
 
             compact(folder)
     return RunSet(folder=folder, job_id=job_id, n=submission.n)

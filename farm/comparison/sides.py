@@ -30,7 +30,7 @@ import importlib.metadata, json, os, sys
 from featurize.training.training_step import preload
 preload()
 import torch, workers.trial.body, farm.comparison.traced_operators
-from workers.devices.environment import software_environment
+from workers.devices import software_environment
 newest, files = 0, 0
 for folder, _, names in os.walk(os.path.dirname(torch.__file__)):
     for name in names:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from conf.cli.bars import start_bar
+from conf.cli.command_line import start_bar
 from warehouse.tables.run import Run
 from warehouse.tables.schema import STATUSES
 

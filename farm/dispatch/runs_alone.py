@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from featurize.configs.trial import config_hash
-from workers.alone import AloneRun
 from workers.settings import TrialSettings
-from workers.task import RunResult, Task
+from workers.task import AloneRun, RunResult, Task
 
 _TELLING = ("ok", "oom")  # statuses of runs alone that need no repetition
 

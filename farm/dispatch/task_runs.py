@@ -13,13 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from conf.plain_text import safe_text
 from farm.dispatch.executors import Completion
 from farm.queue.job_records import RunDoubt, UnreadableTask
 from featurize.configs.trial import TrialConfig, mapping_hash
 from warehouse.tables.run import JSON_COLUMNS, Run
 from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 from workers.task import RunResult, Task
-from workers.trial.safe_text import safe_text
 
 _TEXT_CHARACTERS = 4_000  # of any text of a run, but its error
 _JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is none

@@ -1,4 +1,4 @@
-"""The farm's own Prometheus metrics, in Prometheus's base units; docs/operations.md has a table.
+"""The farm's own Prometheus metrics, in Prometheus's base units; docs/operations.md lists them.
 
 Start reading at `FarmMetrics`; `farm.monitoring.server` serves them.
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from conf.cli.extras import naming_the_extra
+from conf.cli.commands import naming_the_extra
 from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.health import Pulse
 from farm.monitoring.metrics import FarmMetrics, MetricsSettings

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from conf.errors import EnvironmentProblem
-from conf.files.json_file import parse_json
-from conf.files.outputs import sync
+from conf.files.outputs import parse_json, sync
 from farm.nights.journal_payloads import P, payload_of
 from warehouse.files.folder import DataFolder
 

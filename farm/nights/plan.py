@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from conf.errors import EnvironmentProblem
-from conf.files.json_file import read_json
+from conf.files.outputs import read_json
 from farm.nights.journal import Cycle, plain
 from farm.nights.journal_payloads import ChoicePayload, RunPayload
 from farm.nights.machine import Machine

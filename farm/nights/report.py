@@ -22,9 +22,9 @@ from conf.plain_text import error_line
 from farm.nights.journal import STEPS, Cycle, plain
 from farm.nights.report_rows import ReportRows, read_rows
 from farm.nights.verdict import Said, only_simulated, say
-from warehouse.diff import Difference, diff
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import NOW
+from warehouse.reading.pairing import Difference, diff
 
 LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhead
 

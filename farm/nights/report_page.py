@@ -30,18 +30,17 @@ from conf.reports.blocks import (
     Tile,
     Tiles,
     linked,
+    page_bytes,
     table,
 )
-from conf.reports.heat_map import SHADES, Grid, heat_map
+from conf.reports.charts import SHADES, Grid, heat_map
 from conf.reports.page_text import MISSING, count_of, duration, energy
-from conf.reports.render import page_bytes
 from farm.nights.journal import Cycle
 from farm.nights.report import Report, gather
 from farm.nights.report_sections import canaries_section, next_section, scores_section, time_section
-from warehouse.diff import Difference
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import checked_name, write_bytes
-from warehouse.reading.pairing import shift_text
+from warehouse.reading.pairing import Difference, shift_text
 from warehouse.tables.schema import STATUSES
 
 _STATUS_CSS = dict(zip(STATUSES, ("k4", "k5", "k2", "k6", "k0"), strict=True))  # ok, oom, timeout, crashed, invalid

@@ -220,7 +220,7 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
     used, candidate = values("in_use"), values("candidate")
     marks = frozenset(k for k, name in enumerate(names) if name in of and of[name].decision in ("promoted", "first"))
     axis, unit = _name(key), "%" if key in _SHARES else ""
-    if key == "mean_abs_error" and target in TARGETS:  # in the target's space, as learn.judging.paired takes it
+    if key == "mean_abs_error" and target in TARGETS:  # in the target's space, as learn.fitting.promotion takes it
         axis, unit = (
             (f"{axis} of the logarithm", "ln") if TARGETS[target].space == "log" else (axis, TARGETS[target].unit)
         )

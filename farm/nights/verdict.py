@@ -10,7 +10,7 @@ from conf.plain_text import error_line
 from conf.reports.blocks import Level
 from farm.nights.journal import STEPS, Cycle
 from farm.nights.report_rows import FAILED, ReportRows
-from warehouse.diff import Difference
+from warehouse.reading.pairing import Difference
 
 _MANY_FAILED = 0.1  # share of the night's runs from which on it is worth a look
 _ENDED = {"time": "its time was up", "asked": "it was asked to stop"}

@@ -21,7 +21,7 @@ import psutil
 
 from conf.children.keeper import FOLDER_PREFIX
 from conf.files.identity import OWNER_FILE
-from conf.files.own_files import open_own_file, open_own_folder
+from conf.files.outputs import open_own_file, open_own_folder
 from farm.queue.process_marker import has_ended, parse_marker, session_marker
 
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-", FOLDER_PREFIX)

@@ -1,6 +1,6 @@
 """Opens the queue for reading, also in a read-only folder.
 
-Start reading at `queue_to_read`; `warehouse.files.queue_copy` makes the copy.
+Start reading at `queue_to_read`; `warehouse.files.presence` makes the copy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from farm.queue.jobs import Queue, QueueError
-from warehouse.files.queue_copy import queue_copy
+from warehouse.files.presence import queue_copy
 
 _UNWRITABLE = (errno.EROFS, errno.EACCES)
 

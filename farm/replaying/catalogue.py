@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from learn.sharing.memory_need import MemoryNeed
+from learn.sharing.admitting import MemoryNeed
 from learn.sharing.profile import JobProfile
 
 PUBLISHED_FILE = Path(__file__).with_name("carma_published.csv")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from conf.reports.charts import Axis, Margins, Plot
-from conf.reports.svg import LETTER_PX, Svg
+from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
 from farm.replaying.crossing import Interval
 
 _ROW = 20.0  # pixels

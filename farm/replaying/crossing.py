@@ -13,7 +13,7 @@ from farm.replaying.policies import make_policy
 from farm.replaying.settings import ReplaySettings
 from farm.replaying.simulator import ClusterRules, ReplayResult, replay
 from farm.replaying.traces import ClusterTrace, read_trace
-from learn.sharing.stored import default_slowdowns
+from learn.sharing.learned import default_slowdowns
 from workers.devices.steadiness import student_t
 
 NO_ESTIMATOR = "–"

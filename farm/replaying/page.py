@@ -8,8 +8,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from conf.files.identity import mapping_hash
-from conf.reports.blocks import Block, Callout, Chart, Charts, Drawn, Lead, Legend, Page, Section, Tile, Tiles, table
-from conf.reports.render import keep_page
+from conf.reports.blocks import (
+    Block,
+    Callout,
+    Chart,
+    Charts,
+    Drawn,
+    Lead,
+    Legend,
+    Page,
+    Section,
+    Tile,
+    Tiles,
+    keep_page,
+    table,
+)
 from farm.replaying.chart import distribution_svg, makespan_svg
 from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, Standing
 from farm.replaying.simulator import ReplayResult

@@ -17,7 +17,7 @@ import numpy as np
 from farm.replaying.catalogue import JobType, estimated_mib
 from farm.replaying.gpu_pool import GpuPool
 from learn.sharing.learned import packaged_slowdowns
-from learn.sharing.slowdown import NoUtilization, SlowdownEstimator
+from learn.sharing.profile import NoUtilization, SlowdownEstimator
 
 POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
 SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job

@@ -115,8 +115,7 @@ class EstimationService:
 
     async def admit(self, request: requests.AdmitRequest, caller: Caller) -> Response:
         """Return whether the job may join. Raises `Problem`, also for a job whose trace takes its time."""
-        from learn.sharing.admitting import admit
-        from learn.sharing.gpu_state import GpuState
+        from learn.sharing.admitting import GpuState, admit
         from learn.sharing.profile import JobProfile
 
         device = device_at(request.gpu.device, "/gpu/device")

@@ -21,16 +21,32 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
-from conf.reports.render import render_page
+from conf.reports.blocks import render_page
 from farm.serving.api_page import api_page
-from warehouse.explorer.devices import BOUND, device_page, devices_page
-from warehouse.explorer.filters import Filters
-from warehouse.explorer.limited_query import CSV, PAGE, PARQUET, QueryLimits, run_limited
-from warehouse.explorer.listings import LISTINGS, ListedTable
-from warehouse.explorer.nights import night_report, nights_page
-from warehouse.explorer.pages import list_page, overview, require_run_id, run_page
-from warehouse.explorer.reading import ExplorerReader, QueryRows, TooLong
-from warehouse.explorer.render import POLICY, rendered
+from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
+from warehouse.explorer.limited_query import (
+    CSV,
+    PAGE,
+    PARQUET,
+    ExplorerReader,
+    QueryLimits,
+    QueryRows,
+    TooLong,
+    run_limited,
+)
+from warehouse.explorer.pages import (
+    BOUND,
+    POLICY,
+    device_page,
+    devices_page,
+    list_page,
+    night_report,
+    nights_page,
+    overview,
+    rendered,
+    require_run_id,
+    run_page,
+)
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import connect
 
@@ -332,8 +348,11 @@ def _machine_of(run: Mapping[str, Any]) -> str | None:
 
 def _other_loops(source: str) -> dict[str, str]:
     """Return the targets that `method=fast` estimates for another training loop than runs of the source had."""
-    from learn.estimation.config_models import FAST_LOOPS
-    from learn.estimation.loops import LEGEND, loop_of_source
+    from learn.estimation.fast_estimates import FAST_LOOPS
+    from learn.estimation.notes import (
+        LEGEND,
+        loop_of_source,
+    )
     from learn.rows.targets import get_target
 
     own = loop_of_source(source)

@@ -32,7 +32,7 @@ from farm.serving.trace_pool import TracePool
 from farm.serving.trace_store import TraceStore
 from farm.serving.tracing import TraceLimits
 from warehouse.files.folder import DataFolder
-from warehouse.files.lock_file import open_lock
+from warehouse.files.plain_file import open_lock
 
 _STOP_S = 10  # for requests that are being answered
 _KEEP_ALIVE_S = 30

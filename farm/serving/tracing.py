@@ -72,7 +72,10 @@ def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
 
 def _estimate(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     from learn.estimation.estimating import estimate
-    from learn.estimation.notes import INFO, Note
+    from learn.estimation.notes import (
+        INFO,
+        Note,
+    )
 
     if "script" in question:
         return _of_script(question, limits)
@@ -82,7 +85,7 @@ def _estimate(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any
 
 
 def _fit(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
-    from learn.estimation.fits import devices_that_fit, largest_batch
+    from learn.estimation.estimating import devices_that_fit, largest_batch
 
     job, inputs = _job(question, limits), _inputs(question)
     options = {**_options(question, limits), "by": question["by"]}
@@ -154,7 +157,7 @@ def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:
 
 
 def _inputs(question: Mapping[str, Any]) -> Any:
-    from learn.commands.model_inputs import model_inputs
+    from learn.job.inputs import model_inputs
 
     return model_inputs(question.get("inputs"), question.get("batch_size"))
 

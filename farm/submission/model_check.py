@@ -205,7 +205,7 @@ def _try(config: TrialConfig) -> None:
     named = [getattr(config, name) for name in code_fields(config.family)]
     if named and data_refusal(config) is not None:  # the user's own: it is built where it runs, and not before
         try:
-            from learn.estimation.model_names import load_factory
+            from learn.job.training_job import load_factory
         except ImportError:  # an environment that is compared need not have all that estimates import
             return
         for name in named:

@@ -1,6 +1,6 @@
 """A recorded history of PyTorch's allocator replayed through the allocator simulator, segment by segment.
 
-Start reading at `replay_history`; `workers.probes.recording` records one.
+Start reading at `replay_history`; `workers.probes.gpu` records one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The host's time to launch the kernels of a step, by the framework that runs the job, and how far machines differ.
 
-Start reading at `host_ms`; `learn.fitting.host_fit` fits the constants.
+Start reading at `host_ms`; `learn.fitting.host_and_link_fit` fits the constants.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli.arguments import exit_code
-from conf.cli.command_line import EXIT_USAGE
+from conf.cli.command_line import EXIT_USAGE, exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from farm.dispatch.cluster_settings import ClusterSettings

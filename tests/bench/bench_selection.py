@@ -24,7 +24,7 @@ from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import load_device
 from learn.estimators.protocol import from_space, to_space
 from learn.estimators.tabular import FeatureTable, LightGBMEstimator
-from learn.rows.cases import Case
+from learn.job.training_job import Case
 from learn.rows.data import Rows, load_rows, make_rows
 from learn.rows.step_store import StepStore
 from learn.rows.targets import Target, get_target, utilization_bins

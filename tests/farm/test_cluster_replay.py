@@ -25,7 +25,7 @@ from farm.replaying.simulator import ClusterRules, replay
 from farm.replaying.traces import ClusterTrace, read_trace
 from farm.replaying.view import as_mapping
 from featurize.timing.shared_gpu import SHARING
-from learn.sharing.memory_need import MemoryNeed
+from learn.sharing.admitting import MemoryNeed
 from learn.sharing.profile import JobProfile
 from warehouse.files.folder import DataFolder
 

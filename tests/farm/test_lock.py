@@ -20,7 +20,7 @@ from farm import status
 from farm.queue.leftovers import make_folder, record_processes
 from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
 from farm.queue.sweep import SESSION_VARIABLE, sweep_orphans
-from warehouse.compact import compaction_lock
+from warehouse.files.compaction import compaction_lock
 from warehouse.files.folder import DataFolder
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"

@@ -15,7 +15,7 @@ from farm.dispatch.dispatcher import reconcile
 from farm.queue.jobs import MIXED_FAMILY, Job, Queue
 from featurize.families import get_family
 from tests.warehouse.warehouse_rows import ask
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.presence import compare, landed_tasks
 
 NOW_S = 4_000_000_000.0

@@ -12,7 +12,7 @@ from farm.dispatch.dispatcher import Dispatcher, reconcile
 from farm.dispatch.executors import Completion
 from farm.queue.jobs import Queue
 from tests.warehouse.warehouse_rows import ask
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.writer import RunWriter
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult

@@ -32,9 +32,8 @@ from farm.serving.tracing import TraceLimits, _reply
 from learn import Estimate, JobProfile, estimate, estimate_many
 from learn.client import Client, Refused
 from learn.commands import estimate as estimate_command
-from learn.estimation.model_names import load_factory
-from learn.sharing.admitting import admit
-from learn.sharing.gpu_state import GpuState
+from learn.job.training_job import load_factory
+from learn.sharing.admitting import GpuState, admit
 from tests.conf.test_children import DAEMON, WAIT
 from warehouse.files.folder import DataFolder
 

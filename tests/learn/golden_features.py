@@ -23,8 +23,7 @@ from featurize.configs.features import scalar_features
 from featurize.configs.own_code import config_of_user
 from featurize.device.device_spec import load_device
 from featurize.job.version import FEATURES_VERSION
-from learn.job.training_job import TrainingJob, of_module
-from learn.rows.cases import Case
+from learn.job.training_job import Case, TrainingJob, of_module
 from learn.rows.step_store import compute
 
 GOLDEN = Path(__file__).with_name("golden_features.json")

@@ -10,16 +10,22 @@ import learn
 from conf.errors import UsageError
 from learn import JobProfile, fit_slowdowns, group_memory, slowdowns
 from learn.benchmark import entry as benchmark_command
-from learn.commands.benchmark_settings import BenchmarkSettings
+from learn.commands.benchmark_rows import BenchmarkSettings
 from learn.commands.fit import entry as fit_command
 from learn.fitting.fit_call import FitSettings
-from learn.sharing.answers import profile_of
-from learn.sharing.contention import ContentionFormula, loads_of
-from learn.sharing.judging import judged
-from learn.sharing.learned import fitted_slowdowns, packaged_slowdowns
-from learn.sharing.rows import MeasuredGroup, measured_groups
-from learn.sharing.slowdown import ConstantSlowdown
-from learn.sharing.stored import find_slowdowns, load_slowdowns
+from learn.sharing.admitting import profile_of
+from learn.sharing.command import judged
+from learn.sharing.learned import (
+    ContentionFormula,
+    MeasuredGroup,
+    find_slowdowns,
+    fitted_slowdowns,
+    load_slowdowns,
+    loads_of,
+    measured_groups,
+    packaged_slowdowns,
+)
+from learn.sharing.profile import ConstantSlowdown
 from warehouse.ingest import IngestSettings, ingest
 
 TRUTH = ContentionFormula(own=0.9, others=0.8, sharpness=6.0, bandwidth=0.3)
@@ -177,7 +183,7 @@ def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
 def test_groups_that_were_not_together_are_never_learned_from(groups):
     from dataclasses import replace
 
-    from warehouse.exchange.published_groups import NOT_TOGETHER
+    from warehouse.exchange.published_tables import NOT_TOGETHER
 
     wrong = [
         replace(g, group_id=f"x{g.group_id}", slowdowns=(9.0, 9.0), joint_memory_mib=None, doubt=NOT_TOGETHER)

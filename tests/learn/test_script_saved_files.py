@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from learn.script import saved_files
-from learn.script.saved_files import SavedFiles
-from learn.script.saved_tensors import write_safetensors
+from learn.script.saved_files import SavedFiles, write_safetensors
 
 
 @pytest.fixture

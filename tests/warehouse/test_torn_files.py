@@ -14,7 +14,7 @@ from warehouse_rows import ask, collocations, flip, kernels, ranks, run_row, sam
 
 import warehouse
 from conf.errors import EnvironmentProblem
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder_files import FolderFiles, files_of
 from warehouse.files.layout import COMPRESSION, KINDS
 from warehouse.files.merged import Listing, listing_file, new_merged_name
@@ -282,7 +282,7 @@ def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(folder, k
 
 LOOP = """
 import sys, time
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 sys.path.insert(0, sys.argv[2])
