@@ -285,7 +285,7 @@ def _totals(queue: Queue, names: Sequence[str]) -> tuple[Counter[str], int]:
 
 
 def _compact(folder: DataFolder, service: Service) -> None:
-    from warehouse.compact import compact
+    from warehouse.files.compaction import compact
 
     service.pulse.beat("compacting")
     for problem in compact(folder).problems:

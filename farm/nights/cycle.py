@@ -465,7 +465,7 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
     May be killed at any point and called again: the snapshot of the cycle's name is taken once. Raises `UsageError` for
     files that cannot be read.
     """
-    from warehouse.compact import compact
+    from warehouse.files.compaction import compact
     from warehouse.files.snapshots import snapshots, take_snapshot
     from warehouse.reading.checks import check
     from warehouse.reading.connection import connect
