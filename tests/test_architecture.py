@@ -58,12 +58,9 @@ LAYERS = {
         "sampling",
         "queue",
         "serving",
-        "monitoring",
         "dispatch",
         "submission",
-        "work",
         "nights",
-        "submit",
         "comparison",
     ),
 }

@@ -68,7 +68,7 @@ TABLE = {
     ),
     "replay": Command(
         "farm.replay",
-        "farm.replaying.settings:ReplaySettings",
+        "farm.replaying.crossing:ReplaySettings",
         "Replay a cluster's trace on GPUs that jobs share, under policies and estimators: makespan, crashes, energy.",
     ),
     "serve": Command(

@@ -21,7 +21,7 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.files.identity import mapping_hash
-from farm.comparison.sides import Environment
+from farm.comparison.pairs import Environment
 from farm.comparison.traced_operators import FIGURES
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.version import FEATURES_STAMP

@@ -20,7 +20,7 @@ from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, UsageError
 from conf.files.identity import version_of
 from conf.plain_text import exception_line, one_line, shown
-from farm.sampling.space import Choice, Constant, Space, own_space
+from farm.sampling.dimensions import Choice, Constant, Space, own_space
 from featurize.configs.own_code import code_fields, config_of_user, data_refusal
 from featurize.configs.row_config import printable
 from featurize.configs.trial import TrialConfig, config_from_mapping

@@ -121,7 +121,8 @@ def test_no_module_outside_the_templates_writes_html():
         str(path)
         for room in ("conf", "warehouse", "featurize", "workers", "learn", "farm")
         for path in root.joinpath(room).rglob("*.py")
-        if path.name != "svg.py" and any(tag in path.read_text() for tag in ("</p>", "</td>", "</div>", "</svg>"))
+        if path.parts[-2:] != ("reports", "charts.py")
+        and any(tag in path.read_text() for tag in ("</p>", "</td>", "</div>", "</svg>"))
     ]
     assert not wrong
 

@@ -17,9 +17,8 @@ from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import alive, identity
 from farm import status
-from farm.queue.leftovers import make_folder, record_processes
+from farm.queue.leftovers import SESSION_VARIABLE, make_folder, record_processes, sweep_orphans
 from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
-from farm.queue.sweep import SESSION_VARIABLE, sweep_orphans
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.folder import DataFolder
 

@@ -8,8 +8,9 @@ import pytest
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, run_with, submit
 
 from conf.errors import UsageError
-from farm.dispatch.dispatcher import Dispatcher, reconcile
+from farm.dispatch.dispatcher import Dispatcher
 from farm.dispatch.executors import Completion
+from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.compaction import CompactionSettings, compact

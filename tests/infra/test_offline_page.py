@@ -9,10 +9,10 @@ import pytest
 from conf.cli.overrides import load_settings
 from conf.reports.blocks import render_page
 from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.working import work as run_tasks
 from farm.queue.jobs import Queue
 from farm.submission.settings import SubmitSettings
-from farm.submit import submit
-from farm.work import work as run_tasks
+from farm.submission.submitting import submit
 from featurize.families import cnn, mlp
 from infra.offline import page
 from infra.offline.estimated_runs import SHIPPED, EstimatedRuns, estimated_runs, spread_of

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.queue.jobs import Job, Queue
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import Job
 from infra.offline import results, steps
 from infra.offline.results import Series
 from infra.offline.steps import STEPS

@@ -1,25 +1,46 @@
-"""Watches the processes that Ray depends on, so that we exit before Ray aborts our process.
+"""Ray around a dispatcher: the environment of a Ray of our own, the processes it depends on, and a cluster's nodes.
 
-Start reading at `HeadWatch`. Without its GCS, Ray's calls wait for a minute, and then Ray aborts the process that made
-them, without a word of ours (checked on Ray 2.60: "Failed to connect to GCS within 60 seconds").
+Start reading at `HeadWatch`, which lets us exit before Ray aborts our process. Without its GCS, Ray's calls wait for a
+minute, and then Ray aborts the process that made them, without a word of ours (checked on Ray 2.60: "Failed to connect
+to GCS within 60 seconds"). `NodeWatch` says which nodes joined or left.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import psutil
 
 from conf.cli.command_line import EXIT_TEMPORARY
 from conf.errors import EnvironmentProblem
 from conf.files.identity import alive, identity
+
+
+def own_session_environment() -> dict[str, str]:
+    """Return environment variables of a private Ray: set before `ray.init`, inherited by its processes.
+
+    Checked on Ray 2.60: without RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 its servers listen on every interface, whatever
+    node address is asked for (`_private/services.py`, `get_node_ip_address`).
+    """
+    wanted = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
+        "RAY_AUTH_MODE": "token",  # other users of this machine can reach loopback too
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # it kills actors; each worker watches its own trial's memory
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
 
 EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command continues
 _LOOK_EVERY_S = 0.2
@@ -186,3 +207,52 @@ class HeadWatch:
 def lost_words(reason: object) -> str:
     """Return the line that tells the user what to do."""
     return f"{reason}; landed runs are safe; run the same command again to continue"
+
+
+_NODES_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayNode:
+    """One machine (or `ray start`) of the cluster, with its resources as Ray knows them."""
+
+    node_id: str
+    host: str
+    cpus: int
+    gpus: int
+
+
+class NodeWatch:
+    """`nodes` is `ray.nodes`; `clock` gives seconds."""
+
+    def __init__(
+        self, nodes: Callable[[], Iterable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._nodes = nodes
+        self._clock = clock
+        self._known: dict[str, RayNode] = {}
+        self._looked_at: float | None = None
+
+    @property
+    def due(self) -> bool:
+        """Return whether it is time for another look, since each one asks the head."""
+        return self._looked_at is None or self._clock() - self._looked_at >= _NODES_EVERY_S
+
+    def look(self) -> tuple[list[RayNode], list[RayNode]]:
+        """Return the nodes that joined and those that left since the last look; at first all have joined."""
+        self._looked_at = self._clock()
+        present = {node.node_id: node for node in map(_node_of, (raw for raw in self._nodes() if raw["Alive"]))}
+        joined = [node for key, node in present.items() if key not in self._known]
+        left = [node for key, node in self._known.items() if key not in present]
+        self._known = present
+        return joined, left
+
+
+def _node_of(raw: Mapping[str, Any]) -> RayNode:
+    resources = raw["Resources"]
+    return RayNode(
+        node_id=raw["NodeID"],
+        host=raw["NodeManagerHostname"],
+        cpus=int(resources.get("CPU", 0)),
+        gpus=int(resources.get("GPU", 0)),
+    )

@@ -6,16 +6,18 @@ Start reading at `MetricsServer`. It is the service's server (`farm.serving.conn
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI, Header, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import choose_encoder
 
-from farm.monitoring.health import Pulse
-from farm.monitoring.metrics import FarmMetrics, MetricsSettings
 from farm.serving.connections import GuardedServer, listen
 from farm.serving.settings import LimitSettings
+
+if TYPE_CHECKING:
+    from farm.dispatch.monitoring import FarmMetrics, MetricsSettings, Pulse
 
 LIMITS = LimitSettings(connections=32, peer_connections=32, head_s=10, body_s=10, unread_s=10)
 
