@@ -16,7 +16,7 @@ MOST_CHOICES = 8  # of a key that the page lists
 sys.path.insert(0, str(ROOT))  # a script's own folder is first, and another checkout may be installed
 
 from conf.cli.commands import COMMANDS, description, settings_class  # noqa: E402
-from conf.cli.keys import choice_values, flat, group_options  # noqa: E402
+from conf.cli.overrides import choice_values, flat, group_options  # noqa: E402
 from conf.cli.settings import Key, keys_of, written  # noqa: E402
 
 INTRODUCTION = """# Commands
@@ -29,9 +29,8 @@ Set a key on the command line as `KEY=VALUE`, in Hydra's syntax. `--cfg job` pri
 paths are taken as typed; quote a value (`data="'[a]'"`) that would be a list, a mapping or `null`. If a key is given
 twice, the last value counts.
 
-Exit codes: 0 done; 1 something failed (`warehouse.compact`: unreadable files; `warehouse.snapshot verify=` and
-`warehouse.check`: damaged files; `farm.doctor repair=true`: something is left); 2 a mistake that you can fix; 75 try
-again (Ray's head has died, or another growth cycle is running); 130 interrupted.
+Exit codes: 0 done; 1 something failed, or files are damaged; 2 a mistake that you can fix; 75 try again (Ray's head has
+died, or another growth cycle is running); 130 interrupted.
 
 ## Shared keys
 
@@ -58,13 +57,14 @@ def key_rows(name: str) -> Rows:
 
 def _meaning(key: Key) -> str:
     """Return a key's help text with its choices, where these are few and the text does not name them."""
+    text = key.help.removeprefix("for model: ")
     choices = [*map(str, key.kind.choices)] if key.kind else [*group_options(key.name)]
     listed = ", ".join(choices)
     if len(choices) > MOST_CHOICES:
         listed = f"a file of conf/{key.name}/" if key.group else ""
-    if not listed or all(choice in key.help for choice in choices):
-        return key.help
-    return f"{key.help} ({listed})" if key.help else listed
+    if not listed or all(choice in text for choice in choices):
+        return text
+    return f"{text} ({listed})" if text else listed
 
 
 def commands_markdown() -> str:

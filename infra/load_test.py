@@ -120,7 +120,7 @@ def _wrong(questions: Sequence[dict], answers: dict[int, bytes]) -> int:
 
 def questions_of(n: int, seed: int) -> list[dict]:
     """Return questions, half of them asked before, of three families on two GPU models."""
-    from learn.estimation.config_models import sampled_configs
+    from learn.estimation.fast_estimates import sampled_configs
 
     draw = random.Random(seed)
     new = [

@@ -1,6 +1,6 @@
 """The learning stage: rows of the warehouse in, estimators with an honest bound, `estimate` and `fit` out.
 
-Start reading at `estimators.py` (the Protocol) and `estimation/estimating.py` (the call users make). Importing this
+Start reading at `estimators/protocol.py` and `estimation/estimating.py` (the call users make). Importing this
 package loads neither torch nor LightGBM.
 """
 
@@ -19,22 +19,25 @@ from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
 from featurize.memory.allocator_settings import AllocatorSettings
-from learn.estimation.estimating import estimate, estimate_many
+from learn.estimation.estimating import (
+    DeviceFit,
+    LargestBatch,
+    devices_that_fit,
+    estimate,
+    estimate_many,
+    largest_batch,
+)
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
 from learn.fitting.fit_call import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
-    from learn.estimation.fits import DeviceFit, LargestBatch, devices_that_fit, largest_batch
+    from learn.planning.plan_report import LayoutPlan, PlanRow
     from learn.planning.plans import plan
-    from learn.planning.rows import LayoutPlan, PlanRow
     from learn.script.estimating import estimate_script
-    from learn.sharing.admitting import Admission, admit
-    from learn.sharing.answers import slowdowns
+    from learn.sharing.admitting import Admission, GpuState, admit, slowdowns
     from learn.sharing.command import FittedSlowdowns, fit_slowdowns
-    from learn.sharing.gpu_state import GpuState
-    from learn.sharing.profile import GroupMemory, JobProfile, group_memory
-    from learn.sharing.slowdown import Slowdown
+    from learn.sharing.profile import GroupMemory, JobProfile, Slowdown, group_memory
 
 __all__ = [
     "Admission",
@@ -73,20 +76,16 @@ __all__ = [
 _LATER = {  # what a plain estimate does not need -> the module that has it
     "Admission": "sharing.admitting",
     "admit": "sharing.admitting",
-    "GpuState": "sharing.gpu_state",
+    "GpuState": "sharing.admitting",
     "FittedSlowdowns": "sharing.command",
     "fit_slowdowns": "sharing.command",
     "GroupMemory": "sharing.profile",
     "group_memory": "sharing.profile",
     "JobProfile": "sharing.profile",
-    "Slowdown": "sharing.slowdown",
-    "slowdowns": "sharing.answers",
-    "DeviceFit": "estimation.fits",
-    "LargestBatch": "estimation.fits",
-    "devices_that_fit": "estimation.fits",
-    "largest_batch": "estimation.fits",
-    "LayoutPlan": "planning.rows",
-    "PlanRow": "planning.rows",
+    "Slowdown": "sharing.profile",
+    "slowdowns": "sharing.admitting",
+    "LayoutPlan": "planning.plan_report",
+    "PlanRow": "planning.plan_report",
     "plan": "planning.plans",
     "estimate_script": "script.estimating",
 }

@@ -16,8 +16,8 @@ import numpy as np
 
 from conf.cli.command_line import command
 from conf.errors import UsageError
-from learn.commands.benchmark_settings import STEP_FORMULAS, BenchmarkSettings
-from learn.judging.benchmark_figures import (
+from learn.commands.benchmark_rows import STEP_FORMULAS, BenchmarkSettings
+from learn.judging.scores import (
     TRUSTED_ALONE,
     Asked,
     Benchmark,
@@ -32,7 +32,7 @@ from learn.rows.targets import SLOWDOWN, get_target
 
 if TYPE_CHECKING:
     from learn.commands.benchmark_rows import RowSelection
-    from learn.judging.splits import Part
+    from learn.judging.evaluate import Part
     from warehouse.files.folder import DataFolder
 
 
@@ -65,7 +65,7 @@ def benchmark(
     from learn.commands.benchmark_answers import Tally, ask_free, ask_learned
     from learn.commands.benchmark_rows import of_published, of_runs
     from learn.estimators.protocol import TRAINING_FREE, get_estimator
-    from learn.judging.published_figures import published_figures
+    from learn.judging.scores import published_figures
 
     names = settings.names
     free = [name for name in names if name in TRAINING_FREE]
@@ -124,8 +124,7 @@ def benchmark(
 
 
 def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping) -> tuple[Part, ...]:
-    from learn.judging.evaluate import classes_of
-    from learn.judging.splits import parts_of
+    from learn.judging.evaluate import classes_of, parts_of
     from learn.rows.targets import make_bins
 
     rows = selection.rows
@@ -181,8 +180,8 @@ def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str
 
 
 def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSelection, list[str]]:
-    """Return the selection with the doubts of `learn.rows.suspect_rows`, and a note of how many there are."""
-    from learn.rows.suspect_rows import with_suspects
+    """Return the selection with the doubts of `learn.rows.data`, and a note of how many there are."""
+    from learn.rows.data import with_suspects
 
     rows = with_suspects(selection.rows, steps)
     counts = Counter(selection.file[rows.doubt != selection.rows.doubt].tolist())
@@ -224,7 +223,7 @@ def _sets(
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """Return title -> row -> what `Scored` says of it: each file, and where some of its rows are in doubt also the
     others alone."""
-    from learn.judging.splits import keys_of
+    from learn.judging.evaluate import keys_of
 
     rows = selection.rows
     groups = keys_of(rows, settings.by or "module")
@@ -250,7 +249,7 @@ def entry(settings: BenchmarkSettings) -> int:
         from learn.sharing.command import benchmark_entry
 
         return benchmark_entry(settings)
-    from conf.reports.render import write_page
+    from conf.reports.blocks import write_page
     from learn.judging.benchmark_view import BenchmarkProgress, benchmark_page, print_benchmark, write_json
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:

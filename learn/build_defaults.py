@@ -134,7 +134,7 @@ def _ingest(path: str, data: str) -> None:
 
 
 def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> None:
-    from learn.fitting.artifact_files import stamped
+    from learn.fitting.artifacts import stamped
     from learn.fitting.fit_call import FitSettings, fit
 
     metas = {}
@@ -194,7 +194,7 @@ def _cell(name: str, meta: Mapping) -> str:
 
 def entry(settings: BuildSettings) -> None:
     """Fit the models, and print the folder's path."""
-    from conf.cli.bars import StepBar
+    from conf.cli.command_line import StepBar
 
     with StepBar("default models") as bar:
         build(settings, bar.update)

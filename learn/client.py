@@ -16,11 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from learn.estimation.fits import BOUND, DeviceFit, LargestBatch
+from featurize.device.device_spec import DEFAULT_DEVICE
+from learn.estimation.estimating import BOUND, DeviceFit, LargestBatch
 from learn.estimation.job_estimate import Estimate
-from learn.rows.cases import DEFAULT_DEVICE
 from learn.sharing.admitting import Admission
-from learn.sharing.slowdown import Slowdown
+from learn.sharing.profile import Slowdown
 
 _WAIT_S = 20  # that the service holds a question back, while it is traced
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0

@@ -1,6 +1,6 @@
 """`python -m learn.fit_bound`: fit the bound by causes to answers beside measurements, and judge it on left-out ones.
 
-Start reading at `fit_bound`. It writes the file that `learn.estimation.memory_causes` reads.
+Start reading at `fit_bound`. It writes the file that `learn.estimation.job_estimate` reads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from conf.cli.settings import Checked, key
 from conf.errors import UsageError
 from conf.files.outputs import file_problems
 from conf.reports.page_text import count_of
-from learn.estimation.memory_causes import CONTEXT, COVERAGES, FRAGMENTATION, KERNELS, MEASURED, WORKSPACES
-from learn.estimators.bounds import BoundShares, bound_shares, group_score, held_of, packaged_path
-from learn.estimators.protocol import LEVEL
+from learn.estimation.job_estimate import (
+    CONTEXT,
+    COVERAGES,
+    FRAGMENTATION,
+    KERNELS,
+    MEASURED,
+    WORKSPACES,
+)
+from learn.estimators.protocol import LEVEL, BoundShares, bound_shares, group_score, held_of, packaged_path
 
 AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
 LEAST_ROWS = 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from learn.estimation.config_models import fit_config_models
+from learn.estimation.fast_estimates import fit_config_models
 
 if __name__ == "__main__":
     fit_config_models(Path(sys.argv[1]), progress=lambda step, done, of: print(f"{step}: {done:,} of {of:,}", end="\r"))

@@ -93,12 +93,10 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     from featurize.timing.step_time import efficiencies_text, load_efficiencies
     from featurize.timing.times import packaged_hosts
     from learn.estimators.kernel_fitting import TimeFit
-    from learn.fitting.activity_fit import ActivityFit, judged_activity
-    from learn.fitting.host_fit import fitted_hosts
-    from learn.fitting.kernel_judging import judged, learned_of
+    from learn.fitting.host_and_link_fit import fitted_hosts, fitted_links
+    from learn.fitting.kernel_formulas import judged, learned_of
     from learn.fitting.kernel_rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
-    from learn.fitting.link_fit import fitted_links
-    from learn.fitting.power_fit import fitted_power, power_rows
+    from learn.fitting.power_and_activity_fit import ActivityFit, fitted_power, judged_activity, power_rows
     from warehouse.files.layout import write_bytes
 
     rows, left_out = measured_rows(settings.data, progress, steps=settings.steps, kernels=settings.kernels)
@@ -125,8 +123,8 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
-    from conf.cli.bars import StepBar
-    from learn.fitting.kernel_judging import score_text
+    from conf.cli.command_line import StepBar
+    from learn.fitting.kernel_formulas import score_text
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)

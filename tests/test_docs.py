@@ -14,7 +14,7 @@ import pytest
 
 import warehouse
 from conf.cli.commands import COMMANDS
-from conf.cli.keys import documented_keys
+from conf.cli.overrides import documented_keys
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -49,7 +49,7 @@ def test_the_page_of_commands_describes_each_key_of_each_command_once():
     for name in COMMANDS:
         for key, default, text in documented_keys(name):
             begin = f"{key}={'(required)' if default == '???' else default}"
-            meaning = re.sub(r"^\[.*?\]", "", text).strip()
+            meaning = re.sub(r"^\[.*?\]", "", text).strip().removeprefix("for model: ")
             meanings = [line[len(begin) + 1 :] for line in page if line.startswith(begin)]
             described = [other for other in meanings if other == meaning or other.startswith(f"{meaning} (")]
             assert len(described) == 1 if meaning else meanings, key

@@ -27,9 +27,6 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "path=timm_train_step_time.csv": "a published file, which does not come along",
     "path=kernel_times.parquet": "a published file, which does not come along",
     "path=allreduce_times.csv": "a published file, which does not come along",
-    "path=llmfoundry_throughput.csv": "a published file, which does not come along",
-    "path=sailor_layer_times.csv": "a published file, which does not come along",
-    "path=liger_ops.csv": "a published file, which does not come along",
     "trace=cluster_job_log.json": "a published file; tests/farm/test_cluster_replay.py reads one like it",
     "host_load": "the sensor of a walk-through, which is not there",
     "optimizer=adamax": "the optimizer of a walk-through; tests/test_contributing.py runs it",
@@ -116,7 +113,8 @@ def fill_place(place):
     (place / "timm_a100.csv").write_text("model,module,batch_size,max_gpu_memory_mib\nresnet18,resnet,8,1000\n")
     data = DataFolder.resolve(place / "data").create()
     write_batch(data, make_configs(120, seed=4), source="measured", job="measured")
-    from farm.queue.jobs import Job, Queue
+    from farm.queue.jobs import Queue
+    from farm.queue.queue_values import Job
 
     with Queue.open(data.queue) as queue:
         about = {"space_json": "{}", "seed": 0, "policy": "uniform", "priority": 0, "device": "{}"}
@@ -176,7 +174,7 @@ def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, cap
     assert call(command.module, composed(command), monkeypatch) == 0, capsys.readouterr().err
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "command",
     [command for command in COMMANDS if not why_not_run(command)],

@@ -31,9 +31,10 @@ LOADERS = {
     ("learn/rows/processes.py", "_serve"): "names that our own call of `in_processes` holds, in a process of its own",
     ("learn/script/command_line.py", "_torchrun"): "imports nothing: torchrun's option of that name, which is refused",
     ("learn/script/run.py", "_execute"): "the script that the user typed behind --, in a process of its own",
-    ("learn/estimation/model_names.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
+    ("learn/job/training_job.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
     ("featurize/trace/light_imports.py", "_real_module"): "a literal: torch._dynamo, whose place the stand-in takes",
     ("featurize/trace/light_imports.py", "find_spec"): "parts of torch._dynamo, when torch imports them",
+    ("infra/offline/probes.py", "measure"): "a probe of `PROBES`, all that `probes=` takes",
     ("workers/probes/child.py", "main"): "a probe's function that `workers.probes` names, in a process of its own",
     ("workers/telemetry/sampler.py", "make_sensors"): "names of the table SENSORS",
     ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
@@ -45,7 +46,7 @@ LOADERS = {
     ("featurize/nets/vision.py", "import_library"): "the three libraries' models, behind `code_names.library_problem`",
     ("featurize/nets/vision.py", "mend_torchvision"): "a literal: torchvision",
 }
-SHELLS = {"farm/nights/notify.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
+SHELLS = {"farm/nights/cycle.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
 
 
 def sources():
@@ -167,7 +168,7 @@ def test_configs_become_code_names_only_where_the_user_speaks():
         "farm/sampling/draws.py",
         "workers/trial/body.py",
         "learn/commands/estimate.py",
-        "learn/estimation/model_names.py",
+        "learn/job/training_job.py",
     }
 
 

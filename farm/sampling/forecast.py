@@ -129,7 +129,7 @@ class Forecaster:
             yield parts[index], known
 
     def _trace(self, configs: list[TrialConfig], places: np.ndarray, figures, ways) -> None:
-        from learn.rows.cases import Case
+        from learn.job.training_job import Case
         from learn.rows.step_store import StepStore
 
         cases = [Case(config, self.device.name, self.training_loop, described=self.device) for config in configs]
@@ -151,7 +151,7 @@ def described(
     """Return the figures and the features of configs of one family, as a worker computes them."""
     from featurize.configs.features import feature_columns
     from learn.estimation.fast_estimates import config_models
-    from learn.rows.cases import Case
+    from learn.job.training_job import Case
 
     configs, device, data = job
     models = config_models(data, configs[0].family, device) or config_models(data, None, device)

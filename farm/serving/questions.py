@@ -24,7 +24,7 @@ from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_de
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
-    from farm.serving.requests import EstimateRequest, FitRequest, HowFields, JobFields, PlanRequest
+    from farm.serving.bodies import EstimateRequest, FitRequest, HowFields, JobFields, PlanRequest
 
 _KEY_CHARACTERS = 32
 _HOW = ("coverage", "machine", "loop", "allocator", "workspaces")

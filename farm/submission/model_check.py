@@ -20,7 +20,7 @@ from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, UsageError
 from conf.files.identity import version_of
 from conf.plain_text import exception_line, one_line, shown
-from farm.sampling.space import Choice, Constant, Space, own_space
+from farm.sampling.dimensions import Choice, Constant, Space, own_space
 from featurize.configs.trial import (
     TrialConfig,
     code_fields,
@@ -210,7 +210,7 @@ def _try(config: TrialConfig) -> None:
     named = [getattr(config, name) for name in code_fields(config.family)]
     if named and data_refusal(config) is not None:  # the user's own: it is built where it runs, and not before
         try:
-            from learn.estimation.model_names import load_factory
+            from learn.job.training_job import load_factory
         except ImportError:  # an environment that is compared need not have all that estimates import
             return
         for name in named:

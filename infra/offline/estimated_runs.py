@@ -19,11 +19,11 @@ from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_devic
 from featurize.memory.allocator_settings import AllocatorSettings
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE
-from learn.estimation.loops import RESIDENT
+from learn.estimation.notes import RESIDENT
 from warehouse.reading.pairing import Pair, Shift, summed_up
 
 if TYPE_CHECKING:
-    from warehouse.reading.reader import WarehouseConnection
+    from warehouse.reading.connection import WarehouseConnection
 
 TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the packaged models
 _COLUMNS = (

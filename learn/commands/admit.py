@@ -20,8 +20,7 @@ from conf.plain_text import table_lines
 from conf.reports.page_text import MISSING
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
-from learn.sharing.admitting import Admission, admit
-from learn.sharing.gpu_state import GpuState, KnownJob
+from learn.sharing.admitting import Admission, GpuState, KnownJob, admit
 from learn.sharing.profile import JobProfile
 
 _SHARES = ("gpu_util", "memory_util", "smact", "smocc", "drama", "tensor")

@@ -16,17 +16,14 @@ import numpy as np
 
 from conf.errors import CommandError
 from featurize.device.device_spec import DeviceSpec, describe_device
-from learn.commands.benchmark_rows import RowSelection
-from learn.commands.benchmark_settings import BenchmarkSettings
+from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection
 from learn.estimators.protocol import Estimator, get_estimator, make_estimator
-from learn.judging.benchmark_figures import Asked, Given, given_of
-from learn.judging.scores import median
-from learn.judging.splits import Part
+from learn.job.training_job import Case
+from learn.judging.evaluate import Part
+from learn.judging.scores import Asked, Given, given_of, median
 from learn.peers.base import Answer, timed
-from learn.rows.cases import Case
 from learn.rows.data import Rows
-from learn.rows.step_record import traced_column
-from learn.rows.step_store import StepStore
+from learn.rows.step_store import StepStore, traced_column
 from learn.rows.targets import Bins, Target, get_target
 from warehouse.exchange.published import PublishedRow
 
@@ -115,7 +112,7 @@ def answer(job: PoolJob) -> Answer:
     """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
 
     def parts() -> Mapping[str, float]:
-        from learn.rows.published import workload_of
+        from learn.fitting.published_jobs import workload_of
 
         estimator, case = pkgutil.resolve_name(job.where)(), job.subject
         if not isinstance(case, Case):

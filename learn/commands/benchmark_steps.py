@@ -22,18 +22,22 @@ from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
 from learn.commands.benchmark_answers import Tally, ask_learned
-from learn.commands.benchmark_rows import RowSelection
-from learn.commands.benchmark_settings import BenchmarkSettings
+from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection
 from learn.estimation.estimating import estimate
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.estimators.protocol import ESTIMATORS
-from learn.fitting.formulas import AS_IT_COMES, FORMULAS
-from learn.fitting.kernel_judging import labels_by, left_out_by, left_out_ratios, subsets
+from learn.fitting.kernel_formulas import (
+    AS_IT_COMES,
+    FORMULAS,
+    labels_by,
+    left_out_by,
+    left_out_ratios,
+    subsets,
+)
 from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
-from learn.fitting.mpt import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
-from learn.judging.benchmark_figures import Asked, Benchmark, Given, judged
-from learn.judging.scores import median
-from learn.judging.splits import TEST_TENTHS, Part
+from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
+from learn.judging.evaluate import TEST_TENTHS, Part
+from learn.judging.scores import Asked, Benchmark, Given, judged, median
 from learn.rows.step_store import StepStore
 from learn.rows.targets import get_target, make_bins
 

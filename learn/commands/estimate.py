@@ -19,7 +19,14 @@ from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError
 from conf.reports.page_text import MISSING
 from featurize.configs.trial import TrialConfig, config_from_mapping, config_of_user
-from featurize.device.device_spec import DESCRIBED, DeviceSpec, describe_device, device_from_mapping, device_names
+from featurize.device.device_spec import (
+    DEFAULT_DEVICE,
+    DESCRIBED,
+    DeviceSpec,
+    describe_device,
+    device_from_mapping,
+    device_names,
+)
 from featurize.job.code_names import parse_trust
 from featurize.job.layout import Parallel, names_network_only, parse_parallel
 from featurize.job.training_settings import (
@@ -31,19 +38,33 @@ from featurize.job.training_settings import (
     QUANTIZATIONS,
     TrainingKeywords,
 )
-from learn.commands.model_inputs import model_batches, model_inputs
 from learn.estimation.estimate_view import PastRun, bound_name, coverage_text, known_to, load_run, print_notes, rate
-from learn.estimation.estimating import METHODS, estimate, estimate_many
-from learn.estimation.fits import BOUND, BY, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
+from learn.estimation.estimating import (
+    BOUND,
+    BY,
+    METHODS,
+    POINT,
+    DeviceFit,
+    LargestBatch,
+    devices_that_fit,
+    estimate,
+    estimate_many,
+    largest_batch,
+)
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS
-from learn.estimation.loops import LOOPS
-from learn.estimation.model_names import load_factory
-from learn.estimation.notes import AMD_GPU, PROBLEM, Note
+from learn.estimation.notes import (
+    AMD_GPU,
+    LOOPS,
+    PROBLEM,
+    Note,
+)
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators.protocol import LEVEL
-from learn.job.inputs import DEFAULT_DTYPE
-from learn.rows.cases import DEFAULT_DEVICE
+from learn.job.inputs import DEFAULT_DTYPE, model_batches, model_inputs
+from learn.job.training_job import (
+    load_factory,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table

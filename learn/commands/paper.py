@@ -1,7 +1,7 @@
 """The tables and figures of arXiv 2602.17817 from a user's copy of its data: our figures beside the authors'.
 
 Start reading at `RUNS` and `reproduce`. Only published figures with a known source stand beside ours
-(`learn.judging.published_figures`).
+(`learn.judging.scores`).
 """
 
 from __future__ import annotations
@@ -15,21 +15,17 @@ import numpy as np
 
 from conf.errors import UsageError
 from conf.files.outputs import write_output
-from conf.reports.blocks import Block, Callout, Drawn, Lead, Legend, Page, Section
-from conf.reports.charts import Axis, Margins, Plot
-from conf.reports.render import write_page
-from conf.reports.svg import LETTER_PX
+from conf.reports.blocks import Block, Callout, Drawn, Lead, Legend, Page, Section, write_page
+from conf.reports.charts import LETTER_PX, Axis, Margins, Plot
 from learn.commands.benchmark_rows import NEVER_FITTED_ON
-from learn.judging.benchmark_figures import TRUSTED_ALONE
 from learn.judging.benchmark_view import OTHERS, TableText, print_table, table_blocks
-from learn.judging.plots import colours_of
-from learn.judging.published_figures import GPUMEMNET, PUBLISHED_FIGURES
-from learn.judging.scores import mean, median
+from learn.judging.report import colours_of
+from learn.judging.scores import GPUMEMNET, PUBLISHED_FIGURES, TRUSTED_ALONE, mean, median
 from learn.rows.targets import BIN_WIDTHS_GB
 
 if TYPE_CHECKING:
-    from learn.commands.benchmark_settings import BenchmarkSettings
-    from learn.judging.benchmark_figures import Benchmark, Scored
+    from learn.commands.benchmark_rows import BenchmarkSettings
+    from learn.judging.scores import Benchmark, Scored
 
 _BARS = Margins(width=1000, height=300, bottom=50)
 ROWS = 100  # of each file, where rows= says nothing: minutes on two cores

@@ -12,15 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from conf.cli.bars import StepBar
+from conf.cli.command_line import StepBar
 from conf.cli.settings import group, key
 from conf.errors import UsageError
-from featurize.device.device_spec import DeviceSpec
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec
 from learn.commands.estimate import SETTINGS, ModelKeys, described_device, open_data
-from learn.commands.model_inputs import model_inputs
-from learn.estimation.model_names import load_factory
 from learn.estimators.protocol import LEVEL
-from learn.rows.cases import DEFAULT_DEVICE
+from learn.job.inputs import model_inputs
+from learn.job.training_job import (
+    load_factory,
+)
 
 _SHARED = ("allocator", "loop", "machine", "workspaces", "torch_version", "coverage", "data", "input_dtype")
 

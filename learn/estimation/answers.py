@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.cli.extras import naming_the_extra
+from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.disk_cache import keep, recall
 from conf.units import MIB
@@ -24,18 +24,38 @@ from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, MachineProfi
 from featurize.job.training_settings import TrainingSettings, training_of
 from featurize.operators.replacing import without_collection
 from featurize.timing.model_flops import seconds_at_peak
-from learn.estimation.job_estimate import Activity, Energy, Estimate, Memory, Timing, estimators_named
-from learn.estimation.loops import PIPELINE, RESIDENT, loading_ms, loop_named, loops_of_sources
-from learn.estimation.memory_causes import COVERAGES, HELD_OUT, uncertainty_of, widest
-from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note, times
-from learn.estimation.on_ranks import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of
-from learn.estimation.platforms import workspace_notes
-from learn.estimators.bounds import MemoryBound
-from learn.estimators.protocol import LEVEL, TRAINING_FREE, get_estimator
-from learn.job.training_job import TrainingJob, as_a_training_script
-from learn.rows.cases import Case
-from learn.rows.step_record import traced_column
-from learn.rows.step_store import StepStore
+from learn.estimation.job_estimate import (
+    COVERAGES,
+    HELD_OUT,
+    Activity,
+    Energy,
+    Estimate,
+    Memory,
+    Timing,
+    estimators_named,
+    uncertainty_of,
+    widest,
+)
+from learn.estimation.notes import (
+    AMD_GPU,
+    INFO,
+    MAY_RUN_OUT,
+    OUT_OF_MEMORY,
+    PIPELINE,
+    PROBLEM,
+    RESIDENT,
+    TARGETS,
+    WARNING,
+    Note,
+    loading_ms,
+    loop_named,
+    loops_of_sources,
+    times,
+)
+from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of, workspace_notes
+from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
+from learn.job.training_job import Case, TrainingJob, as_a_training_script
+from learn.rows.step_store import StepStore, traced_column
 from learn.rows.targets import get_target
 from warehouse.files.folder import DataFolder
 
@@ -45,8 +65,7 @@ if TYPE_CHECKING:
     from featurize.trace.trace_cache import Traces
     from learn.estimation.job_estimate import RankGroup
     from learn.estimation.known_runs import KnownRun
-    from learn.estimation.requests import Request
-    from learn.estimation.step_files import StepFiles
+    from learn.estimation.requests import Request, StepFiles
     from learn.estimators.protocol import Prediction
     from learn.fitting.artifacts import Artifact, Wanted
     from learn.job.traced import TracedStep
@@ -506,7 +525,7 @@ class _Answer:
 
     def _notes_of_memory(self, memory: Memory, limit_mib: float) -> tuple[list[Note], list[Note]]:
         """Return the notes that come first, that the job does not fit, and those on what bounds its memory."""
-        from learn.peers.trace import NO_BOUND
+        from learn.peers.base import TRACE_HAS_NO_BOUND
 
         device, by = self.device, self.by["memory"]
         peak_mib, upper_mib, room = memory.peak_memory_mib, memory.upper_mib, _room(self.device, limit_mib)
@@ -516,7 +535,7 @@ class _Answer:
             text = f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}"
             notes.append(Note(MAY_RUN_OUT, PROBLEM, text))
         if upper_mib is None and by == "trace":
-            notes.append(Note("no-bound", WARNING, NO_BOUND))
+            notes.append(Note("no-bound", WARNING, TRACE_HAS_NO_BOUND))
         elif by != "trace" and peak_mib > device.memory_mib:
             text = f"out of memory by {by}: {device.name} has {device.memory_mib:,.0f} MiB"
             first.append(Note(OUT_OF_MEMORY, PROBLEM, text))

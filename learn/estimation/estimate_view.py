@@ -16,8 +16,14 @@ from conf.errors import UsageError
 from conf.plain_text import one_line
 from conf.reports.page_text import MISSING, count_of
 from featurize.configs.trial import TrialConfig, UnreadableConfig, config_of_row, printable
-from learn.estimation.loops import legend, loop_of_source
-from learn.estimation.notes import TARGETS, WARNING, Note, most_important
+from learn.estimation.notes import (
+    TARGETS,
+    WARNING,
+    Note,
+    legend,
+    loop_of_source,
+    most_important,
+)
 from learn.rows.targets import get_target
 
 if TYPE_CHECKING:
@@ -286,7 +292,7 @@ class PastRun:
 
     @property
     def loop(self) -> str:
-        """The loop that it ran in, a name of `learn.estimation.loops.LOOPS`."""
+        """The loop that it ran in, a name of `learn.estimation.notes.LOOPS`."""
         return loop_of_source(self.source)
 
 

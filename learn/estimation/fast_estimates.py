@@ -1,34 +1,64 @@
 """Estimates from configuration features alone (`method=fast`): fitted trees; no model is built, nothing is traced.
 
 Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
-else those that come with the project (`learn.estimation.config_models`).
+else those that come with the project. `fit_config_models` fits the latter to what a full estimate says of sampled
+configurations: `python -m learn.fit_configs FOLDER` runs it, after `learn.build_defaults`.
 """
 
 from __future__ import annotations
 
+import importlib.resources
+import json
+import os
+import random
+import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from featurize.configs.features import is_current
-from featurize.configs.trial import FITTED_OPTIMIZERS, TrialConfig
-from featurize.device.device_spec import DESCRIBED, NVIDIA, DeviceSpec, MachineProfile, machine, plain_device
-from learn.estimation.config_models import BOUND, FAST_LOOPS, rough_figures, unlike
+from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
+from featurize.device.device_spec import (
+    DEFAULT_DEVICE,
+    DESCRIBED,
+    NVIDIA,
+    DeviceSpec,
+    MachineProfile,
+    machine,
+    plain_device,
+)
+from featurize.families import get_family, layers_of
+from featurize.job.layers import rough_memory_mib
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.loops import loop_of_source
-from learn.estimation.notes import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
-from learn.estimators.protocol import LEVEL, OF_CONFIGS
+from learn.estimation.notes import (
+    MAY_RUN_OUT,
+    OUT_OF_MEMORY,
+    PIPELINE,
+    PROBLEM,
+    RESIDENT,
+    WARNING,
+    Note,
+    loop_of_source,
+)
+from learn.estimators.protocol import LEVEL, OF_CONFIGS, conformal_score
 from learn.estimators.tabular import FeatureTable, TabularEstimator, case_columns
 from learn.estimators.trees import Trees
 from learn.fitting.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
-from learn.rows.cases import Case
+from learn.job.training_job import Case
 from learn.rows.targets import get_target
+
+if TYPE_CHECKING:
+    from learn.estimators.protocol import Estimator
+    from learn.rows.data import Rows
+    from learn.rows.step_store import StepStore
+
 
 STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
 _WITH_CUDNN = ("cnn",)  # of the families of the models that come along: their processes load cuDNN
@@ -185,7 +215,7 @@ def _problem(models: ConfigModels | None, config: TrialConfig, device: DeviceSpe
         return f"method=fast knows one GPU, and the config has parallel={config.parallel}"
     if models is None:
         if not (DEFAULT_MODELS / "fast").is_dir():
-            raise EnvironmentProblem("no models of method=fast are here: learn.estimation.config_models makes them")
+            raise EnvironmentProblem("no models of method=fast are here: learn.estimation.fast_estimates makes them")
         advice = f"python -m learn.fit estimator={OF_CONFIGS} fits one"
         return f"method=fast has no model of the family {config.family}: {advice}"
     if config.optimizer not in FITTED_OPTIMIZERS:
@@ -269,3 +299,331 @@ def _notes_of_models(models: ConfigModels, device: DeviceSpec) -> list[Note]:
     if any(not is_current(artifact.meta["feature_version"]) for artifact in models.artifacts.values()):
         notes.append(Note("stale-model", WARNING, STALE))
     return notes
+
+
+FAMILIES = ("cnn", "mlp", "transformer")
+# GPU models of the cases: more would spread them thinner.
+DEVICES = (
+    "A100-SXM4-40GB",
+    "B200-SXM-180GB",
+    "H100-SXM5-80GB",
+    "H200-SXM-141GB",
+    "RTX-3090",
+    "RTX-4090",
+    "RTX-5090",
+    "T4",
+    "V100-SXM2-32GB",
+)
+BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
+# Target -> the loop that a full estimate answers for: the fitted models' figures, and the trace's.
+FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
+ROUNDS = 120  # trees of a model; all that come along take less than 1.5 MB
+CASES = 3360
+LIMIT_MIB = 120 * 1024  # of `featurize.job.layers.rough_memory_mib`
+MAX_ATTEMPTS = 1000
+_SLACK = 0.05  # of a range's width, beyond which a value is outside
+# Instead of what conf/arch says: a scheduler's jobs differ more in how they are trained than a published sweep does. A
+# value listed twice is drawn twice as often.
+_WIDER: Mapping[str, Any] = {
+    "batch_size": {"low": 1, "high": 1024},
+    "optimizer": ("adam", *FITTED_OPTIMIZERS),
+    "precision": ("fp32", "fp32", *PRECISIONS),
+    "activation_checkpointing": (False, False, False, True),
+    "cudnn_benchmark": (False, False, False, True),
+    "channels_last": (False, False, False, True),
+    "softmax": (False, True),
+    "use_dropout": (False, True),
+    "growth_rate": {"low": 12, "high": 64},
+}
+
+
+def fit_config_models(
+    folder: Path,
+    *,
+    cases: int = CASES,
+    seed: int = 0,
+    data: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda _step, _done, _of: None,
+) -> None:
+    """Write one artifact a target, and one of the memory bound, into `folder`, which is made anew.
+
+    Labels are the full estimates of sampled configurations: by the models that come with the project, and by the trace
+    where none does. Each artifact's `meta.json` has the errors on 30 % of the configurations, which their fit had not
+    seen.
+
+    Args:
+        cases: Sampled configurations; each is traced once, in 0.1 to 0.3 s.
+        seed: Of the configurations, splits and fits.
+        data: Data folder that keeps the traced steps; None: the default one.
+        workers: As in `StepStore.prepare`.
+        progress: Is called with a step's name, what is done and the total.
+    """
+    from learn.rows.step_store import StepStore
+
+    steps = StepStore(data)
+    sampled = sampled_cases(cases, seed)
+    steps.prepare(sampled, workers=workers, progress=lambda done, of: progress("tracing", done, of))
+    building = folder.with_name(f".{folder.name}-building")
+    shutil.rmtree(building, ignore_errors=True)
+    for name, rows in rows_of(sampled, steps).items():
+        progress(f"fitting {name}", 0, 1)
+        _write_model(building / name, name, rows, seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)
+
+
+def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
+    """Return target -> rows, labelled with what full estimates say. Cases that cannot be traced are left out."""
+    from featurize.configs.features import group_key
+    from learn.fitting.artifacts import default_artifact
+    from learn.rows.data import LabelledRow, Rows, module_of
+    from learn.rows.targets import get_target
+
+    described = [
+        (case, case.config, case.spec)
+        for case in cases
+        if case.config is not None and case.spec is not None and steps.record(case).error is None
+    ]
+    traced = [case for case, _, _ in described]
+    labels: dict[str, np.ndarray] = _without_input([steps.record(case).values for case in traced])
+    for target in ("memory", "smact", "smocc"):
+        artifact = default_artifact(target)
+        if artifact is None:
+            raise UsageError(f"no model of {target} comes along: run learn.build_defaults first")
+        prediction = artifact.estimator.predict(traced, steps)
+        labels[target] = prediction.point
+        if target == "memory" and (upper := prediction.upper(LEVEL)) is not None:
+            labels[BOUND] = upper
+    return {
+        name: Rows(
+            get_target("memory" if name == BOUND else name),
+            tuple(
+                LabelledRow(
+                    run_id=f"row-{place:06d}",
+                    case=case,
+                    label=float(label),
+                    family=case.family,
+                    source="simulated",
+                    device=case.device,
+                    device_memory_mib=spec.memory_mib,
+                    card_mib=spec.memory_mib,
+                    group=group_key(config),
+                    module=module_of(config),
+                )
+                for place, ((case, config, spec), label) in enumerate(zip(described, labels[name], strict=True))
+                if np.isfinite(label)
+            ),
+        )
+        for name in (*FAST_LOOPS, BOUND)
+    }
+
+
+def _without_input(records: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
+    """target -> the trace's DRAM activity and step time in ms, as in the farm's own trials: a step of the usual loop
+    runs the same kernels, and waits for its input before."""
+    names = ("job_step_time_ms", "job_input_share", "job_priced_drama")
+    step_ms, input_share, drama = np.array([[values[name] for name in names] for values in records]).T
+    return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
+
+
+def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.ndarray | float) -> np.ndarray | float:
+    """Return (n,) rough figures from the features of cases, by whose multiple trees learn memory (MiB) and step time
+    (ms): they are flat beyond what they were fitted on, and this is not. 1 for ratios. launch_us: of the host."""
+    if name in _ROUGH_MEMORY:
+        return columns["rough_memory_mib"] + columns["gpu_context_mib"]
+    if name != "step_time":
+        return 1.0
+    of_type = [columns[f"gpu_{rate}_tflops"] for rate in ("fp32", "tf32", "half")]
+    tflops = np.select([columns["precision"] == "fp32", columns["precision"] == "tf32"], of_type[:2], of_type[2])
+    compute_us = 3 * columns["batch_flops"] / (1e6 * tflops)
+    moved = 24 * columns["batch_output_elements"] + 28 * columns["parameters"]  # bytes
+    launches_us = _LAUNCHES * columns["layers"] * launch_us
+    return (compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3
+
+
+_ROUGH_MEMORY = ("memory", BOUND)
+_LAUNCHES = 5  # of a layer, in a step
+
+
+def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
+    """Fit, judge on held-out groups, fit on all rows, and write the artifact."""
+    from featurize.configs.features import FEATURES_STAMP
+    from learn.estimators.tabular import case_columns
+    from learn.fitting.artifacts import FORMAT, environment, stamped
+    from learn.judging.evaluate import hold_out
+
+    launch_us = np.array([case.spec.launch_overhead_us for case in rows.cases if case.spec is not None])
+    rough = np.empty(len(rows))
+    for places, columns in case_columns(rows.cases):
+        rough[places] = rough_figures(name, columns, launch_us[places])
+    records = zip(rows.records, rows.label / rough, strict=True)
+    multiples = replace(rows, records=tuple(replace(row, label=float(label)) for row, label in records))
+    train, test = hold_out(rows, np.unique(rows.family, return_inverse=True)[1], seed)
+    judged = _fitted(multiples.subset(train), seed).predict([rows.cases[place] for place in test])
+    point = judged.point * rough[test]
+    meta = {
+        "format": FORMAT,
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "target": rows.target.name,
+        "unit": rows.target.unit,
+        "estimator": OF_CONFIGS,
+        "feature_version": FEATURES_STAMP,
+        "data_fingerprint": rows.fingerprint(),
+        "environment": environment(),
+        "rows": {"fitted": len(rows), "test": len(test)} | {of: rows.count(of) for of in _COUNTED},
+        "seed": seed,
+        "loop": PIPELINE if name == BOUND else FAST_LOOPS[name],
+        "times_rough": name,
+        "errors": _errors(point, rows.subset(test)),
+        "known": {family: _known(rows.subset(rows.family == family).cases) for family in FAMILIES},
+    }
+    if name == BOUND:
+        times, family_of = rows.label[test] / point, rows.family[test]
+        above = {family: conformal_score(np.sort(times[family_of == family]), LEVEL) for family in FAMILIES}
+        meta["above"] = {family: round(factor, 4) for family, factor in above.items()}
+    (folder / "model").mkdir(parents=True)
+    _fitted(multiples, seed).save(folder / "model")
+    (folder / "meta.json").write_text(json.dumps(stamped(folder, meta, "meta.json"), indent=1, sort_keys=True))
+
+
+def _fitted(rows: Rows, seed: int) -> Estimator:
+    from learn.estimators.tabular import LightGBMEstimator
+
+    estimator = LightGBMEstimator(seed)
+    estimator.rounds = ROUNDS
+    return estimator.fit(rows)
+
+
+def _errors(point: np.ndarray, rows: Rows) -> dict[str, dict[str, float]]:
+    """Return family -> `median` and `p90` of the error: relative, or absolute for ratios."""
+    off = np.abs(point - rows.label) / (1.0 if rows.target.space == "ratio" else rows.label)
+    families = sorted(set(rows.family))
+    return {
+        family: {name: round(float(np.quantile(off[rows.family == family], q)), 4) for name, q in _QUANTILES.items()}
+        for family in families
+    }
+
+
+_COUNTED = ("family", "source", "device")
+_QUANTILES = {"median": 0.5, "p90": 0.9}
+
+
+def _known(cases: Sequence[Case]) -> dict[str, list[Any]]:
+    """Return field -> the least and the greatest number, or all words, of one family's configurations."""
+    configs = [case.config for case in cases if case.config is not None]
+    known: dict[str, list[Any]] = {}
+    for name in sorted(configs[0].to_mapping().keys() - {"family"}):
+        values = [getattr(config, name) for config in configs]
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        known[name] = [min(values), max(values)] if numbers else sorted(set(values), key=str)
+    return known
+
+
+def unlike(configs: Sequence[TrialConfig], known: Mapping[str, Sequence[Any]]) -> list[list[str]]:
+    """Return why each configuration is unlike those of its family that were fitted on, as `meta.json` has them."""
+    reasons: list[list[str]] = [[] for _ in configs]
+    for name, values in known.items():
+        column = [getattr(config, name) for config in configs]
+        if isinstance(values[0], int | float) and not isinstance(values[0], bool):
+            low, high = values
+            slack = _SLACK * (high - low)
+            numbers = np.array(column, dtype=float)
+            places = np.flatnonzero(~((numbers >= low - slack) & (numbers <= high + slack))).tolist()
+            fitted_on = f"{_plain(low)} to {_plain(high)}"
+        else:
+            words = set(values)
+            places = [place for place, word in enumerate(column) if word not in words]
+            fitted_on = ", ".join(map(_plain, values))
+        for place in places:
+            reasons[place].append(f"{name} {_plain(column[place])}: fitted on {fitted_on}")
+    return reasons
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---- what is fitted on
+
+
+def sampled_cases(n: int, seed: int = 0) -> tuple[Case, ...]:
+    """Return `sampled_configs(n, seed)` in the usual training loop, on `DEVICES`.
+
+    Every other four rounds of the families run on the GPU model that was measured, the rest on the others in turn.
+    """
+    others = [name for name in DEVICES if name != DEFAULT_DEVICE]
+    cases = []
+    for place, config in enumerate(sampled_configs(n, seed)):
+        turn = place // len(FAMILIES) // 4
+        device = others[turn // 2 % len(others)] if turn % 2 else DEFAULT_DEVICE
+        cases.append(Case(config, device, training_loop=True))
+    return tuple(cases)
+
+
+def sampled_configs(n: int, seed: int = 0, families: tuple[str, ...] = FAMILIES) -> tuple[TrialConfig, ...]:
+    """Return `n` configs, the families in turn; each depends on `seed` and its own place alone.
+
+    Every other round of the families draws from the search space of `conf/arch`, as `farm.submit` does by default. The
+    rest draw from a wider one, evenly or on a logarithmic scale in turn; a config whose rough need is above `LIMIT_MIB`
+    is drawn again there. Raises `UsageError` for n < 1 and unknown families.
+    """
+    if n < 1:
+        raise UsageError(f"n must be >= 1, got {n}")
+    for family in families:
+        if family not in FAMILIES:
+            raise unknown_name("family", family, FAMILIES)
+    return tuple(_config(families[i % len(families)], i // len(families), seed) for i in range(n))
+
+
+def _config(family: str, index: int, seed: int) -> TrialConfig:
+    module = get_family(family)
+    for attempt in range(MAX_ATTEMPTS):
+
+        def draw(name: str, attempt: int = attempt) -> float:
+            return random.Random(f"{seed} {family} {index} {attempt} {name}").random()
+
+        wider = index % 2 == 1
+        values = {
+            name: _value(spec, draw(name), log=index % 4 == 1 if wider else _drawn_on_log_scale(spec))
+            for name, spec in _space(family, wider=wider).items()
+        }
+        try:
+            config = module.Config(**module.repair(values, draw))
+        except UsageError:  # a batch of 1 with batch norm
+            continue
+        if not wider or rough_memory_mib(layers_of(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
+            return config
+    raise AssertionError(f"{family}: no config below {LIMIT_MIB} MiB in {MAX_ATTEMPTS} attempts")
+
+
+@cache
+def _space(family: str, *, wider: bool) -> Mapping[str, Any]:
+    """name -> a constant, a sequence of choices, or {low, high, step, scale}."""
+    import yaml
+
+    text = (importlib.resources.files("conf") / "arch" / f"{family}.yaml").read_text(encoding="utf-8")
+    space = yaml.safe_load(text)["space"]
+    return {name: _WIDER.get(name, spec) if wider else spec for name, spec in space.items()}
+
+
+def _drawn_on_log_scale(spec: Any) -> bool:
+    """Return whether the farm draws a range of `conf/arch` on a logarithmic scale, as the files' own comments say."""
+    if not isinstance(spec, Mapping):
+        return False
+    scale = spec.get("scale", "auto")
+    return scale == "log" or (scale == "auto" and spec["low"] > 0 and spec["high"] / spec["low"] >= 100)
+
+
+def _value(spec: Any, u: float, *, log: bool):
+    if isinstance(spec, list | tuple):
+        return spec[int(u * len(spec))]
+    if not isinstance(spec, Mapping):
+        return spec
+    low, high = spec["low"], spec["high"]
+    whole = isinstance(low, int) and isinstance(high, int)
+    top = high + 1 if whole else high
+    value = low * (top / low) ** u if log else low + (top - low) * u
+    if step := spec.get("step"):
+        value = low + (value - low) // step * step
+    return min(int(value), high) if whole else value

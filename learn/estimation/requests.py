@@ -1,27 +1,31 @@
 """A request for an estimate: a job, its platform and how the answer is wanted, made of the keywords of `estimate`.
 
-Start reading at `Request`; `request_of` makes one, `learn.estimation.answers` answers it.
+Start reading at `Request`; `request_of` makes one, `learn.estimation.answers` answers it. `StepFiles` are the files
+that a user wants beside the estimate: a page about the traced step, and its memory snapshot.
 """
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
+from pathlib import Path
+from pickle import Pickler
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypedDict, Unpack
 
 from conf.errors import UsageError, kept_from_exit, unknown_name
+from conf.files.outputs import checked_report, write_output
 from featurize.configs.trial import TrialConfig, config_from_mapping, trusting
 from featurize.job.code_names import parse_trust
 from featurize.job.deepspeed_config import hidden_size_of
 from featurize.job.layout import parse_parallel
 from featurize.job.training_settings import TRAINING_FIELDS, Training, TrainingKeywords, training_of
 from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs
-from learn.estimation.loops import LOOPS
+from learn.estimation.notes import LOOPS
 from learn.estimation.platforms import Platform, platform_of
 from learn.estimators.protocol import ESTIMATORS, LEVEL
-from learn.job.batch_lengths import batches_of
-from learn.job.inputs import DEFAULT_DTYPE
+from learn.job.inputs import DEFAULT_DTYPE, batches_of
 from learn.job.training_job import TrainingJob, of_config, of_module
 from warehouse.files.folder import DataFolder
 
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
     Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
     Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
     Data: TypeAlias = str | os.PathLike[str] | DataFolder
+    from learn.estimation.job_estimate import Estimate
+    from learn.job.traced import TracedStep
 
 
 class JobKeywords(TrainingKeywords, total=False):
@@ -286,3 +292,52 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
         except Exception:  # a factory may raise anything, and raises it again where the model is traced
             return None
     return hidden_size_of(getattr(model, "config", None))
+
+
+def checked_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
+    """Return the path of a file that is wanted, checked to be writable before the work.
+
+    Raises `UsageError`, which names `key` and the file name `like` as an example.
+    """
+    return checked_report(report, key=key, like=like, data=[DataFolder.resolve().root])
+
+
+class StepFiles(NamedTuple):
+    """Paths of the files; None: it is not wanted.
+
+    report     an HTML page that explains the estimate
+    snapshot   the replay's memory, pickled as `torch.cuda.memory._dump_snapshot` does
+    """
+
+    report: Path | None
+    snapshot: Path | None
+
+    @classmethod
+    def checked(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
+        """Return the paths, checked to be writable before the work. Raises `UsageError`."""
+        return cls(
+            None if report is None else checked_path(Path(report)),
+            None if snapshot is None else checked_path(Path(snapshot), "snapshot", "snapshot.pickle"),
+        )
+
+    def write(self, request: Request, done: Estimate, traced: TracedStep | None) -> None:
+        """Write each file in one step, in place of what was there.
+
+        Args:
+            request: What was asked.
+            done: Its answer.
+            traced: The step, with its timeline; None: the model could not be traced.
+
+        Raises:
+            UsageError: A snapshot of a model that could not be traced.
+        """
+        from learn.estimation.step_report import write_step_report
+
+        if self.report is not None:
+            write_step_report(self.report, request.job, request.platform, done, traced)
+        if self.snapshot is not None:
+            if traced is None:
+                raise UsageError(f"snapshot={self.snapshot} cannot be written: the model could not be traced")
+            content = io.BytesIO()
+            Pickler(content).dump(traced.memory.snapshot)
+            write_output(self.snapshot, content.getvalue(), key="snapshot")

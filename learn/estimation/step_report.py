@@ -39,12 +39,12 @@ from conf.reports.blocks import (
     Tile,
     Tiles,
     Tree,
+    render_for_notebook,
     table,
+    write_page,
 )
-from conf.reports.charts import Axis, Margins, Plot
+from conf.reports.charts import Axis, Drawing, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.render import render_for_notebook, write_page
-from conf.reports.svg import Drawing, Svg
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of
@@ -52,8 +52,16 @@ from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.timing.model_flops import precision_in_words
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
-from learn.estimation.loops import PIPELINE, legend, loading_ms
-from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important, times
+from learn.estimation.notes import (
+    OUT_OF_MEMORY,
+    PIPELINE,
+    PROBLEM,
+    Note,
+    legend,
+    loading_ms,
+    most_important,
+    times,
+)
 from learn.job.traced import TracedStep
 
 if TYPE_CHECKING:

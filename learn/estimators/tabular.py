@@ -1,6 +1,7 @@
 """Estimators over the table of a configuration's scalar features, with a conformal bound from out-of-fold residuals.
 
-Start reading at `TabularEstimator.fit`; a subclass fits the trees, as `LightGBMEstimator` does.
+Start reading at `TabularEstimator.fit`; a subclass fits the trees, as `LightGBMEstimator` and `SchedTune` (`forest`)
+do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import numpy as np
 from conf.errors import CommandError, UsageError
 from featurize.device.device_spec import DeviceSpec
 from featurize.families import get_family
-from learn.estimators.bounds import too_few_for
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,
@@ -25,10 +25,11 @@ from learn.estimators.protocol import (
     open_state,
     require_rows,
     to_space,
+    too_few_for,
     write_state,
 )
 from learn.estimators.trees import Trees
-from learn.rows.cases import Case
+from learn.job.training_job import Case
 from learn.rows.data import Rows
 from learn.rows.step_store import StepStore
 
@@ -267,3 +268,26 @@ class FeatureTable:
     @classmethod
     def from_mapping(cls, mapping: Mapping) -> FeatureTable:
         return cls(tuple(mapping["columns"]), {k: tuple(v) for k, v in mapping["words"].items()})
+
+
+TREES = 100
+MIN_LEAF = 2
+MAX_DEPTH = 24
+
+
+class SchedTune(TabularEstimator):
+    """Extra trees (Geurts et al. 2006) over the config's and the device's features, as SchedTune (Albahar et al.,
+    CCGrid 2022) learns from a model's and a GPU's features. Words are codes; a missing value takes a side of its own.
+    """
+
+    name: ClassVar[str] = "forest"
+    model_name: ClassVar[str] = "forest"
+    dtype: ClassVar[type[np.floating]] = np.float32  # as scikit-learn casts them
+
+    def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
+        from sklearn.ensemble import ExtraTreesRegressor
+
+        forest = ExtraTreesRegressor(
+            TREES, min_samples_leaf=MIN_LEAF, max_depth=MAX_DEPTH, n_jobs=1, random_state=self.seed
+        )
+        return Trees.of_scikit_learn(forest.fit(features, label).estimators_)

@@ -129,9 +129,8 @@ def fit(
     from learn.estimators.protocol import PREFERRED, default_estimator, get_estimator, require_target
     from learn.fitting.artifacts import save_judged
     from learn.judging.evaluate import CV_FOLDS, evaluate
-    from learn.rows.data import load_rows
+    from learn.rows.data import load_rows, with_suspects
     from learn.rows.step_store import StepStore
-    from learn.rows.suspect_rows import with_suspects
     from learn.rows.targets import make_bins
 
     now = now or datetime.now(UTC)

@@ -11,6 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,9 +29,7 @@ from featurize.timing.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, 
 from featurize.timing.costs import input_ms
 from featurize.trace.tracer import TraceError, trace_config, trace_step
 from learn.estimators.kernel_fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
-from learn.fitting.activity_fit import MeasuredActivity
-from learn.fitting.mpt import LLM_FOUNDRY, SIZES, mpt_config, mpt_loss
-from learn.fitting.timed_layers import layer_calls
+from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, layer_calls, mpt_config, mpt_loss
 from learn.rows.data import LabelledRow, load_rows
 from warehouse.exchange.imported_rows import DOUBT
 from warehouse.exchange.published_kernels import PREFIX as LAYER
@@ -55,6 +54,32 @@ _POINTWISE = tuple(
     f"aten::{name}"
     for name in ("native_layer_norm", "_softmax", "relu", "gelu", "tanh", "add", "mul", "div", "pow", "sub", "silu")
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredActivity:
+    """One measured job.
+
+    Args:
+        family, group: Families count alike; near-copies of a group are left out together.
+        device: The GPU model.
+        calls: The kernels of a step.
+        smact, smocc: Means over the run, in [0, 1].
+        input_ms: What the input pipeline adds to a step.
+        whole_run: The means are of the whole run, its set-up included, and not of steps alone.
+        channels_last, searched: As in `kernels_on`.
+    """
+
+    family: str
+    group: str
+    device: DeviceSpec
+    calls: Calls
+    smact: float
+    smocc: float
+    input_ms: float
+    whole_run: bool = False
+    channels_last: bool = False
+    searched: bool = False
 
 
 def measured_rows(

@@ -1,17 +1,26 @@
-"""A training job: how to build the model and its batch, how it trains, how it is spread over GPUs.
+"""A training job: how to build the model and its batch, how it trains, how it is spread over GPUs; and the question
+about it, one job on one GPU model.
 
-Start reading at `TrainingJob`; `of_config` and `of_module` make one. torch is imported on use.
+Start reading at `TrainingJob`; `of_config` and `of_module` make one, `Case` is the question. `load_factory` finds a
+model that a command line names as `package.module:attribute`. torch is imported on use.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from conf.cli.own_packages import search_working_folder
 from conf.errors import UsageError
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import TrialConfig, canonical_json
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from learn.job.inputs import DEFAULT_DTYPE, batch_size_of, maker_of_batch, samples_of, torch_dtype, with_batch_size
 
 if TYPE_CHECKING:
@@ -233,3 +242,131 @@ def _name_of(model: object) -> str:
 
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", type(model).__name__)
     return "model" if name == "<lambda>" else name
+
+
+def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) -> nn.Module | Callable[[], nn.Module]:
+    """Return the factory or module that `package.module:attribute` names.
+
+    torchvision is patched where it does not suit this torch (`featurize.nets.vision`), also if the factory imports it.
+    Modules of the working folder are importable, after everything that is installed.
+
+    Args:
+        text: The name, as in `torchvision.models:resnet50`.
+        arguments: The factory's keyword arguments, or the fields of the configuration of a class that has a
+            `config_class`, as the family `zoo` takes them. Such a class needs none.
+
+    Raises:
+        UsageError: There is no such module or attribute, or it cannot be called.
+    """
+    from featurize.nets.vision import library_names, mending, near_modules, near_names
+
+    module_name, colon, attribute = str(text).partition(":")
+    if not (module_name and colon and attribute):
+        raise UsageError(f"model is MODULE:FACTORY, as in torchvision.models:resnet50, got {text!r}")
+    search_working_folder()
+    names = attribute.split(".")
+    try:
+        module = mending(lambda: importlib.import_module(module_name))
+        named = mending(lambda: functools.reduce(_attribute, names, module))
+    except ImportError as error:
+        near = near_modules(module_name, error.name if isinstance(error, ModuleNotFoundError) else None)
+        raise UsageError(f"model={text}: cannot import {module_name}: {error}{near}") from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise UsageError(f"model={text}: {module_name} fails on import: {type(error).__name__}: {error}") from error
+    if named is None:
+        near = library_names(module_name, attribute) or near_names(attribute, dir(module))
+        raise UsageError(f"model={text}: {module_name} has no attribute {attribute!r}{near}")
+    if not callable(named):
+        raise UsageError(f"model={text}: {attribute} is {type(named).__name__}, neither a module nor a factory")
+    if hasattr(named, "parameters") and not isinstance(named, type):  # a module that is there already
+        if arguments is not None:
+            raise UsageError(f"model={text} is a module that is there already, and takes no arguments")
+        return named
+    if arguments is not None or getattr(named, "config_class", None) is not None:
+        return _configured(str(text), arguments)
+    return functools.wraps(named, updated=())(lambda: mending(named))
+
+
+def _attribute(owner: object, name: str) -> Any:
+    return getattr(owner, name, None)
+
+
+def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
+    """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for arguments that are none."""
+    from featurize.families import zoo
+    from featurize.job.code_names import CodeName
+
+    as_text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments or {}))
+    config = zoo.Config(model=CodeName(text), inputs="float32[1]", arguments=as_text, batch_size=1)
+    return lambda: zoo.build(config)
+
+
+MODULE = "module"  # family of what is no family's
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training job on one GPU model: a trial config, or the workload of any module. Equal ones are the same job.
+
+    device         its name, as the driver or conf/device has it; `spec` describes it training_loop  it runs in the
+    usual loop, as `featurize.trace.tracer.trace_step` has it; the farm's own trials do not torch_version  of the
+    environment it runs in, where that is known
+    """
+
+    config: TrialConfig | None = None
+    device: str = DEFAULT_DEVICE
+    training_loop: bool = False
+    torch_version: str | None = None
+    module: TrainingJob | None = None
+    described: DeviceSpec | None = None  # a device that conf/device lacks
+
+    def __post_init__(self) -> None:
+        if (self.config is None) == (self.module is None):
+            raise ValueError("a case has a trial config or a module's workload, and not both")
+
+    @property
+    def family(self) -> str:
+        return MODULE if self.config is None else self.config.family
+
+    @property
+    def batch_size(self) -> int:
+        return self.job.batch_size if self.config is None else self.config.batch_size
+
+    @cached_property
+    def spec(self) -> DeviceSpec | None:
+        """The device's description; None for a device that nobody described."""
+        return self.described or _described(self.device)
+
+    @cached_property
+    def job(self) -> TrainingJob:
+        if self.config is None:
+            assert self.module is not None, "a case has one of the two"
+            return self.module
+        return replace(of_config(self.config), training_loop=self.training_loop)
+
+    @cached_property
+    def key(self) -> str | None:
+        """24 hex digits over the config, the device's description and the loop: what every feature follows from. None
+        for a module, which has no text to tell it by."""
+        if self.config is None:
+            return None
+        spec = self.spec
+        described = {
+            "config": self.config.to_mapping(),
+            "device": spec.to_mapping() if spec is not None else None,
+            "training_loop": self.training_loop,
+        }
+        return hashlib.sha256(canonical_json(described).encode()).hexdigest()[:24]
+
+
+def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about) -> tuple[Case, ...]:
+    """A case for each trial config, all on one device."""
+    return tuple(Case(config, device, **about) for config in configs)
+
+
+@lru_cache(maxsize=256)
+def _described(name: str) -> DeviceSpec | None:
+    try:
+        return describe_device(name)
+    except UsageError:
+        return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from conf.cli.bars import terminal_bar
+from conf.cli.command_line import terminal_bar
 from conf.files.outputs import write_output
 from conf.reports.blocks import (
     Block,
@@ -26,16 +26,15 @@ from conf.reports.blocks import (
     Table,
     TableColumn,
 )
-from learn.judging.benchmark_figures import by_group, worst_of
-from learn.judging.plots import plots_of
-from learn.judging.scores import NOT_INFORMATIVE
+from learn.judging.report import plots_of
+from learn.judging.scores import NOT_INFORMATIVE, by_group, worst_of
 from learn.rows.targets import LEVELS, MIB_PER_GB, TARGETS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from learn.commands.benchmark_settings import BenchmarkSettings
-    from learn.judging.benchmark_figures import Benchmark, Figures
+    from learn.commands.benchmark_rows import BenchmarkSettings
+    from learn.judging.scores import Benchmark, Figures
 
 OTHERS = "(published)"  # behind the name of an estimator whose figures are other people's
 # Columns of words; the others hold figures.

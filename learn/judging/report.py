@@ -1,23 +1,38 @@
-"""Reports of a fit: its figures as text, and a page that shows them with plots.
+"""Pages about a fit and their plots: estimates over labels, errors, classes, reliability.
 
-Start reading at `write_report`; `learn.judging.plots` and `conf.reports` draw.
+Start reading at `write_report`; `plots_of` draws those of a benchmark, with `conf.reports`.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from conf.reports.blocks import Callout, Facts, Fold, Page, Section, table
+from conf.reports.blocks import (
+    Block,
+    Callout,
+    Chart,
+    Charts,
+    Drawn,
+    Facts,
+    Fold,
+    Heading,
+    Legend,
+    Page,
+    Section,
+    page_bytes,
+    table,
+)
+from conf.reports.charts import DARK_SHADE, SHADES, Axis, GridCell, Margins, Plot, draw_grid
 from conf.reports.page_text import count_of
-from conf.reports.render import page_bytes
-from learn.judging.benchmark_figures import Benchmark, told_classes
 from learn.judging.evaluate import PUBLISHED, TEST, Evaluation
-from learn.judging.plots import confusion, predicted
-from learn.judging.scores import NOT_INFORMATIVE
+from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, signed_errors, told_classes
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 ONE_CLASS = "one class"
@@ -127,3 +142,229 @@ def _page(evaluation: Evaluation, meta: Mapping) -> Page:
             Section("facts", "Data and settings", (Facts(tuple(facts.items())),)),
         ),
     )
+
+
+_COLOURS = ("k1", "k5", "k4", "k2", "k6", "k3", "k7", "k0")
+_DASHES = ("", " dashed", " dotted")
+_CLASSES = 24  # more than that are no picture
+_POINTS = 300  # of a line at most
+_MARGINS = np.linspace(0.5, 4.0, 141)  # on top of estimates without a bound of their own
+_CLIP = {"log": 0.5, "ratio": 0.3}  # error at which the colours end
+_SHARES = Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0))
+_PANEL = Margins(width=290, height=290, left=58, right=12, top=24, bottom=40)
+Line = Sequence[tuple[float, float]]
+
+
+def plots_of(done: Benchmark, file: str) -> tuple[Block, ...]:
+    """Return the plots of one file's rows, each under its heading; those without anything to show are left out."""
+    blocks: list[Block] = []
+    for caption, draw in _PLOTS.items():
+        if drawn := draw(done, file):
+            blocks += [Heading(caption), *drawn]
+    return tuple(blocks)
+
+
+def _own(done: Benchmark, file: str) -> dict[str, Sequence[Scored]]:
+    """Return estimator -> its rows of the file, those with no answer at all left out."""
+    rows_of = {f.estimator: done.scored[file, f.estimator] for f in done.figures if f.file == file}
+    return {name: rows for name, rows in rows_of.items() if any(row.estimate is not None for row in rows)}
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Return name -> colour class, with dashes where there are more names than colours."""
+    styles = [f"{colour}{dashes}" for dashes in _DASHES for colour in _COLOURS]
+    return {name: styles[k % len(styles)] for k, name in enumerate(names)}
+
+
+def _lines(curves: Mapping[str, Line], x_axis: Axis, y_axis: Axis, x_title: str, y_title: str) -> tuple[Block, ...]:
+    """Draw a line of points for each name, as far as it lies between the axes; nothing without any."""
+    if not curves:
+        return ()
+    plot = Plot(x_axis, y_axis, Margins(width=760, height=340, top=30, bottom=46))
+    plot.grid()
+    plot.ticks_below(x_title, lines=True)
+    plot.text("axis", 4, 14, y_title, "start")
+    colours = colours_of(curves)
+    for name, points in curves.items():
+        inside = [(x, y) for x, y in points if x_axis.low <= x <= x_axis.high and y_axis.low <= y <= y_axis.high]
+        plot.line(f"line {colours[name]}", inside, name)
+    return Legend(colours), Drawn(plot.picture(f"{y_title} over {x_title}: {', '.join(curves)}"))
+
+
+def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
+    """Draw estimates over labels, a panel an estimator and a colour a family, with a line to the 99 % bound."""
+    own = _own(done, file)
+    everything = [row for rows in own.values() for row in rows]
+    labels = [row.label for row in everything if row.label is not None]
+    if not labels:
+        return ()
+    card = max((row.card for row in everything if row.card), default=0.0)
+    axis = _SHARES
+    if done.relative:
+        ooms = any(row.label is None for row in everything)
+        axis = Axis.log(min(labels) / 1.5, max([*labels, card] if ooms else labels) * 1.5)
+    colours = colours_of(sorted({row.family for row in everything}))
+    unit = "" if done.target.unit == "ratio" else f", {done.target.unit}"
+    charts = []
+    for name, rows in own.items():
+        plot = Plot(axis, axis, _PANEL)
+        plot.grid()
+        plot.ticks_below(f"label{unit}")
+        plot.text("axis", 4, 12, f"estimate{unit}", "start")
+        plot.line("limit", [(axis.low, axis.low), (axis.high, axis.high)], "estimate and label are equal")
+        for family, css in colours.items():
+            _draw_points(plot, css, [row for row in rows if row.family == family], card)
+        charts.append(Chart(name, plot.picture(f"{name}: estimates of {len(rows)} rows over their labels")))
+    return Legend(colours), Charts(tuple(charts))
+
+
+def _draw_points(plot: Plot, css: str, rows: Sequence[Scored], card: float) -> None:
+    """Draw a dot for each row, a triangle at the card for one that ran out of memory, and lines to the bounds."""
+    paths: dict[str, list[str]] = defaultdict(list)  # one path for many rows keeps a page small
+    low, high = plot.y_axis.low, plot.y_axis.high
+    for row in rows:
+        if row.estimate is None:
+            continue
+        x = plot.x(row.card or card if row.label is None else row.label)
+        y, bound = (plot.y(min(max(value, low), high)) for value in (row.estimate, row.upper or row.estimate))
+        paths["bounds"].append(f"M{x:.1f} {y:.1f}V{bound:.1f}")
+        mark = f"M{x:.1f} {y:.1f}h0" if row.label is not None else f"M{x - 3:.1f} {y - 3:.1f}l6 3l-6 3z"
+        paths["points" if row.label is not None else "marks"].append(mark)
+    for kind, places in paths.items():
+        plot.path(f"{kind} {css}", "".join(places))
+
+
+def _cdf(done: Benchmark, file: str) -> tuple[Block, ...]:
+    curves: dict[str, Line] = {}
+    x_axis = Axis.decades(1e-3, 10.0 if done.relative else 1.0)
+    for name, rows in _own(done, file).items():
+        errors = np.sort([abs(error) for _, error in signed_errors(rows, None, space=done.target.space)])
+        if len(errors):
+            places = np.unique(np.linspace(0, len(errors) - 1, _POINTS).round().astype(int))
+            share = (places + 1) / sum(row.label is not None for row in rows)
+            within = np.clip(errors[places], x_axis.low, x_axis.high)
+            curves[name] = [*zip(within.tolist(), share.tolist(), strict=True), (x_axis.high, float(share[-1]))]
+    kind = "relative" if done.relative else "absolute"
+    return _lines(curves, x_axis, _SHARES, f"{kind} error", "share of the rows")
+
+
+def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
+    """Draw the median signed error by what `Scored` has under `key`."""
+    own = _own(done, file)
+    cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name, rows in own.items():
+        for row, error in signed_errors(rows, None, space=done.target.space):
+            if (group := getattr(row, key)) is not None:
+                cells[group][name].append(error)
+    if not cells:
+        return ()
+    groups, names = sorted(cells), list(own)
+    clip = _CLIP[done.target.space]
+
+    def cell(i: int, k: int) -> GridCell | None:
+        errors = cells[groups[i]][names[k]]
+        if not errors:
+            return None
+        error = float(np.median(errors))
+        text = f"{100 * error:+.0f} %" if done.relative else f"{error:+.2f}"
+        level = min(3, math.ceil(3 * abs(error) / clip))
+        css = f"{'high' if error > 0 else 'low'}{level}" if level else "even"
+        return GridCell(css, f"{groups[i]}, {names[k]}: {text}, {len(errors)} rows", text, ink="dark")
+
+    counts = [max(len(cells[group][name]) for name in names) for group in groups]
+    rows_text = [f"{group} (n={count})" for group, count in zip(groups, counts, strict=True)]
+    return (Drawn(draw_grid(rows_text, names, cell, f"Median signed error by {key} and estimator")),)
+
+
+def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
+    curves: dict[str, Line] = {}
+    for name, rows in _own(done, file).items():
+        steps: dict[int, list[float]] = defaultdict(list)
+        for row, error in signed_errors(rows, None, space=done.target.space):
+            steps[2 ** int(math.log2(max(row.batch_size, 1)))].append(error)
+        if steps:
+            curves[name] = [(batch, float(np.median(steps[batch]))) for batch in sorted(steps)]
+    points = [point for line in curves.values() for point in line] or [(1.0, 0.0)]
+    batches = sorted({batch for batch, _ in points})
+    x_axis = Axis(batches[0], max(2 * batches[0], batches[-1]), tuple(batches), is_log=True)
+    most = 2 * _CLIP[done.target.space]  # what is further off leaves the picture
+    low, high = (limit(0.0, *(error for _, error in points)) for limit in (min, max))
+    kind = "relative" if done.relative else "absolute"
+    y_axis = Axis.of(max(-most, low), min(most, high))
+    return _lines(curves, x_axis, y_axis, "batch size, from", f"signed {kind} error, median")
+
+
+def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
+    """Draw how many rows of each class were told to be in which, coloured by the share of the class; a panel an
+    estimator. Nothing where there are more classes than can be read."""
+    bins = done.bins[file]["published"]
+    classes_of = {
+        name: told_classes([row for row in rows if row.estimate is not None], "published", bins)
+        for name, rows in _own(done, file).items()
+    }
+    present = sorted({int(k) for pair in classes_of.values() for classes in pair for k in classes})
+    if not classes_of or len(present) > _CLASSES:
+        return ()
+    labels = [bins.labels[k] for k in present]
+    scores = {f.estimator: f for f in done.figures if f.file == file}
+    charts = []
+    for name, (true, answered) in classes_of.items():
+        counts = np.array([[((true == t) & (answered == p)).sum() for p in present] for t in present])
+        of = scores[name]
+        verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
+        label = f"{name}: rows by their class and the one that was told"
+        svg = draw_grid(labels, labels, partial(_confused, counts, labels), label, "class", "told")
+        charts.append(Chart(f"{name}: {verdict}", svg))
+    return (Charts(tuple(charts)),)
+
+
+def _confused(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
+    count = int(counts[i, k])
+    level = math.ceil(SHADES * count / max(int(counts[i].sum()), 1))
+    title = f"{count:,} rows of {labels[i]} were told to be in {labels[k]}"
+    return GridCell(f"h{level}", title, f"{count}" if count else "", ink="over" if level >= DARK_SHADE else "on")
+
+
+def _reliable(done: Benchmark, file: str) -> tuple[Block, ...]:
+    curves: dict[str, Line] = {
+        figures.estimator: list(zip(RELIABILITY, figures.reliability.values(), strict=True))
+        for figures in done.figures
+        if figures.file == file and figures.reliability
+    }
+    if curves:
+        curves["as predicted"] = [(0.0, 0.0), (1.0, 1.0)]
+    return _lines(curves, _SHARES, _SHARES, "predicted quantile", "share of labels under it")
+
+
+def tightness(done: Benchmark, file: str) -> tuple[Block, ...]:
+    """Draw the share of labels under a bound over how far the bound lies over the label, in the median."""
+    curves: dict[str, Line] = {}
+    for name, rows in _own(done, file).items() if done.relative else ():
+        ok = [row for row in rows if row.label is not None and row.estimate is not None]
+        if not ok:
+            continue
+        label = np.array([row.label for row in ok], dtype=float)
+        bounds = [np.array([row.estimate for row in ok], dtype=float) * margin for margin in _MARGINS]
+        if all(row.upper is not None and row.quantiles for row in ok):
+            name = f"{name}, own bounds"
+            levels = [k for k, level in enumerate(RELIABILITY) if 0.5 <= level < 0.99]
+            bounds = [np.array([row.quantiles[k] for row in ok]) for k in levels]
+            bounds.append(np.array([row.upper for row in ok], dtype=float))
+        curves[name] = [(float(np.median(bound / label)) - 1, float(np.mean(label <= bound))) for bound in bounds]
+    over, under = "bound over the need, in the median", "share of the rows under the bound"
+    return _lines(curves, Axis.within(-0.05, 0.6), Axis(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)), over, under)
+
+
+_PLOTS: Mapping[str, Callable[[Benchmark, str], tuple[Block, ...]]] = {
+    "Estimate against label; triangles, at the card, ran out of memory. A line leads to the 99 % bound.": predicted,
+    "Share of the rows whose error is at most so large. Rows without an answer keep a line below 100 %.": _cdf,
+    "Median of the signed error (estimate over label) by group: blue is too low, red too high.": partial(
+        _heatmap, "group"
+    ),
+    "The same by the operator that makes the most of a network's forward pass.": partial(_heatmap, "operator"),
+    "Median of the signed error by batch size, in steps of two.": _by_batch,
+    "Rows by their class and the one that was told; the colour is the share of the class.": confusion,
+    "Reliability: share of labels at or under each predicted quantile.": _reliable,
+    "Coverage over tightness: the share of rows under a bound, and how far it lies over the need. Without bounds of "
+    "its own, an estimator's line is its estimate with one margin on top, the same for all rows.": tightness,
+}

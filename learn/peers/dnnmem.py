@@ -16,8 +16,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.recording.batches import call, tensors_of
 from learn.job.training_job import TrainingJob
-from learn.peers.base import Peer
-from learn.peers.modules import batch_tensors, explained, loss_of, meta_model, unique_bytes
+from learn.peers.base import Peer, batch_tensors, explained, loss_of, meta_model, unique_bytes
 
 BLOCK = 512  # PyTorch's allocator rounds every tensor up to this
 RESERVED_MIB = 64.0  # resident buffer of the framework's memory management, the published constant

@@ -17,8 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from learn.job.training_job import TrainingJob
-from learn.peers.base import CannotEstimate, Peer
-from learn.peers.modules import PlainStep, batch_tensors, explained, meta_model, on_device
+from learn.peers.base import CannotEstimate, Peer, PlainStep, batch_tensors, explained, meta_model, on_device
 
 
 class FakeTensor(Peer):

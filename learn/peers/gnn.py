@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conf.errors import UsageError
-from learn.estimators.bounds import too_few_for
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,
@@ -31,15 +30,15 @@ from learn.estimators.protocol import (
     open_state,
     require_rows,
     to_space,
+    too_few_for,
     traced_rows,
     write_state,
 )
 from learn.estimators.tabular import group_folds
+from learn.job.training_job import Case
 from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
-from learn.rows.cases import Case
 from learn.rows.data import Rows
-from learn.rows.step_record import StepRecord
-from learn.rows.step_store import StepStore
+from learn.rows.step_store import StepRecord, StepStore
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
 LEAST_ROWS = 10

@@ -37,19 +37,20 @@ from conf.errors import CommandError, UsageError
 from featurize.configs.features import KINDS, feature_columns
 from featurize.configs.trial import ACTIVATIONS, TrialConfig
 from featurize.families import layers_of
-from learn.estimators.bounds import conformal_rank, too_few_for
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,
     class_masses,
+    conformal_rank,
     open_state,
     require_rows,
     require_target,
+    too_few_for,
     write_state,
 )
 from learn.estimators.tabular import group_folds, why_not
+from learn.job.training_job import Case
 from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
-from learn.rows.cases import Case
 from learn.rows.data import Rows
 from learn.rows.step_store import StepStore
 from learn.rows.targets import MIB_PER_GB, default_bin_gb, utilization_bins

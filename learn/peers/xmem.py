@@ -21,8 +21,9 @@ from featurize.configs.trial import OPTIMIZERS
 from featurize.device.device_spec import DeviceSpec
 from featurize.memory.allocator import CachingAllocator
 from learn.job.training_job import TrainingJob
-from learn.peers.base import CannotEstimate, Peer
-from learn.peers.modules import (
+from learn.peers.base import (
+    CannotEstimate,
+    Peer,
     PlainStep,
     batch_tensors,
     explained,

@@ -31,9 +31,8 @@ from learn.planning.meshes import (
     modes_of_job,
     traced_as,
 )
-from learn.planning.rows import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order
-from learn.planning.screening import SHALLOW, Screening
-from learn.planning.search import Findings, LayoutSearch, MicroBatches
+from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order
+from learn.planning.search import SHALLOW, Findings, LayoutSearch, MicroBatches, Screening
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +94,7 @@ def plan(
     """
     began = time.monotonic_ns()
     if report is not None:
-        from learn.estimation.step_files import checked_path
+        from learn.estimation.requests import checked_path
 
         page = checked_path(Path(report), like="plan.html")
     spec = platform_and_options(options)[0].device

@@ -10,7 +10,6 @@ from featurize.trace.light_imports import without_compiler
 without_compiler()
 
 import learn.estimation.estimating  # noqa: E402
-import learn.estimation.fits  # noqa: E402
 import learn.planning.plans  # noqa: E402, F401
 from featurize.training.training_step import preload  # noqa: E402
 

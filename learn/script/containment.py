@@ -22,8 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from featurize.operators.replacing import replace_attribute, stands_for
-from learn.script.saved_files import SavedFiles
-from learn.script.saved_tensors import install_saving
+from learn.script.saved_files import SavedFiles, install_saving
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -38,9 +38,8 @@ from featurize.job.training_settings import Training
 from featurize.operators.own_operators import elements
 from featurize.training.optimizers import make_optimizer, state_tensors
 from learn.script.containment import is_ready_for_its_absence
-from learn.script.device_mode import CUDA
-from learn.script.fake_cuda import giving
-from learn.script.rank_zero import RankZero
+from learn.script.fake_cuda import CUDA, giving
+from learn.script.process_group import RankZero
 from learn.script.step_watch import StepWatch
 
 NAME, VERSION = "deepspeed", "0.19.8"

@@ -25,9 +25,12 @@ from featurize.timing.collectives import fabric_of
 from learn.estimation.answers import answer_and_write
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun
-from learn.estimation.notes import INFO, WARNING, Note
-from learn.estimation.requests import Request, ScriptKeywords, platform_and_options
-from learn.estimation.step_files import StepFiles
+from learn.estimation.notes import (
+    INFO,
+    WARNING,
+    Note,
+)
+from learn.estimation.requests import Request, ScriptKeywords, StepFiles, platform_and_options
 from learn.job.training_job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command

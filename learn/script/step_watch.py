@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 
 from featurize.operators.replacing import stands_for
 from featurize.trace.tracer import STEPS
-from learn.script.rank_zero import RankZero
+from learn.script.process_group import RankZero
 from learn.script.records import Setting
 from learn.script.script_recorder import ScriptRecorder
 

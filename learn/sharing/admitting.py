@@ -1,23 +1,202 @@
-"""The call `learn.admit`: whether a job may join the jobs of a GPU, and what that costs.
+"""The calls `learn.admit` and `learn.slowdowns`: whether a job may join the jobs of a GPU, and what that costs.
 
-Start reading at `admit`.
+Start reading at `admit`; `GpuState` is the GPU that the job would join, `known_job` makes a profile and a memory
+distribution of whatever describes a job, `overflow_probability` says how probably several do not fit together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError
-from learn.sharing.gpu_state import GpuState, KnownJob, known_job
-from learn.sharing.learned import LearnedSlowdowns
-from learn.sharing.memory_need import overflow_probability
-from learn.sharing.profile import JobProfile
-from learn.sharing.slowdown import NoUtilization, Slowdown, SlowdownEstimator
-from learn.sharing.stored import default_slowdowns
+from conf.errors import UsageError, shown
+from featurize.configs.trial import TrialConfig
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec
+from learn.estimation.job_estimate import Estimate
+from learn.estimators.protocol import LEVEL
+from learn.sharing.learned import LearnedSlowdowns, default_slowdowns
+from learn.sharing.profile import JobProfile, NoUtilization, Slowdown, SlowdownEstimator, profile_of_estimate
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from featurize.configs.trial import TrialConfig
+    from featurize.device.device_spec import DeviceSpec
+    from learn.fitting.artifacts import DataPlace
+
+    Job = JobProfile | Estimate | TrialConfig | Mapping[str, Any]
+
+
+_MEDIAN = 0.5
+KnownJob = JobProfile | Estimate | TrialConfig | Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuState:
+    """A GPU and the jobs on it. Raises `UsageError`.
+
+    memory_mib   what all jobs together can use, their contexts included
+    jobs         that are there: profiles, estimates or trial configs
+    used_mib     measured on the GPU now; None where it is not known. Jobs are taken to grow up to their own figures
+    device       GPU model, for jobs that have to be estimated
+    """
+
+    memory_mib: float
+    jobs: tuple[KnownJob, ...] = ()
+    used_mib: float | None = None
+    device: str | DeviceSpec = DEFAULT_DEVICE
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 < self.memory_mib < math.inf:
+            problems.append(f"memory_mib must be > 0, got {self.memory_mib!r}")
+        if self.used_mib is not None and not 0 <= self.used_mib < math.inf:
+            problems.append(f"used_mib must be >= 0, got {self.used_mib!r}")
+        if problems:
+            raise UsageError("; ".join(problems))
+
+
+def known_job(
+    job: KnownJob, name: str, device: str | DeviceSpec, data: str | os.PathLike[str] | None = None
+) -> tuple[JobProfile, MemoryNeed]:
+    """Return a job's figures and the distribution of its memory.
+
+    Args:
+        job: a profile, an estimate, or a trial config, which is estimated.
+        name: for what has none.
+        device: GPU model of the estimate.
+        data: data folder with fitted models, for the estimate.
+
+    Raises:
+        UsageError: for another object, a config that cannot be estimated, or a job whose memory has no bound.
+    """
+    if isinstance(job, JobProfile):
+        return job, _need_of(job)
+    if not isinstance(job, Estimate):
+        if not isinstance(job, TrialConfig | Mapping):
+            raise UsageError(f"a job is a JobProfile, an Estimate or a trial config, got {shown(type(job).__name__)}")
+        from learn.estimation.estimating import estimate
+
+        job = estimate(job, device=device, data=data)
+    profile = profile_of_estimate(job, name)
+    upper = tuple((p, mib) for p, mib in job.distribution if _MEDIAN <= p <= job.coverage)
+    return profile, MemoryNeed(upper) if upper and upper[-1][0] > _MEDIAN else _need_of(profile, job.coverage)
+
+
+def _need_of(job: JobProfile, coverage: float = LEVEL) -> MemoryNeed:
+    """Return the point, where there is one, as the median, and the bound as what the coverage names."""
+    point, bound = job.memory_mib, job.memory_bound_mib
+    if bound is None:
+        raise UsageError(
+            f"{shown(job.name)}: memory_bound_mib is missing, and without it there is no risk to judge; give what "
+            "99 of 100 such jobs stay below, or the peak of a job that was measured"
+        )
+    if point is None:
+        return MemoryNeed(((coverage, bound),))
+    if bound < point:
+        raise UsageError(f"{shown(job.name)}: memory_bound_mib {bound:,.0f} lies below memory_mib {point:,.0f}")
+    return MemoryNeed(((_MEDIAN, point), (coverage, bound)))
+
+
+_CELLS = 2048  # of the free memory, in which sums of jobs are counted
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Quantiles of one job's peak memory: (probability, MiB), both ascending.
+
+    Below the lowest quantile the job is taken to need that much, and never more than the highest: what the highest
+    probability leaves open is the bound's own, which `coverage` names.
+    """
+
+    quantiles: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        for (p, mib), (later_p, later_mib) in zip(self.quantiles, self.quantiles[1:], strict=False):
+            if later_p <= p or later_mib < mib:
+                raise UsageError(f"quantiles of memory must ascend, got {self.quantiles}")
+        for p, mib in self.quantiles:
+            if not 0 < p <= 1 or not 0 <= mib < math.inf:
+                raise UsageError(f"a quantile is a probability up to 1 and MiB from 0, got {p!r}, {mib!r}")
+        if not self.quantiles:
+            raise UsageError("memory needs at least one quantile")
+
+    @property
+    def coverage(self) -> float:
+        """The probability of the highest quantile."""
+        return self.quantiles[-1][0]
+
+    @property
+    def bound_mib(self) -> float:
+        return self.quantiles[-1][1]
+
+    def mib(self, probability: float) -> float:
+        """Return the MiB that the job stays below with that probability; the bound above its coverage."""
+        import numpy as np
+
+        probabilities, sizes_mib = zip(*self.quantiles, strict=True)
+        return float(np.interp(probability, probabilities, sizes_mib))
+
+    def exceeds(self, mib: float | np.ndarray) -> np.ndarray:
+        """Return the probability that the job needs more than that many MiB, of each; 0 from the bound on."""
+        import numpy as np
+
+        probabilities, sizes_mib = zip(*self.quantiles, strict=True)
+        below = np.interp(mib, sizes_mib, probabilities, left=0.0)
+        return np.where(np.asarray(mib) >= self.bound_mib, 0.0, 1.0 - below)
+
+
+def overflow_probability(
+    needs: Sequence[MemoryNeed], memory_mib: float, *, present: Sequence[MemoryNeed] = (), used_mib: float = 0.0
+) -> float:
+    """Return the probability that jobs need more than there is, their errors taken as independent.
+
+    It is 0 where all bounds add up to no more than that, and 1 where the lowest quantiles do not fit.
+
+    Args:
+        needs: of the jobs that come.
+        memory_mib: what all jobs together can use.
+        present: of the jobs that are there.
+        used_mib: measured now; the jobs that are there take that much at least.
+    """
+    import numpy as np
+
+    if max(used_mib, _sum_of_bounds(present)) + _sum_of_bounds(needs) <= memory_mib:
+        return 0.0
+    least = sum(need.quantiles[0][1] for need in needs)
+    if max(used_mib, sum(need.quantiles[0][1] for need in present)) + least > memory_mib:
+        return 1.0
+    if len(needs) == 1 and _sum_of_bounds(present) <= used_mib:
+        return float(needs[0].exceeds(memory_mib - used_mib))
+    cell = memory_mib / _CELLS
+    total = np.ones(1)
+    for need in present:
+        total = _added(total, need, cell)
+    floor = math.ceil(used_mib / cell)
+    if floor:
+        raised = np.zeros(max(floor + 1, len(total)))
+        raised[floor : len(total)] = total[floor:]
+        raised[floor] += total[:floor].sum()
+        total = raised[: _CELLS + 1]
+    for need in needs:
+        total = _added(total, need, cell)
+    return float(min(1.0, max(0.0, 1.0 - total.sum())))
+
+
+def _sum_of_bounds(needs: Sequence[MemoryNeed]) -> float:
+    return sum(need.bound_mib for need in needs)
+
+
+def _added(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
+    """Return the distribution of a sum, in cells of the memory; each job is rounded up, to the safe side."""
+    import numpy as np
+
+    below = 1.0 - need.exceeds(cell * np.arange(_CELLS + 1))
+    return np.convolve(total, np.diff(below, prepend=0.0))[: _CELLS + 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +317,55 @@ def _slowdown_reason(slowdowns: Sequence[tuple[str, Slowdown | None]], unknown: 
         f"The largest expected slowdown is {worst.median:.2f} ({name}; 90 % of such jobs stay below {worst.p90:.2f}), "
         f"{comparison} the limit of {limit:g}."
     )
+
+
+MOST_JOBS = 4
+
+
+def slowdowns(
+    jobs: Sequence[Job],
+    device: str | DeviceSpec = DEFAULT_DEVICE,
+    *,
+    data: DataPlace = None,
+    estimator: SlowdownEstimator | None = None,
+) -> list[Slowdown]:
+    """Return the expected slowdown of each of several jobs that share a GPU, in the order of the jobs.
+
+    Args:
+        jobs: One to four: profiles of the jobs alone, estimates of `learn.estimate`, or trial configs (a dataclass, or
+            the mapping that `runs.config` holds), which are estimated for `device`.
+        device: GPU model, for trial configs.
+        data: Data folder whose newest fitted slowdowns answer; None: the default folder. Where nothing was fitted, the
+            packaged figures answer.
+        estimator: Another one, as `learn.sharing.profile.SharedTime()`.
+
+    Returns:
+        The median and the 90th percentile of each job's step time over its step time alone; 1 or more.
+
+    Raises:
+        UsageError: There is no job or there are more than four.
+
+    Known limitations: the packaged figures come from pairs on one GPU model under time slicing. Groups of three and
+    four are answered by the same sums; none was measured.
+
+    Example:
+        >>> slowdowns([JobProfile("a", gpu_util=0.9), JobProfile("b", gpu_util=0.1)])[1].median < 1.2
+        True
+    """
+    if not 1 <= len(jobs) <= MOST_JOBS:
+        raise UsageError(f"jobs must be 1 to {MOST_JOBS}, got {len(jobs)}")
+    group = [profile_of(job, device) for job in jobs]
+    chosen: SlowdownEstimator = estimator or default_slowdowns(data)
+    return chosen.slowdowns(group)
+
+
+def profile_of(job: Job, device: str | DeviceSpec = DEFAULT_DEVICE) -> JobProfile:
+    """Return the figures of a job alone; a trial config is estimated for `device` first."""
+    if isinstance(job, JobProfile):
+        return job
+    if isinstance(job, Estimate):
+        return profile_of_estimate(job, job.estimator)
+    from learn.estimation.estimating import estimate
+
+    family = job["family"] if isinstance(job, Mapping) and "family" in job else type(job).__name__
+    return profile_of_estimate(estimate(job, device=device), str(family))

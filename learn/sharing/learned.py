@@ -1,23 +1,220 @@
-"""The learned slowdown of each job of a group, with a calibrated 90th percentile.
+"""The learned slowdown of each job of a group, with a calibrated 90th percentile: rows, fit, and its artifacts.
 
-Start reading at `fitted_slowdowns`. `ContentionFormula` answers for jobs whose utilization alone is known, `KnownJobs`
-for jobs that were measured beside others under the same name, the typical slowdown for all others.
+Start reading at `fitted_slowdowns`. `measured_groups` reads the rows of a data folder. `ContentionFormula` answers for
+jobs whose utilization alone is known, `KnownJobs` for jobs that were measured beside others under the same name, the
+typical slowdown for all others. `find_slowdowns` finds the newest fit, `models/slowdown/VERSION/` of a data folder.
+
+The formula: with u the share of time in which a job alone has a kernel on the GPU, and m the share in which it reads or
+writes memory, a step takes the time alone times
+
+    1 + softplus(own * u + others * sum(u of partners) - 1) + bandwidth * m * sum(m of partners)
+
+The first term is time sharing: nothing is lost while both fit into the time, softened by `sharpness` as kernels of two
+jobs meet by chance before. The second is what memory traffic costs. Both are sums over partners, so the order of
+partners changes nothing, and groups of three and four are answered as pairs are.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.errors import UsageError
-from learn.sharing.contention import FORMS, ContentionFormula, loads_of
-from learn.sharing.profile import JobProfile, utilization
-from learn.sharing.rows import MeasuredGroup
-from learn.sharing.slowdown import Slowdown
+from conf.errors import EnvironmentProblem, UsageError
+from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, models_folder, read_json, say_damaged
+from learn.rows.targets import SLOWDOWN
+from learn.sharing.profile import JobProfile, Slowdown, utilization
+from warehouse.exchange.published_tables import NOT_TOGETHER
+
+if TYPE_CHECKING:
+    import os
+
+
+_PROFILE = {  # of JobProfile: column of collocations
+    "memory_mib": "solo_memory_mib",
+    "step_ms": "solo_step_ms",
+    "gpu_util": "solo_gpu_util",
+    "memory_util": "solo_memory_util",
+    "smact": "solo_smact",
+    "smocc": "solo_smocc",
+    "drama": "solo_drama",
+    "tensor": "solo_tensor_active",
+    "launches_per_s": "solo_launches_per_s",
+    "power_w": "solo_power_w",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredGroup:
+    """Jobs that trained on one GPU at the same time.
+
+    Args:
+        group_id: Of `collocations`.
+        title: Source of the rows, for tables: imported files by their name, else measured or simulated.
+        series: Table or campaign of that source; empty where there is one.
+        device: GPU model.
+        jobs: Members alone, in the order of their numbers.
+        models: Network of each, by which models are held out.
+        slowdowns: Of each member, as measured: noise may take them below 1.
+        joint_memory_mib: Of the whole group; None where it was not measured.
+        doubt: Why a figure may be wrong; empty: nothing speaks against them.
+    """
+
+    group_id: str
+    title: str
+    series: str
+    device: str
+    jobs: tuple[JobProfile, ...]
+    models: tuple[str, ...]
+    slowdowns: tuple[float, ...]
+    joint_memory_mib: float | None = None
+    doubt: str = ""
+
+    @property
+    def is_apart(self) -> bool:
+        """Tell whether its members did not train at the same time, so that its figures are of jobs alone."""
+        return self.doubt == NOT_TOGETHER
+
+
+def measured_groups(
+    data: str | os.PathLike[str] | None, source: str | Sequence[str] | None = None, device_name: str | None = None
+) -> tuple[list[MeasuredGroup], dict[str, int]]:
+    """Return the groups in which every member has a slowdown, and how many groups are left out for which reason.
+
+    Args:
+        data: Data folder; None: the default one.
+        source: measured, simulated or imported, or several of them; None: whichever there is, if there is one.
+        device_name: GPU model; None: all.
+
+    Raises:
+        UsageError: There are no such groups, or groups of several sources and none is chosen.
+    """
+    import warehouse
+
+    columns = (
+        "group_id",
+        "member",
+        "group_size",
+        "source",
+        "series",
+        "device_name",
+        "devices",
+        "model",
+        "name",
+        "status",
+        "slowdown",
+        "doubt",
+        "joint_memory_mib",
+        "member_row",
+        *_PROFILE.values(),
+    )
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows = connection.sql(f"SELECT {', '.join(columns)} FROM collocations ORDER BY group_id, member")
+        members = rows.to_arrow_table().to_pylist()
+    members = [row for row in members if device_name in (None, row["device_name"])]
+    sources = sorted({row["source"] for row in members})
+    if source is None and len(sources) > 1:
+        raise UsageError(f"source=... is needed: collocations holds {', '.join(sources)}")
+    wanted = sources if source is None else [source] if isinstance(source, str) else source
+    by_group: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in members:
+        if row["source"] in wanted:
+            by_group[row["group_id"]].append(row)
+    if not by_group:
+        chosen = "".join(
+            f" of {name}={value}"
+            for name, value in (("source", source), ("device_name", device_name))
+            if value is not None
+        )
+        raise UsageError(f"the table collocations holds no groups{chosen}; `warehouse.ingest source=lucid` brings some")
+    groups, left_out = [], Counter[str]()
+    for group_rows in by_group.values():
+        problem = _problem(group_rows)
+        if problem is not None:
+            left_out[problem] += 1
+        else:
+            groups.append(_group(group_rows))
+    return groups, dict(left_out)
+
+
+def _problem(rows: list[dict[str, Any]]) -> str | None:
+    if len(rows) != rows[0]["group_size"]:
+        return "a member is missing"
+    if any(row["devices"] not in (None, 1) for row in rows):
+        return "of jobs on several GPUs"
+    if any(row["status"] != "ok" or not row["slowdown"] for row in rows):
+        return "a member has no slowdown"
+    return None
+
+
+def _group(rows: list[dict[str, Any]]) -> MeasuredGroup:
+    first = rows[0]
+    title = first["member_row"].partition("-")[0] if first["source"] == "imported" else first["source"]
+    return MeasuredGroup(
+        group_id=first["group_id"],
+        title=title,
+        series=first["series"] or "",
+        device=first["device_name"] or "",
+        jobs=tuple(
+            JobProfile(
+                name=row["name"] or row["model"] or "?",
+                **{field: row[column] for field, column in _PROFILE.items()},
+            )
+            for row in rows
+        ),
+        models=tuple(row["model"] or row["name"] or "?" for row in rows),
+        slowdowns=tuple(row["slowdown"] for row in rows),
+        joint_memory_mib=first["joint_memory_mib"],
+        doubt=max((row["doubt"] or "" for row in rows), key=lambda text: (text == NOT_TOGETHER, text)),
+    )
+
+
+FORMS = ("time", "time_and_bandwidth")
+
+
+@dataclass(frozen=True, slots=True)
+class ContentionFormula:
+    """Figures of the formula; `sharpness` of the softened step, the others without unit."""
+
+    own: float
+    others: float
+    sharpness: float
+    bandwidth: float
+
+    def slowdown(self, loads: np.ndarray) -> np.ndarray:
+        """Return the expected slowdown of each job, (n,), at least 1, by its loads, (n, 4)."""
+        own, others, own_memory, others_memory = loads.T
+        beyond = self.own * own + self.others * others - 1.0
+        waits = np.logaddexp(0.0, self.sharpness * beyond) / self.sharpness
+        slowdown: np.ndarray = 1.0 + waits + self.bandwidth * own_memory * others_memory
+        return slowdown
+
+
+def loads_of(groups: Sequence[Sequence[JobProfile]], places: Sequence[int]) -> np.ndarray:
+    """Return the loads of one job of each group, `places[i]` of `groups[i]`, all of whose jobs have a `utilization`.
+
+    Returns:
+        (n, 4): the job's share of time on the GPU, the sum of its partners', and the same of memory traffic.
+    """
+    rows = []
+    for group, place in zip(groups, places, strict=True):
+        busy = [utilization(job) or 0.0 for job in group]
+        memory = [_traffic(job) for job in group]
+        rows.append((busy[place], sum(busy) - busy[place], memory[place], sum(memory) - memory[place]))
+    return np.asarray(rows, dtype=float).reshape(len(rows), 4)
+
+
+def _traffic(job: JobProfile) -> float:
+    known = job.memory_util if job.memory_util is not None else job.drama
+    return 0.0 if known is None else known
+
 
 LEAST_GROUPS = 10
 _PERCENTILE = 0.90
@@ -257,3 +454,78 @@ def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
                 expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
                 measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
     return _spread((np.array(expected), np.array(measured))) if expected else 1.0
+
+
+FORMAT = 1
+_FILE = "slowdown.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Content that `learn.fitting.artifacts.save_artifact` writes of the fitted slowdowns."""
+
+    slowdowns: LearnedSlowdowns
+
+    def save(self, folder: Path) -> None:
+        (folder / _FILE).write_text(json.dumps(_to_mapping(self.slowdowns), indent=1, sort_keys=True))
+
+
+def default_slowdowns(data: DataPlace) -> LearnedSlowdowns:
+    """Return the newest of a data folder, else the packaged ones."""
+    return find_slowdowns(data) or packaged_slowdowns()
+
+
+def find_slowdowns(data: DataPlace) -> LearnedSlowdowns | None:
+    """Return the newest version of a data folder; None where nothing was fitted.
+
+    A version that is not what was written is named on standard error, and the next older one takes its place.
+    """
+    home = models_folder(data) / SLOWDOWN
+    if not home.is_dir():
+        return None
+    for path in sorted(home.iterdir(), reverse=True):
+        if path.name.startswith(".") or not (path / "meta.json").is_file():
+            continue
+        try:
+            return load_slowdowns(path)
+        except DamagedArtifact as error:
+            say_damaged(error, "an older version or the packaged one takes its place")
+    return None
+
+
+def load_slowdowns(path: Path) -> LearnedSlowdowns:
+    """Return one version, its files verified first. Raises `DamagedArtifact`."""
+    checked(path, read_json(path / "meta.json"))
+    try:
+        return _from_mapping(json.loads((path / "model" / _FILE).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedArtifact(f"{path} is damaged: {type(error).__name__} in {_FILE}") from error
+
+
+def _to_mapping(model: LearnedSlowdowns) -> dict[str, Any]:
+    known = model.known
+    return {
+        "format": FORMAT,
+        "contention": None if model.contention is None else asdict(model.contention),
+        "known": {
+            **vars(known),
+            "groups": [[name, list(partners), value] for (name, partners), value in sorted(known.groups.items())],
+        },
+        "typical": model.typical,
+        "spread": model.spread,
+        "spread_known": model.spread_known,
+    }
+
+
+def _from_mapping(stored: dict[str, Any]) -> LearnedSlowdowns:
+    if stored["format"] != FORMAT:
+        raise EnvironmentProblem(f"slowdown models of format {stored['format']}, this code knows {FORMAT}")
+    known, contention = stored["known"], stored["contention"]
+    groups = {(name, tuple(partners)): value for name, partners, value in known["groups"]}
+    return LearnedSlowdowns(
+        contention=None if contention is None else ContentionFormula(**contention),
+        known=KnownJobs(**{**known, "groups": groups}),
+        typical=stored["typical"],
+        spread=stored["spread"],
+        spread_known=stored["spread_known"],
+    )

@@ -1,13 +1,15 @@
-"""Figures of a job alone, measured or estimated, and the memory that several take together.
+"""Figures of a job alone, measured or estimated; the memory that several take together, and their slowdowns.
 
-Slowdowns and admissions are computed from `JobProfile`.
+Slowdowns and admissions are computed from `JobProfile`. A slowdown is the time of a step beside partners over the
+time of a step alone: 1 or more. Its inverse is the normalised speed (Hu et al., Lucid, ASPLOS 2023).
+`SlowdownEstimator` is what gives one; `ConstantSlowdown` and `SharedTime` are formulas to hold learned ones against.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from conf.errors import UsageError
 
@@ -84,3 +86,54 @@ def group_memory(group: Sequence[JobProfile]) -> GroupMemory:
     bounds = [job.memory_bound_mib for job in group]
     whole = None if None in bounds else sum(bound or 0.0 for bound in bounds)
     return GroupMemory(sum(job.memory_mib or 0.0 for job in group), whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """One job's slowdown in a group: the median and the 90th percentile of what is expected."""
+
+    median: float
+    p90: float
+
+
+class SlowdownEstimator(Protocol):
+    """Slowdowns of each job of a group on one GPU, in the group's order; the order of partners changes nothing."""
+
+    @property
+    def name(self) -> str: ...
+
+    def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]: ...
+
+
+class NoUtilization(ValueError):
+    """A job's utilization is not known, so a formula has no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantSlowdown:
+    """The same slowdown for every job that has a partner."""
+
+    slowdown: float
+    name: str = "constant"
+
+    def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
+        each = self.slowdown if len(group) > 1 else 1.0
+        return [Slowdown(each, each) for _ in group]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTime:
+    """Time shared by utilization: max(1, u1 + u2 + ...); u is nvidia-smi's utilization, SMACT where that is unknown."""
+
+    name: str = "shared_time"
+
+    def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
+        each = max(1.0, sum(_known_utilization(job) for job in group)) if len(group) > 1 else 1.0
+        return [Slowdown(each, each) for _ in group]
+
+
+def _known_utilization(job: JobProfile) -> float:
+    known = utilization(job)
+    if known is None:
+        raise NoUtilization(f"{job.name}: neither its GPU utilization nor its SMACT is known")
+    return known

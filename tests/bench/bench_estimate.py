@@ -40,7 +40,7 @@ def run() -> dict[str, float]:
 
     import learn
     from featurize.nets.vision import mend_torchvision
-    from learn.estimation.config_models import sampled_configs
+    from learn.estimation.fast_estimates import sampled_configs
 
     mend_torchvision()
     threads = torch.get_num_threads()

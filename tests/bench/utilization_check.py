@@ -16,7 +16,7 @@ from featurize.device.device_spec import load_device
 from featurize.timing.costs import python_loader_ms
 from featurize.timing.step_time import time_step
 from featurize.trace.tracer import trace_config
-from learn.rows.published import config_of
+from learn.fitting.published_jobs import config_of
 from warehouse.exchange.published import DEVICE_NAME, PublishedRow, read_published
 
 # Published bins of low, medium and high (arXiv 2602.17817).

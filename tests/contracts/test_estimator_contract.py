@@ -8,19 +8,19 @@ import pytest
 
 from conf.errors import UsageError
 from featurize.families import mlp
-from learn.estimators.protocol import ESTIMATORS, Estimator, Prediction, get_estimator, make_estimator
+from learn.estimators.protocol import ESTIMATORS, TRAINING_FREE, Estimator, Prediction, get_estimator, make_estimator
 from learn.rows import step_store
 from learn.rows.data import make_rows
 from learn.rows.step_store import StepStore
 from learn.rows.targets import TARGETS
 
-N = 40
+FITTED_ROWS, TRAINING_FREE_ROWS = 40, 8  # a row of the latter takes a whole analysis, and none learns from others
 STEPS = StepStore()  # of the cases that the tests share
 # They have a use for "at least this much": as members of the top bin, or as errors on one side.
 USE_OUT_OF_MEMORY_ROWS = [name for name in sorted(ESTIMATORS) if get_estimator(name).uses_out_of_memory]
 
 
-def make(target, n=N, first=0):
+def make(target, n=FITTED_ROWS, first=0):
     rng = np.random.default_rng(7)
     configs = [
         mlp.Config(batch_size=8 * (i + 1), input_size=64 + 16 * i, classes=10, depth=1 + i % 4)
@@ -51,7 +51,11 @@ def name(case):
 
 @pytest.fixture
 def rows(case):
-    return make(case[1])
+    return rows_of(*case)
+
+
+def rows_of(name, target):
+    return make(target, TRAINING_FREE_ROWS if name in TRAINING_FREE else FITTED_ROWS)
 
 
 @pytest.fixture(params=sorted(ESTIMATORS))
@@ -61,7 +65,7 @@ def any_name(request):
 
 @functools.cache
 def fit_once(name, target):
-    return make_estimator(name, seed=3).fit(make(target), STEPS)
+    return make_estimator(name, seed=3).fit(rows_of(name, target), STEPS)
 
 
 @pytest.fixture
@@ -91,21 +95,21 @@ def same(one, other):
 def test_predicts_a_distribution_whose_parts_agree(name, fitted, rows):
     assert isinstance(fitted, Estimator) and get_estimator(name).name == name
     prediction = fitted.predict(rows.cases, STEPS)
-    assert isinstance(prediction, Prediction) and prediction.point.shape == (N,)
+    assert isinstance(prediction, Prediction) and prediction.point.shape == (len(rows),)
     known = answered(prediction)
     assert np.isfinite(prediction.point[known]).all() and (prediction.point[known] >= 0).all()
     assert all(isinstance(text, str) for text in prediction.warnings)
 
     stack = np.array([prediction.quantile(q) for q in np.linspace(0.01, 0.99, 25)])
-    assert stack.shape == (25, N) and (np.diff(stack, axis=0)[:, known] >= 0).all()
+    assert stack.shape == (25, len(rows)) and (np.diff(stack, axis=0)[:, known] >= 0).all()
     if rows.target.space == "ratio":
         assert all(((values >= 0) & (values <= 1)).all() for values in (prediction.point, *stack))
 
     edges = np.quantile(rows.label, [0.25, 0.5, 0.75])
     mass = prediction.bin_probabilities(edges)
-    assert mass.shape == (N, 4) and (mass[known] >= 0).all()
+    assert mass.shape == (len(rows), 4) and (mass[known] >= 0).all()
     np.testing.assert_allclose(mass[known].sum(axis=1), 1)
-    np.testing.assert_array_equal(mass, prediction.bin_probabilities(np.tile(edges, (N, 1))))
+    np.testing.assert_array_equal(mass, prediction.bin_probabilities(np.tile(edges, (len(rows), 1))))
     low, high = prediction.quantile(0.02), prediction.quantile(0.98)
     assert (mass[high < edges[0], 0] > 0.9).all() and (mass[low >= edges[-1], -1] > 0.9).all()
 
@@ -130,13 +134,13 @@ def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
     if upper is None:
         assert any("bound" in text for text in prediction.warnings), "no bound has to be said in the warnings"
         return
-    assert upper.shape == (N,) and (upper >= prediction.point).all()
+    assert upper.shape == (len(rows),) and (upper >= prediction.point).all()
     assert (prediction.upper(0.5) <= upper).all()
 
 
 @pytest.mark.spread(2)
 def test_a_seed_gives_the_same_figures_in_whatever_order_the_rows_come(name, fitted, rows):
-    shuffled = rows.subset(np.random.default_rng(0).permutation(N))
+    shuffled = rows.subset(np.random.default_rng(0).permutation(len(rows)))
     same(
         fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(shuffled, STEPS).predict(rows.cases, STEPS)
     )
@@ -162,7 +166,7 @@ def test_out_of_memory_rows_are_no_figures_to_fit(name, fitted, rows):
         "memory",
         [*rows.configs, *extra.configs],
         [*rows.label, *np.full(8, 1e9)],
-        censored=[False] * N + [True] * 8,
+        censored=[False] * len(rows) + [True] * 8,
     )
     same(fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(both, STEPS).predict(rows.cases, STEPS))
 
@@ -174,14 +178,14 @@ def test_out_of_memory_rows_leave_the_others_where_they_are(name):
         "memory",
         [*rows.configs, *large.configs],
         [*rows.label, *np.full(8, 40_960.0)],
-        censored=[False] * N + [True] * 8,
+        censored=[False] * len(rows) + [True] * 8,
     )
     before = fit_once(name, "memory").predict([*rows.cases, *large.cases], STEPS).point
     after = make_estimator(name, seed=3).fit(both, STEPS).predict([*rows.cases, *large.cases], STEPS).point
     assert not np.array_equal(before, after), "they are of use"
-    before = before[:N]
-    assert np.median(np.abs(np.log(after[:N] / before))) < 0.4 and (after[:N] < 20_000).mean() > 0.9
-    assert np.median(after[N:]) > np.quantile(after[:N], 0.9)
+    after, large = np.split(after, [len(rows)])
+    assert np.median(np.abs(np.log(after / before[: len(rows)]))) < 0.4 and (after < 20_000).mean() > 0.9
+    assert np.median(large) > np.quantile(after, 0.9)
 
 
 def test_who_reads_the_records_of_traced_steps_says_so(name, fitted, rows, monkeypatch):

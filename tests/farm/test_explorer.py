@@ -25,9 +25,8 @@ from farm.serving.settings import LimitSettings
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.parsed_page import ParsedPage
 from tests.warehouse.warehouse_rows import ask, collocations, kernels, run_row, samples
-from warehouse.explorer.filters import NULL, Filters
+from warehouse.explorer.filters import LISTINGS, NULL, RUNS, Filters
 from warehouse.explorer.limited_query import PAGE, QueryLimits, run_limited
-from warehouse.explorer.listings import LISTINGS, RUNS
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.tables.run import Run

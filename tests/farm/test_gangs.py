@@ -7,10 +7,10 @@ import pytest
 
 import farm.dispatch.ray_executor
 from conf.errors import EnvironmentProblem, UsageError
-from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.dispatcher import make_executor
-from farm.dispatch.layouts import gpu_problem, require_gpus, with_layouts
-from farm.sampling.space import own_space
+from farm.sampling.dimensions import own_space
+from farm.submission.settings import require_gpus, with_layouts
 from featurize.families import get_family
 from featurize.job.layout import Parallel
 from featurize.operators import torch_releases
@@ -53,7 +53,7 @@ def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monke
         with pytest.raises(UsageError, match="16 ranks fill 2 nodes of 8, and a trial runs on one"):
             require_gpus(sixteen, choice, ClusterSettings())
     require_gpus(sixteen, DeviceChoice(backend="simulated"), ClusterSettings())
-    monkeypatch.setattr("farm.dispatch.layouts.make_device", lambda choice: FakeGpus())
+    monkeypatch.setattr("farm.submission.settings.make_device", lambda choice: FakeGpus())
     with pytest.raises(UsageError, match="parallel=ddp=4 needs 4 GPUs of one node, and the largest node has 3"):
         require_gpus(with_layouts(own_space("mlp"), [None, "ddp=4"]), CUDA, ClusterSettings())
     require_gpus(with_layouts(own_space("mlp"), "ddp=3"), CUDA, ClusterSettings())

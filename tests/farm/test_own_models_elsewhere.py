@@ -17,7 +17,7 @@ from featurize.families import zoo
 from learn import benchmark as benchmark_module
 from learn.commands import estimate as estimate_module
 from learn.commands import fit as fit_module
-from learn.rows.cases import Case
+from learn.job.training_job import Case
 from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
 from warehouse.files.folder import DataFolder

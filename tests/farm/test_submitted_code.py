@@ -12,8 +12,7 @@ from test_dispatch import DEVICE, SETTINGS, Clock, ScriptedExecutor, run_with
 from conf.errors import UsageError
 from farm.dispatch import submitted_code
 from farm.dispatch.submitted_code import SubmittedCode, record_code, record_submitted
-from farm.queue.jobs import Job
-from farm.queue.queue_values import configs_of_text
+from farm.queue.queue_values import Job, configs_of_text
 from farm.sampling.draws import sample_range
 from farm.sampling.space import parse_space
 from featurize.configs.trial import canonical_json, code_marks, config_from_mapping

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Collection
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import ACTIVATIONS, TrialConfig
 from featurize.families import get_family, layers_of, loss_of
 from featurize.job.layers import totals
 from featurize.nets import modules
@@ -21,12 +22,18 @@ from featurize.training.training_step import TrainingStep, cross_entropy
 KINDS = {
     nn.Linear: "linear",
     nn.Conv2d: "conv2d",
+    nn.ZeroPad2d: "pad2d",
+    nn.BatchNorm1d: "batchnorm1d",
+    nn.BatchNorm2d: "batchnorm2d",
     nn.LayerNorm: "layernorm",
     nn.Dropout: "dropout",
     nn.Embedding: "embedding",
-    nn.ReLU: "relu",
-    nn.GELU: "gelu",
-    nn.SiLU: "silu",
+    nn.MultiheadAttention: "attention",
+    nn.MaxPool2d: "max_pool2d",
+    nn.AvgPool2d: "avg_pool2d",
+    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
+    nn.Softmax: "softmax",
+    **{type(modules.activation(name)): name for name in ACTIVATIONS},
 }
 
 
@@ -39,10 +46,10 @@ def parameters_of(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def assert_plan_tells_the_truth(config: TrialConfig, functional: set[str], more_kinds: dict | None = None) -> None:
+def assert_plan_tells_the_truth(config: TrialConfig, functional: Collection[str], more_kinds: dict) -> None:
     """Parameters and FLOPs are the module's, and the plan's entries are its modules' outputs in their order, but for
     the kinds in `functional`, which are no modules."""
-    family, kinds, seen = get_family(config.family), {**KINDS, **(more_kinds or {})}, []
+    family, kinds, seen = get_family(config.family), {**KINDS, **more_kinds}, []
     module, plan = on_meta(config), layers_of(config)
     assert totals(plan).parameters == parameters_of(module)
 
@@ -51,7 +58,8 @@ def assert_plan_tells_the_truth(config: TrialConfig, functional: set[str], more_
         seen.append((kinds[type(child)], output.numel() / config.batch_size))
 
     for child in module.modules():
-        if type(child) in kinds:
+        silent = type(child) is nn.Identity or getattr(child, "p", None) == 0  # hand their input through
+        if type(child) in kinds and not silent:
             child.register_forward_hook(record)
     inputs, _ = family.batch(config, "meta")
     with FlopCounterMode(display=False) as counter:
@@ -60,11 +68,11 @@ def assert_plan_tells_the_truth(config: TrialConfig, functional: set[str], more_
     assert counter.get_total_flops() == config.batch_size * totals(plan).flops
 
 
-def gradients(config: TrialConfig) -> tuple[list[torch.Tensor], set[int]]:
+def gradients(config: TrialConfig, *, training: bool = True) -> tuple[list[torch.Tensor], set[int]]:
     """Return the gradients of one step on the CPU, all finite, and how often each block of the stacks ran."""
     family, calls = get_family(config.family), Counter()
     torch.manual_seed(0)
-    module = family.build(config)
+    module = family.build(config).train(training)
     for stack in (m for m in module.modules() if isinstance(m, modules.Stack)):
         for block in stack.blocks:
             block.register_forward_pre_hook(lambda block, _: calls.update([id(block)]))
@@ -78,8 +86,9 @@ def gradients(config: TrialConfig) -> tuple[list[torch.Tensor], set[int]]:
 def assert_recomputing_keeps_gradients(config: TrialConfig) -> None:
     """With activation checkpointing every block runs twice, for the same gradients. The config has no dropout."""
     kept, once = gradients(config)
-    recomputed, twice = gradients(dataclasses.replace(config, activation_checkpointing=True))
-    assert (once, twice) == ({1}, {2})
+    again = dataclasses.replace(config, activation_checkpointing=True)
+    recomputed, twice = gradients(again)
+    assert (once, twice, gradients(again, training=False)[1]) == ({1}, {2}, {1})
     for a, b in zip(kept, recomputed, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -2,12 +2,26 @@
 
 import json
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def run_ranks(train, folder, ranks):
-    """Call `train(rank)` in each of so many processes of one process group, and return what each gives, by rank.
+def chosen_cases(request, names):
+    """Return those of the names whose tests this run has: real ranks train no others."""
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = {item.callspec.params.get("name") for item in tests}
+    return [name for name in names if name in chosen]
+
+
+def with_wide(names, combined):
+    """Return the names as cases of a test; those that only combine what others show are `wide`."""
+    return [pytest.param(name, marks=pytest.mark.wide) if name in combined else name for name in names]
+
+
+def run_ranks(train, folder, ranks, *arguments):
+    """Call `train(rank, *arguments)` in each of so many processes of one process group, and return what each gives, by
+    rank.
 
     Only the first process is a new one: the ranks are its copies, taken before PyTorch starts a thread.
 
@@ -15,21 +29,23 @@ def run_ranks(train, folder, ranks):
         train: A function of a module, which gives what JSON can hold.
         folder: An empty one.
         ranks: Their number.
+        arguments: What the ranks take besides.
     """
-    torch.multiprocessing.start_processes(_copied, args=(train, folder, ranks), nprocs=1, start_method="spawn")
+    given = (train, folder, ranks, arguments)
+    torch.multiprocessing.start_processes(_copied, args=given, nprocs=1, start_method="spawn")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _copied(_first, train, folder, ranks):
+def _copied(_first, *given):
     import torch._dynamo
 
-    torch.multiprocessing.start_processes(_one_rank, args=(train, folder, ranks), nprocs=ranks, start_method="fork")
+    torch.multiprocessing.start_processes(_one_rank, args=given, nprocs=given[2], start_method="fork")
 
 
-def _one_rank(rank, train, folder, ranks):
+def _one_rank(rank, train, folder, ranks, arguments):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
-    (folder / f"{rank}.json").write_text(json.dumps(train(rank)))
+    (folder / f"{rank}.json").write_text(json.dumps(train(rank, *arguments)))
     torch.distributed.destroy_process_group()
 
 

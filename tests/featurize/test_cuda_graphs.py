@@ -13,7 +13,7 @@ from featurize.timing.times import packaged_hosts
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from learn import estimate
-from learn.estimation.memory_causes import GRAPHS
+from learn.estimation.job_estimate import GRAPHS
 
 DEVICE = load_device("A100-SXM4-40GB")
 

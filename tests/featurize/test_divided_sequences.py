@@ -80,14 +80,6 @@ def test_experts_that_are_not_divided_are_refused(make, ranks, message):
         traced(make, fsdp=ranks, ep=ranks)
 
 
-def test_what_runs_attention_is_back_after_a_trace():
-    before = functional.scaled_dot_product_attention
-    traced(Attending, cp=2)
-    with pytest.raises(UsageError):
-        traced(lambda: nn.Linear(WIDTH, 3), cp=2)
-    assert functional.scaled_dot_product_attention is before
-
-
 def test_each_rank_of_a_sequence_computes_as_much_of_a_causal_mask():
     def products(rank):
         trace = trace_step(Attending, torch.empty(2, LENGTH, WIDTH, device="meta"), parallel=Parallel(cp=4), rank=rank)

@@ -1,40 +1,24 @@
 """The family `diffusion`: a published network, the timestep, the attention and the loss."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
+from family_table import FAMILY
 from plan_checks import (
-    assert_plan_tells_the_truth,
-    assert_recomputing_keeps_gradients,
-    assert_trains,
     on_meta,
     parameters_of,
 )
-from torch import nn
 
-from conf.errors import UsageError
 from featurize.families import diffusion
 from featurize.trace.tracer import trace_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = diffusion.Config(
-    batch_size=2, image_size=8, channels=3, base_channels=32, levels=2, blocks=1, attention_size=4, heads=2
-)
-MORE_KINDS = {nn.GroupNorm: "groupnorm", nn.Upsample: "upsample"}
-FUNCTIONAL = {"position", "add", "concat", "attention"}
+SMALL = FAMILY["diffusion"].small
 
 
-def small(**changes):
-    return dataclasses.replace(SMALL, **changes)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, dict(levels=3, blocks=2, widest=2, dropout=0.2), dict(attention_size=0), dict(levels=1, attention_size=8)],
-)
-def test_the_plan_tells_the_truth(changes):
-    assert_plan_tells_the_truth(small(**changes), FUNCTIONAL, MORE_KINDS)
+small = functools.partial(dataclasses.replace, SMALL)
 
 
 def test_the_published_network_for_images_of_32_pixels_has_its_parameters():
@@ -102,28 +86,6 @@ def test_the_traced_loss_is_the_mean_squared_error():
     assert {"aten::mse_loss", "aten::mse_loss_backward"} <= names and "aten::_log_softmax" not in names
     predicted, noise = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(diffusion.loss(SMALL)(predicted, noise), ((predicted - noise) ** 2).mean())
-
-
-@pytest.mark.parametrize("changes", [{}, {"channels_last": True, "precision": "bf16"}])
-def test_a_model_trains(changes):
-    assert_trains(small(**changes))
-
-
-def test_recomputing_keeps_the_gradients():
-    assert_recomputing_keeps_gradients(SMALL)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(base_channels=48), "base_channels must be a multiple of 32, got 48"),
-        (dict(heads=3), "heads must divide base_channels, got 3 heads for 32 channels"),
-        (dict(image_size=10, levels=3), r"image_size must be a multiple of 2\*\*\(levels - 1\) = 4, got 10"),
-    ],
-)
-def test_impossible_configs_are_refused_in_words(changes, message):
-    with pytest.raises(UsageError, match=message):
-        small(**changes)
 
 
 def test_sampled_heads_keep_a_multiple_of_eight_channels():

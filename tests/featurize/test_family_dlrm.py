@@ -1,20 +1,18 @@
 """The family `dlrm`: tables, interaction, loss, and sparse gradients, on the CPU and in the trace."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
 import torch
+from family_table import FAMILY
 from plan_checks import (
-    assert_plan_tells_the_truth,
-    assert_recomputing_keeps_gradients,
-    assert_trains,
     on_meta,
     parameters_of,
 )
 from torch import nn
 
-from conf.errors import UsageError
 from farm.sampling.draws import sample_range
 from farm.sampling.space import parse_space
 from featurize.configs.features import group_key
@@ -26,33 +24,16 @@ from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training, TrainingStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = dlrm.Config(
-    batch_size=4,
-    dense_features=5,
-    rows=(30, 7, 11),
-    embedding_size=8,
-    bag_size=3,
-    bottom_width=16,
-    bottom_depth=2,
-    top_width=16,
-    top_depth=2,
-    optimizer="sgd",
-)
+SMALL = FAMILY["dlrm"].small
 LARGE = dataclasses.replace(SMALL, batch_size=64, rows=(200_000, 300_000))
 VALUES = 4 * LARGE.batch_size * LARGE.bag_size * LARGE.embedding_size  # bytes of one table's sparse gradient
 
 
-def small(**changes):
-    return dataclasses.replace(SMALL, **changes)
+small = functools.partial(dataclasses.replace, SMALL)
 
 
 def large(**changes):
     return dataclasses.replace(LARGE, **changes)
-
-
-@pytest.mark.parametrize("changes", [{}, dict(rows=(9,), bag_size=1, bottom_depth=0, top_depth=1)])
-def test_the_plan_tells_the_truth(changes):
-    assert_plan_tells_the_truth(small(**changes), {"concat", "matmul"}, {nn.EmbeddingBag: "embedding"})
 
 
 def test_parameters_follow_from_tables_and_widths():
@@ -82,15 +63,6 @@ def test_the_traced_loss_is_the_binary_cross_entropy_of_the_logits():
     logits, targets = torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0])
     torch.testing.assert_close(dlrm.loss(SMALL)(logits, targets), -logits.sigmoid().log().mean())
     assert dlrm.batch(SMALL, "cpu")[1].unique().tolist() in ([0.0], [1.0], [0.0, 1.0])
-
-
-@pytest.mark.parametrize("changes", [{}, {"sparse_gradients": True}, {"optimizer": "adam", "precision": "bf16"}])
-def test_a_model_trains(changes):
-    assert_trains(small(**changes))
-
-
-def test_recomputing_keeps_the_gradients():
-    assert_recomputing_keeps_gradients(SMALL)
 
 
 def test_sparse_gradients_train_to_the_same_weights():
@@ -141,20 +113,6 @@ def test_a_plain_embedding_with_sparse_gradients_can_be_traced_too():
 
     trace = trace_step(Words, batch, settings=Training(optimizer="sgd"))
     assert trace.peak_live_bytes < 1.1 * trace.parameter_bytes
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(sparse_gradients=True, optimizer="adam"), "sparse_gradients needs optimizer sgd, got adam"),
-        (dict(rows=()), "rows must be a list of integers >= 1, one for each table, got"),
-        (dict(rows=(3, 0)), "rows must be a list of integers >= 1, one for each table, got"),
-        (dict(rows=12), "rows must be a list of integers >= 1, one for each table, got 12"),
-    ],
-)
-def test_impossible_configs_are_refused_in_words(changes, message):
-    with pytest.raises(UsageError, match=message):
-        small(**changes)
 
 
 def test_a_config_survives_json_and_its_tables_tell_networks_apart():

@@ -1,21 +1,17 @@
 """The family `gpt` against GPT-2 as transformers has it, and what its switches change."""
 
 import dataclasses
-import itertools
+import functools
 from importlib.util import find_spec
 
 import pytest
 import torch
+from family_table import FAMILY
 from plan_checks import (
-    assert_plan_tells_the_truth,
-    assert_recomputing_keeps_gradients,
-    assert_trains,
-    gradients,
     on_meta,
     parameters_of,
 )
 
-from conf.errors import UsageError
 from featurize.configs.features import group_key
 from featurize.families import gpt, layers_of
 from featurize.job.layers import totals
@@ -33,20 +29,10 @@ GPT2 = gpt.Config(
     feed_forward=3072,
     activation="gelu_new",
 )
-SMALL = gpt.Config(
-    batch_size=2,
-    vocabulary_size=50,
-    sequence_length=7,
-    embedding_size=16,
-    heads=4,
-    depth=2,
-    feed_forward=24,
-    dropout=0.0,
-)
+SMALL = FAMILY["gpt"].small
 
 
-def small(**changes):
-    return dataclasses.replace(SMALL, **changes)
+small = functools.partial(dataclasses.replace, SMALL)
 
 
 @pytest.mark.parametrize(
@@ -74,24 +60,6 @@ def test_a_step_takes_what_transformers_own_gpt2_takes(precision):
     assert own.flops == pytest.approx(other.flops, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("projection", "activation", "tied", "rate"),
-    [("conv1d", "gelu_new", True, 0.1), ("linear", "gelu", False, 0.0), ("conv1d", "gelu", False, 0.1)],
-)
-def test_the_plan_tells_the_truth(projection, activation, tied, rate):
-    config = small(projection=projection, activation=activation, tied_embeddings=tied, dropout=rate)
-    kinds = {Conv1D: "linear", GeluNew: "gelu"}
-    assert_plan_tells_the_truth(config, {"position", "attention", "add"}, kinds)
-
-
-def test_it_trains_and_recomputes():
-    for projection, tied in itertools.product(gpt.PROJECTIONS, (False, True)):
-        assert_trains(small(projection=projection, tied_embeddings=tied))
-    assert_trains(small(precision="bf16", activation="gelu_new"))
-    assert_recomputing_keeps_gradients(SMALL)
-    gradients(small(dropout=0.2))
-
-
 def test_tied_weights_are_one_tensor_and_count_once():
     tied, own = small(tied_embeddings=True), small(tied_embeddings=False)
     module = gpt.build(tied)
@@ -101,17 +69,6 @@ def test_tied_weights_are_one_tensor_and_count_once():
     assert sum(b.nbytes for b in blocks[1]) - sum(b.nbytes for b in blocks[0]) == 4 * 50 * 16
     assert len(blocks[1]) == len(blocks[0]) + 1
     assert group_key(tied) != group_key(own)
-
-
-def test_a_token_sees_only_those_before_it():
-    torch.manual_seed(0)
-    module = gpt.build(SMALL).eval()
-    (tokens,), targets = gpt.batch(SMALL, "cpu")
-    before = module(tokens)
-    tokens[:, 4] = (tokens[:, 4] + 1) % SMALL.vocabulary_size
-    changed = (module(tokens) - before).abs().amax(dim=(0, 2)) > 1e-6
-    assert changed.tolist() == [False] * 4 + [True] * 3
-    assert before.shape == (2, 7, 50) and targets.shape == (2, 7)
 
 
 def test_projections_of_both_kinds_compute_the_same():
@@ -129,20 +86,6 @@ def test_the_tanh_formula_keeps_three_more_tensors_a_block():
     fused, pieces = (trace_config(small(activation=name, sequence_length=64, batch_size=8)) for name in gpt.ACTIVATIONS)
     activations = pieces.breakdown["activation"] - fused.breakdown["activation"]
     assert activations == SMALL.depth * 3 * 4 * 8 * 64 * SMALL.feed_forward
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(heads=3), "heads must divide embedding_size, got 3 heads for an embedding of 16"),
-        (dict(projection="dense"), "projection must be one of conv1d, linear, got 'dense'"),
-        (dict(activation="relu"), "activation must be one of gelu, gelu_new, got 'relu'"),
-        (dict(tied_embeddings=1, depth=0), "depth must be .*; tied_embeddings must be true or false, got 1"),
-    ],
-)
-def test_impossible_configs_are_refused_in_words(changes, message):
-    with pytest.raises(UsageError, match=message):
-        small(**changes)
 
 
 def test_repair_makes_sizes_fit():

@@ -1,26 +1,24 @@
 """The family `rnn`: parameters by formula, what each task reads, and cuDNN's one call in the trace."""
 
 import dataclasses
+import functools
 import itertools
 import warnings
 
 import pytest
 import torch
-from plan_checks import assert_recomputing_keeps_gradients, assert_trains, gradients, on_meta, parameters_of
+from family_table import FAMILY
+from plan_checks import on_meta, parameters_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from conf.errors import UsageError
 from featurize.families import layers_of, rnn
 from featurize.job.layers import totals
 from featurize.trace.tracer import trace_config
 
-SMALL = rnn.Config(
-    batch_size=3, vocabulary_size=50, sequence_length=7, embedding_size=12, hidden_size=20, depth=2, classes=5
-)
+SMALL = FAMILY["rnn"].small
 
 
-def small(**changes):
-    return dataclasses.replace(SMALL, **changes)
+small = functools.partial(dataclasses.replace, SMALL)
 
 
 def cases():
@@ -70,24 +68,6 @@ def test_the_last_state_is_where_each_direction_ends():
     torch.testing.assert_close(module(tokens), module.head(outputs.mean(1)))
 
 
-def test_a_language_model_sees_only_what_came_before():
-    config = small(task="language_model", cell="gru")
-    torch.manual_seed(0)
-    module = rnn.build(config)
-    (tokens,), _ = rnn.batch(config, "cpu")
-    before = module(tokens)
-    tokens[:, -1] = (tokens[:, -1] + 1) % config.vocabulary_size
-    torch.testing.assert_close(module(tokens)[:, :-1], before[:, :-1])
-
-
-@pytest.mark.parametrize("cell", rnn.GATES)
-@pytest.mark.parametrize("task", rnn.TASKS)
-def test_it_trains_and_recomputes(cell, task):
-    assert_trains(small(cell=cell, task=task))
-    assert_recomputing_keeps_gradients(small(cell=cell, task=task))
-    gradients(small(cell=cell, task=task, dropout=0.2))
-
-
 def test_dropout_with_one_layer_is_no_reason_for_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -103,19 +83,6 @@ def test_the_trace_has_one_call_for_all_layers_and_again_where_it_is_recomputed(
 
     assert calls() == ["forward"]
     assert calls(activation_checkpointing=True) == ["forward", "backward"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(cell="rnn"), "cell must be one of lstm, gru, got 'rnn'"),
-        (dict(task="tagging"), "task must be one of classify_last, classify_mean, language_model, got 'tagging'"),
-        (dict(task="language_model", bidirectional=True), "bidirectional must be false for task language_model"),
-    ],
-)
-def test_impossible_configs_are_refused_in_words(changes, message):
-    with pytest.raises(UsageError, match=message):
-        small(**changes)
 
 
 def test_repair_gives_language_models_one_direction():

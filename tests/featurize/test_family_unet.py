@@ -1,46 +1,25 @@
 """The family `unet`: widths, joined maps, and the loss over pixels."""
 
 import dataclasses
-import itertools
+import functools
 
 import pytest
 import torch
+from family_table import FAMILY
 from plan_checks import (
-    assert_plan_tells_the_truth,
-    assert_recomputing_keeps_gradients,
-    assert_trains,
     on_meta,
     parameters_of,
 )
 from torch import nn
 
-from conf.errors import UsageError
 from featurize.families import loss_of, unet
 from featurize.trace.tracer import trace_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = unet.Config(batch_size=2, image_size=16, channels=3, classes=5, base_channels=4, depth=2)
-MORE_KINDS = {
-    nn.BatchNorm2d: "batchnorm2d",
-    nn.MaxPool2d: "max_pool2d",
-    nn.ConvTranspose2d: "conv_transpose2d",
-    nn.Upsample: "upsample",
-}
+SMALL = FAMILY["unet"].small
 
 
-def small(**changes):
-    return dataclasses.replace(SMALL, **changes)
-
-
-CASES = [
-    small(enlargement=way, batch_norm=norm, depth=depth)
-    for way, norm, depth in itertools.product(unet.ENLARGEMENTS, (False, True), (1, 3))
-]
-
-
-@pytest.mark.parametrize("config", CASES)
-def test_the_plan_tells_the_truth(config):
-    assert_plan_tells_the_truth(config, {"concat"}, MORE_KINDS)
+small = functools.partial(dataclasses.replace, SMALL)
 
 
 def test_every_pixel_gets_logits():
@@ -86,32 +65,9 @@ def test_maps_that_are_kept_for_the_decoder_cost_memory_unless_blocks_are_recomp
     assert again.peak_live_bytes < 0.8 * plain.peak_live_bytes and again.flops > 1.2 * plain.flops
 
 
-@pytest.mark.parametrize("changes", [{}, {"channels_last": True}, {"enlargement": "upsample", "precision": "bf16"}])
-def test_a_model_trains(changes):
-    assert_trains(small(**changes))
-
-
-def test_recomputing_keeps_the_gradients():
-    assert_recomputing_keeps_gradients(small(batch_norm=False))
-
-
 def test_the_classes_are_the_second_dimension_also_where_there_are_as_many_as_pixels_a_side():
     config = small(classes=16)
     logits, targets = torch.randn(2, 16, 16, 16), torch.zeros(2, 16, 16, dtype=torch.long)
     expected = -logits.log_softmax(dim=1)[:, 0].mean()
     torch.testing.assert_close(loss_of(config)(logits, targets), expected)
     assert any(op.name == "aten::nll_loss2d_forward" for op in trace_config(config).operators)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(image_size=18), r"image_size must be a multiple of 2\*\*depth = 4, got 18"),
-        (dict(enlargement="copy"), "enlargement must be one of transposed, upsample, got 'copy'"),
-        (dict(base_channels=2048), "base_channels must be <= 1024, got 2048"),
-        (dict(image_size=4, batch_size=1), "batch_norm on a 1x1 feature map"),
-    ],
-)
-def test_impossible_configs_are_refused_in_words(changes, message):
-    with pytest.raises(UsageError, match=message):
-        small(**changes)

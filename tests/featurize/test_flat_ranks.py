@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rank_watch import watched_steps
-from real_ranks import assert_like_real, mesh_of, run_ranks
+from real_ranks import assert_like_real, chosen_cases, mesh_of, run_ranks, with_wide
 from torch import nn
 from uneven_net import BATCH, WIDTH, Net
 
@@ -71,10 +71,11 @@ def training_of(name):
     return Training(**{"optimizer": "sgd", "implementation": "foreach", **CASES[name][1]})
 
 
-def train_real(rank):
+def train_real(rank, names):
     """One of four real processes, which trains the cases in which it takes part."""
     measured = {}
-    for name, (_, _, make) in CASES.items():
+    for name in names:
+        make = CASES[name][2]
         parallel = layout_of(name)
         mesh = mesh_of(parallel)
         if rank < parallel.ranks:
@@ -94,8 +95,8 @@ def train_real(rank):
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4)
+def measured(request, tmp_path_factory):
+    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4, chosen_cases(request, CASES))
 
 
 def traced(name, rank=0):
@@ -111,7 +112,12 @@ def traced(name, rank=0):
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    with_wide(
+        CASES, ("two", "kept", "halves", "checkpointed", "accumulated", "accumulated apart", "adapted", "hybrid")
+    ),
+)
 def test_bytes_and_collectives_are_those_of_real_flat_ranks(measured, name):
     for rank in range(layout_of(name).ranks):
         assert_like_real(traced(name, rank), measured[rank][name])

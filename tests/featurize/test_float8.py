@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from rank_watch import watched_steps
-from real_ranks import run_ranks
+from real_ranks import chosen_cases, run_ranks, with_wide
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -96,21 +96,21 @@ def measured_on_cpu(settings, wrap=None):
     return watched_steps(step.model, (batch, target), lambda: step((batch,), target))
 
 
-def train_real(_rank):
+def train_real(_rank, names):
     """One of two real processes."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     return {
         name: measured_on_cpu(training(**settings), partial(shard, parallel=Parallel(**options), mesh=mesh))
-        for name, (options, settings) in RANKS.items()
+        for name, (options, settings) in ((name, RANKS[name]) for name in names)
     }
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 2)
+def measured(request, tmp_path_factory):
+    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 2, chosen_cases(request, RANKS))
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", with_wide(RANKS, ("plain", "gathered")))
 def test_bytes_and_collectives_of_converted_shards_are_those_of_real_ranks(measured, name):
     options, settings = RANKS[name]
     trace = traced(parallel=options, **settings)
@@ -118,6 +118,7 @@ def test_bytes_and_collectives_of_converted_shards_are_those_of_real_ranks(measu
     assert trace.peak_live_bytes == measured[0][name]["peak"]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("more", [{}, {"precision": "bf16-true"}, {"checkpointing": "full"}], ids=str)
 def test_a_step_takes_the_bytes_that_it_takes_on_the_cpu(recipe, more):
@@ -295,6 +296,7 @@ def test_zero_refuses_a_model_that_comes_converted_as_it_does_the_setting():
         traced(converted, parallel={"ddp": 2, "zero": 2})
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_stages_of_a_pipeline_that_gather_8_bit_weights_take_what_they_take_where_each_pass_runs(schedule, rank):

@@ -6,6 +6,7 @@ from small_configs import small_config
 from torch import nn
 
 from featurize.recording import recorder
+from featurize.recording import recorder as meta_results
 from featurize.recording.recorder import meta_result
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training
@@ -47,6 +48,19 @@ def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
     quick = trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings)
     monkeypatch.setattr(recorder, "meta_result", run_all)
     same(quick, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings))
+
+
+def test_an_operator_on_tensors_of_known_shapes_does_not_run_again(monkeypatch):
+    monkeypatch.setattr(meta_results, "_known", {})
+    ran = []
+
+    def multiply(*args):
+        ran.append(args)
+        return torch.ops.aten.mul.Tensor(*args)
+
+    multiply.tags = []
+    results = [meta_result(multiply, "aten::mul", (torch.empty(size, device="meta"), 2), {}) for size in (3, 3, 4)]
+    assert len(ran) == 2 and [len(result) for result in results] == [3, 3, 4]
 
 
 @pytest.mark.spread(3)

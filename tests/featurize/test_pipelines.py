@@ -21,7 +21,7 @@ from pipelined_ranks import (
     train_real,
     training,
 )
-from real_ranks import assert_like_real, run_ranks
+from real_ranks import assert_like_real, chosen_cases, run_ranks, with_wide
 from torch import nn
 
 from conf.errors import UsageError
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.needs_mode("pp")
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4)
+def measured(request, tmp_path_factory):
+    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4, chosen_cases(request, CASES))
 
 
 def traced(rank=None, model=Net, inputs=None, every_pass=None, shape=(BATCH, WIDTH), **options):
@@ -55,7 +55,10 @@ def traced(rank=None, model=Net, inputs=None, every_pass=None, shape=(BATCH, WID
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    with_wide(CASES, ("1f1b", "gpipe", "three", "interleaved", "sharded", "replicas", "sequence", "experts")),
+)
 def test_bytes_and_messages_are_those_of_real_ranks(measured, name):
     case = CASES[name]
     for rank in range(Parallel(**case.options).ranks):
@@ -255,6 +258,7 @@ class Patches(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 3, "fsdp": 2, "gpus_per_node": 6}], ids=str)
 @pytest.mark.parametrize("checkpointing", [None, "full"])
 def test_what_a_model_computes_around_its_blocks_runs_once_on_the_first_or_the_last_stage(options, checkpointing):

@@ -35,7 +35,7 @@ def bytes_of(trace, kind):
     return sum(block.nbytes for block in trace.blocks if block.kind == kind)
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_a_step_with_a_mask_and_the_models_own_loss_is_traced_under_autocast(name, attention):
     model = model_of(name)
@@ -90,7 +90,7 @@ def vars_of(output):
     return [output, caches]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", REAL)
 def test_the_trace_keeps_what_a_real_step_keeps(name):
     published = model_of(name)

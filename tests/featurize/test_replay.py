@@ -298,14 +298,6 @@ def test_an_empty_trace_needs_nothing():
     assert set(memory.peak_parts.values()) == {0}
 
 
-def test_a_share_of_the_card_is_a_limit_of_its_own():
-    trace = trace_step(lambda: nn.Linear(4096, 4096), torch.empty(8, 4096, device="meta"))
-    whole = replay(trace, A100)
-    share = 0.9 * whole.peak_reserved / (A100.memory_mib * MIB)
-    limited = replay(trace, A100, allocator=AllocatorSettings(per_process_memory_fraction=share / 2))
-    assert whole.fits and not limited.fits
-
-
 def test_convolutions_copies_are_for_tensor_cores():
     assert workspace_bytes(CONV, load_device("V100-SXM2-32GB")) == 0
     assert workspace_bytes(CONV._replace(element_bytes=8), A100) == 0

@@ -264,6 +264,7 @@ def require_as_it_runs(monkeypatch, **request):
     assert (quick.in_a_loop is None) == request["training_loop"]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("training_loop", [True, False])
 @pytest.mark.parametrize("model", [Plain, GivesObject, *KEEP])
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp16", "clip_norm": 1.0, "ema": True}, {"optimizer": "sgd"}])

@@ -104,6 +104,7 @@ def test_what_a_network_is_does_not_hang_on_the_batch_size(name, training_loop):
         assert {key: (first[key], value) for key, value in found.items() if value != first[key]} == {}, batch
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_job_takes_grows_with_the_batch(name):
     found = by_batch(name)

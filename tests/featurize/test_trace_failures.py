@@ -191,19 +191,6 @@ def test_no_global_hook_or_kernel_outlives_a_failure():
     assert torch.conv2d(x, torch.empty(4, 3, 3, 3, device="meta")).stride() == layout
 
 
-def test_a_frozen_parameter_has_no_gradient_and_no_state():
-    class Frozen(Net):
-        def __init__(self):
-            super().__init__(torch.relu)
-            self.stem.requires_grad_(False)
-
-    trace = trace_step(Frozen, INPUTS)
-    trained = 4 * (WIDTH * 3 + 3)
-    total = lambda kind: sum(block.nbytes for block in trace.blocks if block.kind == kind)  # noqa: E731
-    assert total("optimizer_state") == 2 * trained and total("gradient") == 2 * trained
-    assert trace.parameter_bytes == trained + 4 * (WIDTH * WIDTH + WIDTH)
-
-
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(4, 4).requires_grad_(False)])
 def test_a_model_with_nothing_to_train_is_refused_in_these_words(model):
     with pytest.raises(UsageError, match="nothing to train"):

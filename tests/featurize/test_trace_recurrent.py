@@ -118,12 +118,3 @@ def test_layers_in_bfloat16_are_none_of_cudnns():
 
     trace = trace_step(Half, (torch.empty(5, 2, INPUT, device="meta", dtype=torch.bfloat16),))
     assert not any("rnn" in op.name for op in trace.operators) and len(trace.operators) > 100
-
-
-def test_outside_a_trace_recurrent_layers_run_as_before():
-    before = torch._VF.lstm
-    traced("LSTM")
-    assert torch._VF.lstm == before
-    torch.manual_seed(0)
-    output, _ = nn.LSTM(3, 4)(torch.randn(5, 2, 3))
-    assert output.shape == (5, 2, 4) and torch.isfinite(output).all()

@@ -1,8 +1,8 @@
 """The training step on the CPU, and what preloading leaves for the first step of a forked child."""
 
+import json
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -74,62 +74,62 @@ def test_the_loss_of_a_sequence_is_the_mean_over_its_positions():
     assert torch.allclose(cross_entropy((logits, "more"), targets), expected)
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+PRELOADED = """
+import json, os, sys, torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+seen = {"cuda": [], "operators": []}
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, lambda *args, name=name: seen["cuda"].append(name))
+
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen["operators"].append(str(func))
+        return func(*args, **(kwargs or {}))
+
+from featurize.training.training_step import Training, TrainingStep, preload
+threads = len(os.listdir("/proc/self/task"))
+with Operators():
+    preload()
+seen["threads"] = len(os.listdir("/proc/self/task")) - threads
+asked = list(seen["cuda"])
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False).mean(1)
+
+cnn = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+before = set(sys.modules)
+for model, shape in [(nn.Linear(4, 3), (8, 4)), (cnn, (8, 3, 9, 9)), (Encoder(), (8, 5, 32))]:
+    for settings in (Training(), Training(optimizer="momentum", precision="bf16")):
+        step = TrainingStep(model, settings, "cpu")
+        step((torch.randn(shape),), torch.randint(3, (8,)))
+print(json.dumps({**seen, "cuda": asked, "imports": sorted(set(sys.modules) - before)}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def preloaded():
+    """What `preload` did in a process, and what the first steps of its copy imported."""
+    done = subprocess.run([sys.executable, "-c", PRELOADED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout)
 
 
-def test_after_preload_a_forked_child_imports_nothing_for_its_first_steps():
-    out = run_python(
-        """
-        import os, sys
-        from featurize.training.training_step import Training, TrainingStep, preload
-        preload()
-        if child := os.fork():
-            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        import torch
-        from torch import nn
-        from torch.utils.checkpoint import checkpoint
-        class Encoder(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-            def forward(self, x):
-                return checkpoint(self.layer, x, use_reentrant=False).mean(1)
-        cnn = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        cases = [(nn.Linear(4, 3), (8, 4)), (cnn, (8, 3, 9, 9)), (Encoder(), (8, 5, 32))]
-        before = set(sys.modules)
-        for model, shape in cases:
-            for settings in (Training(), Training(optimizer="momentum", precision="bf16")):
-                step = TrainingStep(model, settings, "cpu")
-                step((torch.randn(shape),), torch.randint(3, (8,)))
-        print(sorted(set(sys.modules) - before))
-        sys.stdout.flush()
-        os._exit(0)
-        """
-    )
-    assert out.strip() == "[]"
+def test_after_preload_a_forked_child_imports_nothing_for_its_first_steps(preloaded):
+    assert preloaded["imports"] == []
 
 
 @pytest.mark.needs_torch("2.11", "importing the compiler without an operator, `torch.ones(1)`,")
-def test_preload_starts_no_thread_runs_no_operator_and_asks_nothing_of_cuda():
-    run_python(
-        """
-        import os, torch
-        from torch.utils._python_dispatch import TorchDispatchMode
-        def touched(*args, **kwargs):
-            raise AssertionError("preload touched CUDA")
-        for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties"):
-            setattr(torch.cuda, name, touched)
-        class NoOperator(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                raise AssertionError(f"preload ran {func}")
-        from featurize.training.training_step import preload
-        threads = len(os.listdir("/proc/self/task"))
-        with NoOperator():
-            preload()
-        assert len(os.listdir("/proc/self/task")) == threads
-        assert not torch.cuda.is_initialized()
-        """
-    )
+def test_preload_starts_no_thread_runs_no_operator_and_asks_nothing_of_cuda(preloaded):
+    assert (preloaded["threads"], preloaded["operators"], preloaded["cuda"]) == (0, [], [])

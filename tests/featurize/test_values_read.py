@@ -234,11 +234,3 @@ def test_a_value_that_nothing_tells_is_refused_with_the_line_of_the_model():
         line = ask.__code__.co_firstlineno + 1
         with pytest.raises(UsageError, match=rf"test_values_read.py:{line}\)"):
             estimate(lambda ask=ask: Reads(ask), {"ids": IDS, "mask": MASK}, estimator="trace")
-
-
-def test_a_trace_leaves_no_other_function_behind():
-    before = torch.tensor, torch.as_tensor, torch.Tensor.new_tensor
-    layers(lambda *_: False)
-    assert (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor) == before
-    with torch.device("meta"):
-        assert torch.tensor([1]).is_meta and torch.as_tensor([1]).is_meta

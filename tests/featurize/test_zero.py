@@ -245,9 +245,3 @@ def test_a_layout_takes_a_file_where_one_job_is_estimated(tmp_path):
         parse_parallel({"deepspeed": FILE}, files=True)
     with pytest.raises(UsageError, match="a file is read where one job is estimated"):
         parse_parallel(text)
-
-
-def test_a_trace_leaves_pytorch_as_it_was():
-    before = nn.functional.linear
-    traced(3, Training(precision="bf16"), param_dtype=None)
-    assert nn.functional.linear is before

@@ -29,7 +29,7 @@ def predictions():
 
 def _predicted(target, config):
     from learn.fitting.artifacts import default_artifact
-    from learn.rows.cases import of_configs
+    from learn.job.training_job import of_configs
 
     prediction = default_artifact(target).estimator.predict(of_configs([config]))
     upper = prediction.upper(0.99)

@@ -22,8 +22,7 @@ from conf.files.identity import version_of
 from featurize.configs.features import FEATURES_VERSION, scalar_features
 from featurize.configs.trial import config_of_user
 from featurize.device.device_spec import load_device
-from learn.job.training_job import TrainingJob, of_module
-from learn.rows.cases import Case
+from learn.job.training_job import Case, TrainingJob, of_module
 from learn.rows.step_store import compute
 
 GOLDEN = Path(__file__).with_name("golden_features.json")

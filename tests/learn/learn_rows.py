@@ -9,10 +9,11 @@ import json
 import numpy as np
 import pyarrow as pa
 
+from conf.cli import command_line as cli
 from featurize.configs.features import scalar_features
 from featurize.configs.trial import config_hash
 from featurize.families import cnn, mlp
-from learn.fitting.artifact_files import stamped
+from learn.fitting.artifacts import stamped
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -35,6 +36,13 @@ LLM_FOUNDRY = {
     "Activation Checkpointing": "False",
     "NumParams": "125000000",
 }
+
+
+def run_estimate(*argv):
+    """Return the exit code of `learn.estimate` with these arguments, in this process."""
+    from learn.commands.estimate import entry
+
+    return cli.run("estimate", entry, list(argv))
 
 
 def make_configs(n, seed=0, families=("cnn", "mlp")):

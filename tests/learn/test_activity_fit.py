@@ -4,15 +4,15 @@ import dataclasses
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, write_batch
 
 from featurize.device.device_spec import load_device
 from featurize.timing.calls import kernel_calls
 from featurize.timing.step_time import load_efficiencies, time_step
 from featurize.trace.tracer import trace_config
-from learn.fitting.activity_fit import ActivityFit, MeasuredActivity, judged_activity
-from learn.fitting.kernel_judging import score_text
-from learn.fitting.kernel_rows import measured_activity
+from learn.fitting.kernel_formulas import score_text
+from learn.fitting.kernel_rows import MeasuredActivity, measured_activity
+from learn.fitting.power_and_activity_fit import ActivityFit, judged_activity
 
 A100 = load_device("A100-SXM4-40GB")
 LEARNED = load_efficiencies()
@@ -78,9 +78,9 @@ def test_every_family_is_judged_and_printed(rows):
 
 
 def test_measured_jobs_are_traced_and_simulated_ones_never_count(tmp_path):
-    write_runs(tmp_path / "own", make_configs(32), source="measured")
+    write_batch(tmp_path / "own", make_configs(32), source="measured")
     jobs, left_out = measured_activity(str(tmp_path / "own"), silent)
     assert {job.family for job in jobs} == {"cnn", "mlp"} and not left_out
     assert all(0 < job.smocc <= job.smact <= 1 for job in jobs)
-    write_runs(tmp_path / "simulated", make_configs(32), source="simulated")
+    write_batch(tmp_path / "simulated", make_configs(32), source="simulated")
     assert measured_activity(str(tmp_path / "simulated"), silent) == ([], {})

@@ -9,8 +9,8 @@ import pytest
 
 from conf.errors import UsageError
 from learn import GpuState, JobProfile, admit, estimate
-from learn.sharing.memory_need import MemoryNeed, overflow_probability
-from learn.sharing.slowdown import Slowdown
+from learn.sharing.admitting import MemoryNeed, overflow_probability
+from learn.sharing.profile import Slowdown
 
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 784, "classes": 10, "depth": 3}
 

@@ -9,7 +9,11 @@ from farm.sampling.forecast import Forecaster
 from featurize.device.device_spec import MachineProfile, load_device
 from featurize.families import cnn, mlp
 from learn import devices_that_fit, estimate, estimate_many, estimate_script
-from learn.estimation.memory_causes import CONTEXT, KERNELS, WORKSPACES
+from learn.estimation.job_estimate import (
+    CONTEXT,
+    KERNELS,
+    WORKSPACES,
+)
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 
 CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
 from conf.errors import UsageError
-from conf.files.disk_cache import DiskCache
+from conf.files.disk_cache import DiskCache, user_cache
 from featurize.device.device_spec import load_device
 from featurize.families import cnn
 from featurize.trace import trace_cache
@@ -47,6 +47,13 @@ def traced(monkeypatch):
 
     monkeypatch.setattr(featurize.trace.tracer, "trace_step", counted)
     return steps
+
+
+def test_no_cache_is_kept_where_it_is_off_or_the_user_has_no_home(monkeypatch):
+    monkeypatch.setenv("GPUFARM_CACHE", "off")
+    assert user_cache() is None
+    monkeypatch.setenv("GPUFARM_CACHE", "~no-such-user/cache")
+    assert user_cache() is None
 
 
 def as_another_process():

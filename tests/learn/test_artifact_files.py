@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 from learn_rows import make_configs, write_batch
 
+import learn.fitting.artifacts as artifact_files
 from learn import FitSettings, estimate, fit
-from learn.fitting import artifact_files
-from learn.fitting.artifact_files import checked, read_json, stamped
-from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest, newest, versions
+from learn.fitting.artifacts import (
+    DEFAULT_MODELS,
+    checked,
+    default_artifact,
+    find_latest,
+    load_latest,
+    newest,
+    read_json,
+    stamped,
+    versions,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = make_configs(80)

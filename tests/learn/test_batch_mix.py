@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.families import mlp
 from learn import devices_that_fit, estimate, estimate_many, largest_batch
-from learn.job.batch_lengths import STEPS_DRAWN, batches_of
+from learn.job.inputs import STEPS_DRAWN, batches_of
+from tests.learn.learn_rows import run_estimate as run
 
 
 class Tokens(nn.Module):
@@ -38,12 +38,6 @@ def module_of_nets(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gpufarm_nets_of_tokens", sys.modules[__name__])
     monkeypatch.chdir(tmp_path)
     return "gpufarm_nets_of_tokens:Tokens"
-
-
-def run(*argv):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv))
 
 
 def test_equal_batches_are_the_plain_estimate():

@@ -15,7 +15,7 @@ from conf.errors import UsageError
 from learn import benchmark as benchmark_module
 from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
 from learn.estimators import protocol as estimators
-from learn.judging.benchmark_figures import Scored, by_group, figures_of, sample, worst_of
+from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
 from learn.rows.targets import memory_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
@@ -302,7 +302,7 @@ from multiprocessing import Pipe
 from learn.commands.benchmark_answers import PoolJob, answer
 from learn.rows.processes import _serve
 from featurize.families.mlp import Config
-from learn.rows.cases import Case
+from learn.job.training_job import Case
 from featurize.device.device_spec import describe_device
 
 ours, theirs = Pipe()

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, write_batch
 
 from conf.errors import UsageError
 from learn.benchmark import BenchmarkSettings, benchmark
@@ -49,7 +49,7 @@ def settings(path, **values):
 @pytest.fixture(scope="module")
 def warehouse_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("learn") / "a'; echo foo"
-    write_runs(folder, make_configs(90))
+    write_batch(folder, make_configs(90))
     return folder
 
 
@@ -106,7 +106,7 @@ def test_left_out_is_answered_from_the_others_only(warehouse_folder):
 def test_of_several_devices_each_is_left_out_in_turn(tmp_path):
     configs = make_configs(60)
     for device, half in (("A100-SXM4-40GB", configs[:30]), ("H200-SXM-141GB", configs[30:])):
-        write_runs(tmp_path, half, statuses=["ok"] * 30, job=device, device=device)
+        write_batch(tmp_path, half, statuses=["ok"] * 30, job=device, device=device)
     chosen = {"data": str(tmp_path), "estimators": ("lightgbm",), "workers": 0}
     done = benchmark(BenchmarkSettings(**chosen, split="leave_one_out", by="device"))
     given = answers_of(done, "lightgbm")

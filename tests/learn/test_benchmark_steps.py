@@ -5,7 +5,7 @@ from functools import partialmethod
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_llm_foundry, write_runs
+from learn_rows import make_configs, write_batch, write_llm_foundry
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     for device in DEVICES:
         spec = load_device(device)
         times = [time_step(trace_config(one, device=spec), spec, one).step_time_ms for one in CONFIGS]
-        write_runs(
+        write_batch(
             data,
             CONFIGS,
             source="measured",
@@ -120,6 +120,6 @@ def test_what_cannot_be_compared_is_said_in_one_line(folder, settings, message):
 
 
 def test_formulas_are_for_measured_steps_only(tmp_path):
-    write_runs(tmp_path, CONFIGS, statuses=["ok"] * len(CONFIGS))
+    write_batch(tmp_path, CONFIGS, statuses=["ok"] * len(CONFIGS))
     with pytest.raises(UsageError, match="estimators=habitat: for measured or imported steps only"):
         asked(tmp_path, estimators=("habitat",))

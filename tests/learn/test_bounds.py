@@ -6,13 +6,13 @@ import json
 import pytest
 from torch import nn
 
-from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import MachineProfile, load_device
 from featurize.families import cnn, mlp
 from learn import devices_that_fit, estimate, estimate_many, largest_batch
 from learn.estimation.known_runs import KINDS
-from tests.learn.learn_rows import write_runs
+from tests.learn.learn_rows import run_estimate as run
+from tests.learn.learn_rows import write_batch
 
 MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
 CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
@@ -25,12 +25,6 @@ def net():
 
 def images(batch):
     return [batch, 3, 32, 32]
-
-
-def run(*argv):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv))
 
 
 @pytest.mark.parametrize("job", [MLP, dataclasses.replace(CNN, precision="fp16")], ids=["fitted", "by causes"])
@@ -152,7 +146,7 @@ def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
     ):
         labels = {"peak_memory_mib": [at[32].process_mib + more_mib]}
         job = f"{source}-{uuid}-{config.depth}"
-        write_runs(tmp_path / "d", [config], source=source, job=job, device_uuid=uuid, labels=labels)
+        write_batch(tmp_path / "d", [config], source=source, job=job, device_uuid=uuid, labels=labels)
     done = estimate(MLP, data=tmp_path / "d", known="runs", machine="current")
     assert done.answered_by["memory"] == "trace with 1 measured run"
     assert at[64].card_mib + 245 < done.peak_memory_mib < at[64].card_mib + 400
@@ -168,7 +162,7 @@ def measured_folder(tmp_path):
     """A data folder that measured MLP at half its batch, 250 MiB above the trace, on an A100."""
     half = dataclasses.replace(MLP, batch_size=32)
     labels = {"peak_memory_mib": [estimate(half, known="none").process_mib + 250]}
-    write_runs(tmp_path / "d", [half], source="measured", job="a", device_uuid="GPU-1", labels=labels)
+    write_batch(tmp_path / "d", [half], source="measured", job="a", device_uuid="GPU-1", labels=labels)
     return tmp_path / "d"
 
 
@@ -204,7 +198,7 @@ def test_measured_runs_of_the_data_folder_move_the_estimate_without_being_named(
 )
 def test_measured_runs_of_the_data_folder_leave_other_questions_alone(options, measured_folder):
     elsewhere = measured_folder.parent / "empty"
-    write_runs(elsewhere, [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")
+    write_batch(elsewhere, [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")
     done, alone = (
         dataclasses.replace(estimate(MLP, data=at, **options), seconds=0) for at in (measured_folder, elsewhere)
     )
@@ -219,7 +213,7 @@ def test_of_the_folders_runs_the_same_batch_counts_alone_and_else_its_neighbours
     for batch, job in ((8, "b"), (128, "c"), (256, "d")):
         config = dataclasses.replace(MLP, batch_size=batch)
         labels = {"peak_memory_mib": [estimate(config, known="none").process_mib + 250]}
-        write_runs(measured_folder, [config], source="measured", job=job, device_uuid="GPU-1", labels=labels)
+        write_batch(measured_folder, [config], source="measured", job=job, device_uuid="GPU-1", labels=labels)
     assert "at a batch of 128;" in notes(128) and "at a batch of 32, 128;" in notes(64)
     assert "at a batch of 256;" in notes(512)
 
@@ -250,7 +244,7 @@ def test_a_run_beside_its_own_estimate_does_not_answer_for_itself(measured_folde
 
 
 def test_a_data_folder_that_nobody_named_and_that_cannot_be_read_is_a_note(tmp_path, monkeypatch):
-    write_runs(tmp_path / "d", [MLP], source="measured", job="a", device_uuid="GPU-1")
+    write_batch(tmp_path / "d", [MLP], source="measured", job="a", device_uuid="GPU-1")
     (tmp_path / "d" / "format.json").write_text(json.dumps({"format": "gpufarm-data", "schema_version": 10**6}))
     monkeypatch.setenv("GPUFARM_DATA", str(tmp_path / "d"))
     assert any(
@@ -261,20 +255,20 @@ def test_a_data_folder_that_nobody_named_and_that_cannot_be_read_is_a_note(tmp_p
 
 
 def test_a_run_that_lands_after_an_estimate_moves_the_next_one(tmp_path):
-    write_runs(tmp_path / "d", [MLP], job="simulated")
+    write_batch(tmp_path / "d", [MLP], job="simulated")
     assert "measured" not in estimate(MLP, data=tmp_path / "d").answered_by["memory"]
     labels = {"peak_memory_mib": [estimate(MLP, known="none").process_mib + 250]}
-    write_runs(tmp_path / "d", [MLP], source="measured", job="a", device_uuid="GPU-1", labels=labels)
+    write_batch(tmp_path / "d", [MLP], source="measured", job="a", device_uuid="GPU-1", labels=labels)
     assert estimate(MLP, data=tmp_path / "d").answered_by["memory"] == "trace with 1 measured run"
 
 
 def test_runs_whose_text_is_no_config_and_of_other_jobs_are_passed_over(measured_folder):
     labels = {"peak_memory_mib": [9000]}
     odd = {"source": "measured", "device_uuid": "GPU-1", "labels": labels}
-    write_runs(measured_folder, [MLP], job="b", config="{no JSON", **odd)
-    write_runs(measured_folder, [dataclasses.replace(MLP, depth=5)], job="c", **odd)
-    write_runs(measured_folder, [dataclasses.replace(MLP, optimizer="sgd")], job="d", **odd)
-    write_runs(measured_folder, [MLP], job="e", **{**odd, "labels": {"peak_memory_mib": [79_000]}, "status": "ok"})
+    write_batch(measured_folder, [MLP], job="b", config="{no JSON", **odd)
+    write_batch(measured_folder, [dataclasses.replace(MLP, depth=5)], job="c", **odd)
+    write_batch(measured_folder, [dataclasses.replace(MLP, optimizer="sgd")], job="d", **odd)
+    write_batch(measured_folder, [MLP], job="e", **{**odd, "labels": {"peak_memory_mib": [79_000]}, "status": "ok"})
     done = estimate(MLP, data=measured_folder)
     assert done.answered_by["memory"] == "trace with 1 measured run" and "at a batch of 32;" in done.warnings[0]
 
@@ -376,7 +370,7 @@ def test_many_configs_take_the_folders_runs_and_no_list_of_one_job(tmp_path):
         estimate_many([MLP], known=[{"batch_size": 8, "memory_mib": 900}])
     with pytest.raises(UsageError, match="leave workspaces, known out"):
         estimate_many([MLP], method="fast", workspaces="cudnn", known="runs")
-    write_runs(tmp_path / "d", [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")
+    write_batch(tmp_path / "d", [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")
     (done,) = estimate_many([MLP], known="runs", workspaces="guessed", data=tmp_path / "d")
     assert "the data folder has no run of this job" in done.warnings[-1]
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from learn_rows import write_runs
+from learn_rows import write_batch
 
 from conf.cli import command_line as cli
 from featurize.families import mlp
@@ -19,7 +19,7 @@ from learn import build_defaults
 from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
-from learn.rows.cases import of_configs
+from learn.job.training_job import of_configs
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
 from warehouse.export import ExportSettings, export
@@ -107,7 +107,7 @@ def test_runs_of_the_data_set_are_fitted_on_beside_the_published_ones_and_the_ca
         mlp.Config(batch_size=16, input_size=200 + 50 * i, classes=3, depth=2, precision=("fp32", "bf16")[i % 2])
         for i in range(12)
     ]
-    write_runs(
+    write_batch(
         runs,
         configs,
         source="measured",

@@ -12,7 +12,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import CURRENT, DESCRIBED, EAGER, MachineProfile, load_device, machine, read_machine
 from learn import estimate
 from learn.calibrate import MeasuredMemory, calibrate, measured_in_csv, to_mapping
-from tests.learn.learn_rows import make_configs, write_runs
+from tests.learn.learn_rows import make_configs, write_batch
 from warehouse.files.folder import DataFolder
 
 A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
@@ -200,14 +200,22 @@ def test_without_numbers_the_folders_own_measured_runs_are_taken(tmp_path, capsy
     assert not (folder.root / "machines").exists()
 
 
-def test_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, capsys):
+def test_the_newest_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("learn.calibrate.MOST_RUNS", 4)
     configs = make_configs(6, families=("mlp",))
     outside_mib = TRUE.outside_mib(False)
-    for source, uuid, more_mib in (("measured", "GPU-1", 0), ("measured", None, 5000), ("imported", None, 7000)):
-        write_runs(
+    a100, h200 = "A100-SXM4-40GB", "NVIDIA H200-SXM-141GB"
+    for source, uuid, device, more_mib in (
+        ("measured", "GPU-1", a100, 0),
+        ("measured", "GPU-2", h200, 3000),
+        ("measured", None, a100, 5000),
+        ("imported", None, a100, 7000),
+    ):
+        write_batch(
             tmp_path / "d",
             configs,
             source=source,
+            device=device,
             job=f"job-{source}-{uuid}",
             device_uuid=uuid,
             peak_reserved_mib=100.0,
@@ -215,5 +223,5 @@ def test_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, capsys):
         )
     assert cli.run("calibrate", calibrate_command.entry, [f"data={tmp_path / 'd'}", "format=json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert len(printed["measured"]) == len(configs)
+    assert len(printed["measured"]) == 4
     assert printed["machine"]["context_mib"] + printed["machine"]["kernels_mib"] == pytest.approx(outside_mib, abs=1)

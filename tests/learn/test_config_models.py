@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, write_batch
 
 from featurize.families import mlp
 from learn import estimate, estimate_many
-from learn.estimation.config_models import (
+from learn.estimation.fast_estimates import (
     BOUND,
     DEVICES,
     FAMILIES,
@@ -20,8 +20,8 @@ from learn.estimation.config_models import (
     sampled_configs,
 )
 from learn.fitting.fit_call import FitSettings, fit
-from learn.rows.cases import of_configs
-from learn.rows.step_record import compute
+from learn.job.training_job import of_configs
+from learn.rows.step_store import compute
 
 CONFIG = mlp.Config(batch_size=64, input_size=300, classes=4, depth=2)
 
@@ -64,7 +64,7 @@ def test_a_fit_is_one_artifact_a_target_and_replaces_the_folder_that_was_there(t
 def test_a_model_of_ones_own_folder_answers_in_place_of_the_one_that_comes_along(tmp_path):
     data = tmp_path / "a'; echo foo"
     configs = make_configs(60, families=("mlp",))
-    write_runs(data, configs)
+    write_batch(data, configs)
     fitted = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)))
     first, second = estimate_many(configs[:2], method="fast", data=data)
     assert first.answered_by["memory"] == f"lightgbm {fitted.path.name}" and first.loops["memory"] == "resident"

@@ -10,9 +10,9 @@ from featurize.families import cnn, layers_of, mlp, transformer
 from featurize.job.layers import totals
 from learn import estimate
 from learn.build_defaults import LIMIT_MIB, TARGETS
-from learn.estimation.config_models import BOUND, DEVICES, FAST_LOOPS
+from learn.estimation.fast_estimates import BOUND, DEVICES, FAST_LOOPS
 from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, open_artifact
-from learn.rows.cases import of_configs
+from learn.job.training_job import of_configs
 from learn.rows.targets import TARGETS as KNOWN_TARGETS
 
 A100 = "A100-SXM4-40GB"

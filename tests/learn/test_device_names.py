@@ -23,8 +23,7 @@ from featurize.device.device_spec import describe_device, device_names, load_dev
 from featurize.families import zoo
 from learn import devices_that_fit, estimate
 from learn.commands.estimate import entry
-from learn.estimation.model_names import load_factory
-from learn.rows.cases import Case
+from learn.job.training_job import Case, load_factory
 from tests.learn.learn_rows import write_batch
 from warehouse.files.folder import DataFolder
 

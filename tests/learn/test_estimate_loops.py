@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, write_batch
 from torch import nn
 
 from conf.cli import command_line as cli
@@ -15,10 +15,14 @@ from featurize.timing.overlap import simulate
 from featurize.timing.step_time import time_step
 from featurize.trace.tracer import trace_config
 from learn import FitSettings, estimate, fit
-from learn.estimation.loops import LOOPS, PIPELINE, RESIDENT
+from learn.estimation.notes import (
+    LOOPS,
+    PIPELINE,
+    RESIDENT,
+)
 from learn.fitting.artifacts import default_artifact
-from learn.rows.cases import Case
-from learn.rows.step_record import compute
+from learn.job.training_job import Case
+from learn.rows.step_store import compute
 
 DEVICE = describe_device("A100-SXM4-40GB")
 CONFIGS = make_configs(6, seed=3)
@@ -31,7 +35,7 @@ TARGETS = ("smact", "smocc", "drama", "step_time")
 def data(tmp_path_factory):
     """A data folder whose runs carry the simulator's own figures."""
     folder = tmp_path_factory.mktemp("loops") / "a'; echo foo"
-    write_runs(folder, CONFIGS, statuses=["ok"] * len(CONFIGS), labels=simulated_labels(CONFIGS))
+    write_batch(folder, CONFIGS, statuses=["ok"] * len(CONFIGS), labels=simulated_labels(CONFIGS))
     return folder
 
 
@@ -92,7 +96,7 @@ def test_a_module_is_asked_about_either_loop(loop):
 
 def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):
     configs = make_configs(60, families=("mlp",))
-    write_runs(tmp_path / "d", configs, statuses=["ok"] * 60)
+    write_batch(tmp_path / "d", configs, statuses=["ok"] * 60)
     fit(FitSettings(target="smact", estimator="lightgbm", data=str(tmp_path / "d")))
     own = estimate(configs[0], data=tmp_path / "d", loop=RESIDENT)
     assert own.answered_by["smact"].startswith("lightgbm ") and own.answered_by["smocc"] == "trace"
@@ -126,7 +130,7 @@ def test_the_table_names_the_loop_on_each_line_and_explains_it(data, capsys, mon
 def test_a_run_that_other_code_simulated_shows_its_difference(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     labels = {name: [0.9 * value for value in values] for name, values in simulated_labels(CONFIGS[:1]).items()}
-    write_runs(tmp_path / "d", CONFIGS[:1], statuses=["ok"], labels=labels)
+    write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], labels=labels)
     assert command("run=job-000000", f"data={tmp_path / 'd'}") == 0
     shown = capsys.readouterr().out
     (line,) = (line for line in shown.splitlines() if "│ step time " in line)
@@ -144,7 +148,7 @@ def test_figures_of_different_loops_are_not_subtracted(data, capsys, monkeypatch
 
 
 def test_an_imported_run_is_of_a_plain_loop(tmp_path, capsys):
-    write_runs(tmp_path / "d", CONFIGS[:1], statuses=["ok"], source="imported")
+    write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], source="imported")
     assert command("run=job-000000", "format=json", f"data={tmp_path / 'd'}") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["run"]["loop"] == PIPELINE and {shown["loops"][target] for target in TARGETS} == {PIPELINE}

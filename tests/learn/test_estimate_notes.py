@@ -12,13 +12,13 @@ from dataclasses import FrozenInstanceError, asdict, replace
 import pytest
 from torch import nn
 
-from conf.cli import command_line as cli
 from featurize.families import mlp
 from learn import Estimate, Note, estimate, estimate_many
 from learn.estimation.job_estimate import RankGroup
-from learn.estimation.model_names import load_factory
-from learn.estimators.bounds import bound_shares, least_held
+from learn.estimators.protocol import bound_shares, least_held
 from learn.fitting.artifacts import default_artifact
+from learn.job.training_job import load_factory
+from tests.learn.learn_rows import run_estimate as run
 
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "config={family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
@@ -31,12 +31,6 @@ def net():
 @pytest.fixture(scope="module")
 def done():
     return estimate(net, (64, 3, 32, 32))
-
-
-def run(*argv):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv))
 
 
 def with_notes(done, *severities):

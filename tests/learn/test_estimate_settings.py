@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.families import mlp
 from featurize.training.training_step import Training
 from learn import estimate
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
+from tests.learn.learn_rows import run_estimate as run
 
 CONFIG = mlp.Config(batch_size=8, input_size=8, classes=2, depth=1)
 SHAPE = (256, 512)
@@ -28,12 +28,6 @@ def compiled_in_place(module):
 
 def parameters_mib():
     return 4 * sum(p.numel() for p in net().parameters()) / 2**20
-
-
-def run(*argv):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv))
 
 
 def test_keywords_and_settings_give_the_same_estimate():

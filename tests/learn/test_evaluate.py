@@ -7,8 +7,8 @@ import pytest
 from learn_rows import make_configs
 
 from conf.errors import UsageError
+from learn.judging.evaluate import parts_of
 from learn.judging.scores import bound_scores, class_scores
-from learn.judging.splits import parts_of
 from learn.rows.data import make_rows
 
 

@@ -7,8 +7,12 @@ import pytest
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from learn.estimation.memory_causes import CONTEXT, KERNELS, WORKSPACES
-from learn.estimators.bounds import BoundShares, bound_shares, group_score, held_of
+from learn.estimation.job_estimate import (
+    CONTEXT,
+    KERNELS,
+    WORKSPACES,
+)
+from learn.estimators.protocol import BoundShares, bound_shares, group_score, held_of
 from learn.fit_bound import MOST_OVER, entry, fit_bound, read_answers
 
 

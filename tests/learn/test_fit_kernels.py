@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from learn_rows import make_configs, write_llm_foundry, write_runs
+from learn_rows import make_configs, write_batch, write_llm_foundry
 
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
@@ -16,7 +16,7 @@ from featurize.timing.step_time import efficiencies_text, read_efficiencies, tim
 from featurize.trace.tracer import trace_config
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, held_out_by
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting.kernel_judging import judged, score_of, score_text
+from learn.fitting.kernel_formulas import judged, score_of, score_text
 from learn.fitting.kernel_rows import kernel_times, measured_times
 from warehouse.ingest import IngestSettings, ingest
 
@@ -98,9 +98,9 @@ def test_rows_that_nobody_answers_are_printed_beside_those_with_figures():
 def folder(tmp_path_factory):
     data = tmp_path_factory.mktemp("steps")
     configs = make_configs(24, seed=3)
-    write_runs(data, configs[:22], source="measured", job="real", statuses=["ok"] * 22)
-    write_runs(data, configs[22:], source="simulated", job="sim", statuses=["ok"] * 2)
-    write_runs(data, configs[22:23], source="measured", job="odd", statuses=["ok"], device="GPU-of-nobody")
+    write_batch(data, configs[:22], source="measured", job="real", statuses=["ok"] * 22)
+    write_batch(data, configs[22:], source="simulated", job="sim", statuses=["ok"] * 2)
+    write_batch(data, configs[22:23], source="measured", job="odd", statuses=["ok"], device="GPU-of-nobody")
     file = tmp_path_factory.mktemp("published") / "llm.csv"
     write_llm_foundry(file, {}, {"Model": "9t"})
     ingest(IngestSettings(source="llm_foundry", path=str(file), data=str(data)))
@@ -183,7 +183,7 @@ def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path):
 
 
 def test_too_few_measured_steps_are_refused_and_nothing_is_written(tmp_path):
-    write_runs(tmp_path / "few", make_configs(2), source="measured", statuses=["ok"] * 2)
+    write_batch(tmp_path / "few", make_configs(2), source="measured", statuses=["ok"] * 2)
     settings = FitKernelsSettings(data=str(tmp_path / "few"), out=str(tmp_path / "parameters.json"))
     with pytest.raises(UsageError, match="2 measured steps can be learned from, and 20 are needed"):
         fit_kernels(settings, silent)

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 import learn
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.device.device_spec import device_names, load_device
 from featurize.families import mlp
 from learn import devices_that_fit, estimate, largest_batch
-from learn.estimation.fits import MOST_SAMPLES, largest_fitting
+from learn.estimation.estimating import MOST_SAMPLES, largest_fitting
 from learn.job.inputs import with_batch_size
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
+from tests.learn.learn_rows import run_estimate as run
 
 A100 = load_device("A100-SXM4-40GB")
 CONFIG = mlp.Config(batch_size=8, input_size=64, classes=4, depth=2)
@@ -47,12 +47,6 @@ class Tokens(nn.Module):
         logits = self.head(hidden)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits}
-
-
-def run(*argv):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv))
 
 
 @pytest.fixture
@@ -194,7 +188,7 @@ def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, modu
     for name in ("A100-SXM4-40GB", "T4"):
         alone = estimate(convolutions, [8, 3, 16, 16], device=name, **options)
         assert by_name[name].estimate == dataclasses.replace(alone, seconds=by_name[name].estimate.seconds)
-    monkeypatch.setattr("learn.estimation.fits.device_names", lambda: ("K80", "T4"))
+    monkeypatch.setattr("learn.estimation.estimating.device_names", lambda: ("K80", "T4"))
     job = [f"model={module_of_nets}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=cudnn"]
     assert run(*job, "format=json") == 0
     rows = {row["device"]: row for row in json.loads(capsys.readouterr().out)["devices"]}

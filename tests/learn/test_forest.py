@@ -7,7 +7,7 @@ import pytest
 from learn_rows import DEVICE, labels_of, make_configs
 
 from learn.estimators.protocol import make_estimator
-from learn.rows.cases import Case
+from learn.job.training_job import Case
 from learn.rows.data import make_rows
 
 

@@ -8,11 +8,9 @@ from torch import nn
 
 from featurize.families import mlp
 from learn.estimators.protocol import make_estimator
-from learn.job.training_job import of_module
-from learn.rows.cases import Case
+from learn.job.training_job import Case, of_module
 from learn.rows.data import make_rows
-from learn.rows.step_record import StepRecord
-from learn.rows.step_store import StepStore
+from learn.rows.step_store import StepRecord, StepStore
 
 STEPS = StepStore()  # of the cases that the tests share
 BATCH, WIDTH = 64, 512

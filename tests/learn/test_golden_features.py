@@ -14,9 +14,8 @@ from golden_features import differences, golden, same_libraries
 from featurize.configs.features import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
 from featurize.families import family_names
 from featurize.timing.activity import INSTRUCTIONS_PER_ELEMENT
-from learn.fitting.artifact_files import stamped
-from learn.fitting.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
-from learn.rows.step_record import record_version
+from learn.fitting.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current, stamped
+from learn.rows.step_store import record_version
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = golden()
@@ -76,7 +75,7 @@ def test_artifacts_of_an_older_version_are_refused(tmp_path):
 
     carry("memory", "meta.json", feature_version="1")
     with pytest.raises(
-        StaleArtifact, match=f"features 1, and this code computes features {FEATURES_STAMP}; fit it again"
+        StaleArtifact, match=f"features 1, and this code computes features {FEATURES_STAMP}; fit it again.*learn.fit"
     ):
         require_current(open_artifact(models / "memory"))
 
@@ -91,7 +90,7 @@ def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
         "import featurize\n"
         "from featurize.configs.features import FEATURES_STAMP\n"
         "from learn.fitting.artifacts import DEFAULT_MODELS, open_artifact, require_current\n"
-        "from learn.rows.step_record import record_version\n"
+        "from learn.rows.step_store import record_version\n"
         "require_current(open_artifact(DEFAULT_MODELS / 'memory'))\n"
         "print(featurize.__file__, FEATURES_STAMP, record_version(), sep='\\n')\n"
     )

@@ -11,9 +11,8 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.families import cnn, layers_of, mlp
 from learn.estimators.protocol import make_estimator
-from learn.job.training_job import of_module
+from learn.job.training_job import Case, of_module
 from learn.peers.gpumemnet import MAX_TOKENS, BinnedPrediction, bin_edges, classes_of, tokens_of
-from learn.rows.cases import Case
 from learn.rows.data import make_rows
 
 NAMES = ("gpumemnet_mlp", "gpumemnet_transformer")

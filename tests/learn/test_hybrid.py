@@ -7,8 +7,7 @@ import pytest
 
 from featurize.families import cnn, mlp, transformer
 from learn.estimators.hybrid import HybridEstimator
-from learn.job.training_job import of_config
-from learn.rows.cases import Case, of_configs
+from learn.job.training_job import Case, of_config, of_configs
 from learn.rows.data import make_rows
 from learn.rows.step_store import StepStore
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learn_rows import make_configs, restamp, write_runs
+from learn_rows import make_configs, restamp, write_batch
 from torch import nn
 
-from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.features import FEATURES_STAMP
 from featurize.device.device_spec import describe_device
@@ -25,12 +24,12 @@ from featurize.trace.tracer import TraceError
 from learn import FitSettings, estimate, fit
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest
-from learn.job.training_job import of_module
+from learn.job.training_job import Case, of_configs, of_module
 from learn.peers.base import analyse
-from learn.rows import step_record
-from learn.rows.cases import Case, of_configs
+from learn.rows import step_store
 from learn.rows.data import load_rows
 from learn.rows.step_store import StepStore
+from tests.learn.learn_rows import run_estimate as run
 from warehouse.files.folder import DataFolder
 
 DEVICE = "A100-SXM4-40GB"
@@ -91,15 +90,9 @@ def factories(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("estimate") / "a'; echo foo"
-    write_runs(folder, make_configs(60, families=("mlp",)))
+    write_batch(folder, make_configs(60, families=("mlp",)))
     fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(folder)))
     return folder
-
-
-def run(*argv, **options):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv), **options)
 
 
 class Peeks(nn.Module):
@@ -262,7 +255,7 @@ def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
 def graphs(tmp_path_factory):
     """A data folder with a graph network, fitted on rows that are no trace's own."""
     folder = tmp_path_factory.mktemp("graphs")
-    write_runs(folder, make_configs(60, families=("mlp",)), source="imported", statuses=["ok"] * 60)
+    write_batch(folder, make_configs(60, families=("mlp",)), source="imported", statuses=["ok"] * 60)
     StepStore(folder).prepare(load_rows(folder, "memory").cases, workers=0)
     path = fit(FitSettings(target="memory", estimator="gnn", bin_gb=1, data=str(folder))).path
     assert json.loads((path / "meta.json").read_text())["feature_version"] == FEATURES_STAMP
@@ -276,14 +269,14 @@ def test_a_fitted_graph_network_answers_configs_and_modules(graphs):
     assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
     prediction = load_latest(graphs, "memory").estimator.predict([Case(new, DEVICE, training_loop=True)])
     assert done.peak_memory_mib == prediction.point[0], "the graph is that of a trace of its own"
-    assert step_record.compute(*of_configs([new])).operator_graph()["edges"].size
+    assert step_store.compute(*of_configs([new])).operator_graph()["edges"].size
     done = estimate(nn.Linear(64, 10), (32, 64), estimator="gnn", data=graphs)
     assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
 
 
 def test_nobody_packs_a_graph_that_is_not_read(data, graphs, monkeypatch):
-    packed, pack = [], step_record.packed
-    monkeypatch.setattr(step_record, "packed", lambda graph: packed.append(graph) or pack(graph))
+    packed, pack = [], step_store.packed
+    monkeypatch.setattr(step_store, "packed", lambda graph: packed.append(graph) or pack(graph))
     new = mlp.Config(batch_size=47, input_size=81, classes=10, depth=2)
     estimate(new)
     estimate(new, data=data)
@@ -316,7 +309,7 @@ def test_a_module_without_an_answer_is_let_go_too():
 @pytest.mark.slow
 def test_the_trace_kept_as_an_artifact_does_not_displace_a_learnt_model(tmp_path):
     folder = tmp_path / "d"
-    write_runs(folder, make_configs(60, families=("mlp",)))
+    write_batch(folder, make_configs(60, families=("mlp",)))
     for estimator in ("lightgbm", "trace"):
         fit(FitSettings(target="memory", bin_gb=1, estimator=estimator, data=str(folder)))
     assert load_latest(folder, "memory", estimator="trace").estimator.predict(of_configs([CONFIG])).upper() is None
@@ -334,7 +327,7 @@ def test_a_model_of_another_family_or_device_does_not_answer(data):
 
 def test_a_model_of_other_features_does_not_answer_and_it_is_said(tmp_path):
     folder = tmp_path / "d"
-    write_runs(folder, make_configs(60, families=("mlp",)))
+    write_batch(folder, make_configs(60, families=("mlp",)))
     path = fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(folder))).path
     restamp(path, feature_version="0ld")
     done = estimate(CONFIG, data=folder)
@@ -493,26 +486,9 @@ def test_every_training_free_estimator_answers_modules(name):
     assert done.peak_memory_mib == pytest.approx(expected, rel=0.02)
     assert done.answered_by["memory"] == name and done.answered_by["step_time"] == "trace"
     assert done.breakdown == estimate(module, (128, 64), machine="described").breakdown
-
-
-def test_llmem_answers_a_language_model():
-    layers = [nn.TransformerEncoderLayer(64, 4, 128, batch_first=True) for _ in range(2)]
-
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.layers = nn.Embedding(1000, 64), nn.ModuleList(layers)
-            self.head = nn.Linear(64, 1000)
-            self.gradient_checkpointing = True
-
-        def forward(self, tokens):
-            x = self.words(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x)
-
-    done = estimate(Decoder, (2, 32), input_dtype="int64", precision="bf16", estimator="llmem")
-    assert done.answered_by["memory"] == "llmem" and done.peak_memory_mib > describe_device(DEVICE).context_mib
+    without_context = any(f"{name} leaves the CUDA context out" in text for text in done.warnings)
+    assert without_context == (name in ("faketensor", "xmem"))
+    assert any("bound" in text for text in done.warnings)
 
 
 @pytest.mark.parametrize(("model", "operator"), [(Peeks, "aten::_local_scalar_dense"), (Custom, "gpufarm_test::twice")])
@@ -636,7 +612,9 @@ def test_models_that_return_objects_or_have_a_loss_of_their_own_are_estimated():
 @pytest.mark.parametrize(
     ("library", "model", "shape", "parameters"),
     [
-        ("torchvision", "torchvision.models:resnet18", "input=[2,3,64,64]", 11_689_512),
+        pytest.param(
+            "torchvision", "torchvision.models:resnet18", "input=[2,3,64,64]", 11_689_512, marks=pytest.mark.slow
+        ),
         pytest.param("timm", "timm.models:resnet18", "input=[2,3,64,64]", 11_689_512, marks=pytest.mark.slow),
         pytest.param("transformers", "gpufarm_test_gpt:make", "input=[2,16]", 1_254_400, marks=pytest.mark.slow),
     ],

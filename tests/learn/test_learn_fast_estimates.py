@@ -9,13 +9,13 @@ import pytest
 from learn_rows import make_configs, write_runs
 from torch import nn
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.families import cnn, layers_of, mlp, timm, transformer
 from featurize.job.layers import totals
 from learn import estimate, estimate_many
-from learn.estimation.config_models import sampled_configs
+from learn.estimation.fast_estimates import sampled_configs
+from tests.learn.learn_rows import run_estimate as run
 
 A100 = load_device("A100-SXM4-40GB")
 STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights
@@ -51,12 +51,6 @@ LARGE = (
 )
 NAME = 'a\'; echo foo, [b] {c}: "d".jsonl'
 FIGURES = ("peak_memory_mib", "upper_mib", "smact", "smocc", "drama", "step_time_ms")
-
-
-def run(*argv):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv))
 
 
 @pytest.fixture(autouse=True)

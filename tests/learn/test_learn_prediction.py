@@ -5,11 +5,10 @@ import pytest
 from learn_rows import make_configs
 
 from conf.errors import UsageError
-from learn.estimators.bounds import conformal_rank, too_few_for
-from learn.estimators.protocol import ResidualPrediction
+from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
 from learn.estimators.tabular import group_folds
-from learn.judging.benchmark_figures import Given, Scored, described, figures_of
 from learn.judging.evaluate import classes_of, metrics_of
+from learn.judging.scores import Given, Scored, described, figures_of
 from learn.rows.data import make_rows
 from learn.rows.targets import TARGETS, get_target, make_bins, memory_bins
 

@@ -22,6 +22,33 @@ def run(code, tmp_path):
     return done.stdout
 
 
+def test_what_needs_no_model_imports_neither_torch_nor_a_library_of_models(tmp_path):
+    code = """
+import importlib, sys
+import learn
+from learn import estimate
+import learn.commands.fit, learn.fitting.artifacts, learn.judging.report
+import featurize.device.device_spec as devices
+from featurize.families import family_names, timm, zoo
+from featurize.configs.features import group_key
+
+for name in family_names():
+    importlib.import_module(f"featurize.families.{name}")
+devices.load_device(devices.device_names()[0])
+assert group_key(timm.Config(model="a", batch_size=1)) and callable(estimate)
+assert group_key(zoo.Config(model="x:a", inputs="float32[3]", batch_size=1))
+heavy = {"torch", "timm", "transformers", "x", "lightgbm", "sklearn", "matplotlib"} & set(sys.modules)
+print(sorted(heavy) + [name for name in sys.modules if name.startswith("learn.script")])
+
+import numpy as np
+from learn.fitting.artifacts import default_artifact
+from learn.estimators.trees import Trees
+Trees.load(default_artifact("memory").path / "model", "scale").predict(np.zeros((3, 99)))
+print(sorted({"lightgbm", "sklearn"} & set(sys.modules)))
+"""
+    assert run(code, tmp_path).split() == ["[]", "[]"]
+
+
 def test_an_estimate_on_the_command_line_imports_neither_the_compiler_nor_lightgbm(tmp_path):
     said = run(
         f"""

@@ -8,9 +8,8 @@ import pytest
 from learn import FitSettings, fit
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.estimators.protocol import make_estimator
-from learn.fitting.promotion import refit
+from learn.fitting.promotion import compare, refit
 from learn.judging.evaluate import judged
-from learn.judging.paired import compare
 from learn.judging.report import metric_rows
 from learn.judging.scores import bound_scores, exceeds, labels_are_its_own
 from learn.rows.data import load_rows

@@ -11,10 +11,7 @@ from featurize.device.device_spec import load_device
 from featurize.timing.calls import FP32, TENSOR, as_calls, product, stream
 from featurize.timing.times import clock_ghz
 from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit
-from learn.fitting.formulas import FORMULAS, RooflineByKind
-from learn.fitting.kernel_judging import left_out_ratios
-from learn.peers.habitat import WaveScaling
-from learn.peers.neusight import TilesAndWaves
+from learn.fitting.kernel_formulas import FORMULAS, RooflineByKind, TilesAndWaves, WaveScaling, left_out_ratios
 
 V100, A100, T4 = (load_device(name) for name in ("V100-SXM2-32GB", "A100-SXM4-40GB", "T4"))
 MIB = 2**20

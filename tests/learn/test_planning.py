@@ -17,8 +17,7 @@ from featurize.job.training_settings import Training
 from learn import LayoutPlan, PlanRow, estimate, plan
 from learn.commands.plan import entry
 from learn.planning import meshes, plans
-from learn.planning.plan_report import lines_of_others, plan_page, plan_svg
-from learn.planning.rows import in_order
+from learn.planning.plan_report import in_order, lines_of_others, plan_page, plan_svg
 from learn.planning.search import Findings, MicroBatches
 from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
 from tests.featurize.rank_nets import Chosen

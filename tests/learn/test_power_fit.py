@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
+import learn.fitting.power_and_activity_fit as power_fit
 import warehouse
 from featurize.timing.step_time import load_efficiencies
-from learn.fitting import power_fit
 from warehouse.exchange.published_tables import TABLES
 from warehouse.ingest import IngestSettings, ingest
 

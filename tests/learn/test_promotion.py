@@ -14,10 +14,9 @@ from featurize.configs.features import group_key
 from learn import FitSettings, fit
 from learn.estimators.protocol import ResidualPrediction
 from learn.fitting.artifacts import find_latest, versions
-from learn.fitting.promotion import is_held_out, refit
+from learn.fitting.promotion import compare as compare_evaluations
+from learn.fitting.promotion import is_held_out, limits, refit
 from learn.judging.evaluate import judged
-from learn.judging.paired import compare as compare_evaluations
-from learn.judging.paired import limits
 from learn.rows.data import load_rows, make_rows
 from learn.rows.targets import make_bins
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partialmethod
 
 import pytest
-from learn_rows import LLM_FOUNDRY, make_configs, write_llm_foundry, write_runs
+from learn_rows import LLM_FOUNDRY, make_configs, write_batch, write_llm_foundry
 
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
@@ -13,7 +13,7 @@ from learn import estimate
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.commands.benchmark_steps import rank_job_of
 from learn.estimators.kernel_fitting import TimeFit
-from learn.fitting.mpt import fused_mpt_loss
+from learn.fitting.published_jobs import fused_mpt_loss
 from warehouse.ingest import IngestSettings, ingest
 
 H100 = load_device("H100-SXM5-80GB")
@@ -63,7 +63,7 @@ def test_the_time_is_that_of_a_micro_step_of_the_ranks():
 def test_the_benchmark_asks_each_published_row_with_its_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(TimeFit, "fitted", partialmethod(TimeFit.fitted, iterations=3))
     data, file = tmp_path / "data", tmp_path / "llm.csv"
-    write_runs(
+    write_batch(
         data, make_configs(22, seed=3), source="measured", labels={"step_time_ms": [5.0] * 22}, statuses=["ok"] * 22
     )
     write_llm_foundry(file, {}, {"Precision": "bf16"})

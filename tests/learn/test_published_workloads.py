@@ -13,7 +13,7 @@ from featurize.families import timm
 from featurize.nets import vision
 from featurize.recording.skeleton import build_on_meta
 from featurize.training.training_step import cross_entropy
-from learn.rows.published import KNOWN_MODELS, config_of, known_workload, workload_of
+from learn.fitting.published_jobs import KNOWN_MODELS, config_of, known_workload, workload_of
 from warehouse.exchange.published import PublishedRow
 
 needs = {
@@ -127,7 +127,7 @@ def test_a_library_that_is_missing_is_told_with_how_to_get_it(monkeypatch):
 @pytest.mark.parametrize("factory", ["torchvision.models:resnet18", "nets:make"])
 def test_an_estimates_factory_may_come_from_torchvision_or_import_it(factory, tmp_path):
     (tmp_path / "nets.py").write_text("import torchvision\nmake = torchvision.models.resnet18\n")
-    code = f"from learn.estimation.model_names import load_factory; print(type(load_factory({factory!r})()).__name__)"
+    code = f"from learn.job.training_job import load_factory; print(type(load_factory({factory!r})()).__name__)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout.strip() == "ResNet", done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from learn_rows import make_configs, runs_of, write_batch, write_runs
+from learn_rows import make_configs, runs_of, write_batch
 from omegaconf import OmegaConf
 
 from conf.cli import command_line as cli
@@ -22,7 +22,7 @@ from featurize.families import zoo
 from featurize.job.code_names import CodeName, NotTrusted, TrustedName, library_problem
 from learn import estimate
 from learn.commands import estimate as estimate_module
-from learn.rows.cases import Case
+from learn.job.training_job import Case
 from learn.rows.data import load_rows
 from learn.rows.step_store import StepStore
 from warehouse.files.folder import DataFolder
@@ -59,8 +59,9 @@ def write_odd(data, configs, job="odd", **columns):
     """Rows whose `config` is that text, labelled like any other."""
     writer = RunWriter(DataFolder.resolve(data))
     labelled = runs_of(make_configs(len(configs)), job=job, statuses=["ok"] * len(configs), **columns)
-    for run, text in zip(labelled, configs, strict=True):
-        writer.write(run | {"config": text}, pa.table({"t_ms": pa.array([], pa.float64())}))
+    runs = [run | {"config": text} for run, text in zip(labelled, configs, strict=True)]
+    for family in {run["family"] for run in runs}:
+        writer.write_batch([run for run in runs if run["family"] == family])
     return [run["run_id"] for run in labelled]
 
 
@@ -311,7 +312,7 @@ def test_a_config_that_is_none_is_one_short_reason_without_control_characters(te
 
 def test_odd_rows_cost_themselves_and_are_counted_and_named(tmp_path):
     data = tmp_path / "data"
-    write_runs(data, make_configs(40), statuses=["ok"] * 40)
+    write_batch(data, make_configs(40), statuses=["ok"] * 40)
     odd = [text for text in ODD if "timm" not in text]
     run_ids = write_odd(data, odd)
     rows = load_rows(data, "memory")
@@ -365,9 +366,9 @@ def test_tasks_and_typed_fields_are_marked_and_unknown_families_are_left_alone()
 
 def test_rows_of_several_gpus_are_left_out_and_named(tmp_path):
     configs = make_configs(40)
-    write_runs(tmp_path, configs)
+    write_batch(tmp_path, configs)
     several = [replace(config, parallel="ddp=2") for config in configs[:3]]
-    write_runs(tmp_path, several, job="several", statuses=["ok"] * 3)
+    write_batch(tmp_path, several, job="several", statuses=["ok"] * 3)
     rows = load_rows(tmp_path, "memory")
     assert len(rows) == 40 and rows.counts["unreadable"] == 3
     assert any("job on several GPUs (ddp=2)" in remark for remark in rows.remarks)

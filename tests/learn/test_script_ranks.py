@@ -15,7 +15,7 @@ from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
 from learn.commands.estimate import entry_of_script
 from learn.script.command_line import ScriptCommand
-from learn.script.rank_zero import RankZero
+from learn.script.process_group import RankZero
 from learn.script.script_recorder import ScriptRecorder
 from tests.learn import test_script_kinds as kinds
 

@@ -16,7 +16,7 @@ from featurize.training.experts import pretended_mesh
 from learn import devices_that_fit, estimate
 from learn.commands.estimate import entry
 from learn.estimation.estimate_view import print_table
-from learn.estimation.memory_causes import COMMUNICATION
+from learn.estimation.job_estimate import COMMUNICATION
 
 CONFIG = mlp.Config(batch_size=64, input_size=1024, classes=10, depth=3)
 MIXTURES = moe.Config(

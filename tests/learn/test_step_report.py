@@ -11,7 +11,7 @@ from torch import nn
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from conf.reports.render import render_for_notebook
+from conf.reports.blocks import render_for_notebook
 from featurize.device.device_spec import describe_device
 from featurize.families import mlp, zoo
 from featurize.job.training_settings import Training

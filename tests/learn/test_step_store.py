@@ -13,11 +13,9 @@ import pytest
 from conf.files.disk_cache import DiskCache
 from featurize.families import cnn, mlp, timm
 from learn.job.traced import step_of
-from learn.job.training_job import of_module
+from learn.job.training_job import Case, of_configs, of_module
 from learn.rows import step_store
-from learn.rows.cases import Case, of_configs
-from learn.rows.step_record import record_version
-from learn.rows.step_store import StepStore
+from learn.rows.step_store import StepStore, record_version
 
 ROOT = Path(__file__).resolve().parents[2]
 MLPS = [mlp.Config(batch_size=batch, input_size=30, classes=4, depth=2) for batch in range(2, 8)]

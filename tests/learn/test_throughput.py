@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, write_batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +14,7 @@ from featurize.timing.model_flops import seconds_at_peak
 from learn import FitSettings, devices_that_fit, estimate, fit
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.loops import LOOPS
+from learn.estimation.notes import LOOPS
 from learn.job.traced import step_of
 from learn.job.training_job import of_module
 
@@ -142,7 +142,7 @@ def test_a_gpu_that_waits_for_input_draws_less_power():
 
 def test_power_is_that_of_the_loop_that_the_step_time_speaks_of(tmp_path):
     configs = make_configs(32, families=("mlp",))
-    write_runs(tmp_path / "d", configs, statuses=["ok"] * 32, source="imported")
+    write_batch(tmp_path / "d", configs, statuses=["ok"] * 32, source="imported")
     fit(FitSettings(target="step_time", estimator="lightgbm", data=str(tmp_path / "d")))
     done = estimate(configs[0], data=tmp_path / "d")
     assert done.answered_by["step_time"].startswith("lightgbm ") and done.loops["step_time"] == "pipeline"

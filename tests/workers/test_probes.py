@@ -25,7 +25,7 @@ from workers.devices import Slot
 from workers.probes import children, contexts, histories, questions, workspaces
 from workers.probes.children import Measurement, keep_rows, measure_all
 from workers.probes.gpu import memory_reading, trial_step
-from workers.telemetry import gpu_processes
+from workers.telemetry import nvml as nvml_module
 
 PROBES = (contexts, workspaces, histories, questions)
 HERE = str(Path(__file__).parent)
@@ -209,7 +209,7 @@ def test_a_stage_reads_what_nvml_charges_its_own_process(monkeypatch):
 
 
 def test_a_client_of_mps_is_read_from_the_list_in_which_it_alone_stands(monkeypatch):
-    monkeypatch.setattr(gpu_processes, "_name", lambda pid: "nvidia-cuda-mps-server")
+    monkeypatch.setattr(nvml_module, "_name", lambda pid: "nvidia-cuda-mps-server")
     recorded = RecordedNvml(pids={"client": os.getpid()})
     recorded.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": 999_999_999, "usedGpuMemory": 30 * 2**20}]
     recorded.answers[0]["nvmlDeviceGetMPSComputeRunningProcesses"] = [{"pid": "client", "usedGpuMemory": 500 * 2**20}]

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from featurize.timing.shared_gpu import GpuLoad, speeds_of_loads
-from workers.devices.base import DeviceChoice, Link, MemberAlone, Place, Slot, Together
-from workers.devices.environment import TRACES_ONLY
+from workers.devices import TRACES_ONLY, DeviceChoice, Link, MemberAlone, Place, Slot, Together
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec

@@ -20,7 +20,7 @@ from conf.cli.own_packages import search_working_folder
 
 def prepare() -> dict[str, Any]:
     """Import what trials need; return the software environment and the number of threads."""
-    from workers.devices.environment import TRACES_ONLY, software_environment
+    from workers.devices import TRACES_ONLY, software_environment
 
     if os.environ.get(TRACES_ONLY):
         _import_the_trace()

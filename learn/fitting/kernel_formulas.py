@@ -1,0 +1,552 @@
+"""Formulas for the time of kernels and steps: the kernel model, as it comes and fitted anew, and other people's; and
+how each is judged, on rows that were fitted on and on rows left out.
+
+Start reading at `Formula`, which each class keeps, then at `judged`. Other people's are written from their papers, on
+the work, bytes, tiles and data-sheet rates of each kernel (`KernelSizes`); the docstring says where one differs from
+its paper. `left_out_by`, `left_out_ratios` and `subsets` serve `learn.benchmark`, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from conf.units import MIB
+from featurize.device.device_spec import DeviceSpec
+from featurize.timing.activity import ActivityParameters
+from featurize.timing.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED, GROUPS, PRODUCT, STREAM, Calls
+from featurize.timing.step_time import LearnedEfficiencies, load_efficiencies
+from featurize.timing.times import clock_ghz
+from learn.estimators.kernel_fitting import (
+    ALONE,
+    INSTRUMENT_MS,
+    KERNELS,
+    LEARNED_FROM,
+    SHARDED,
+    TOLERANCE,
+    Descent,
+    FittedTimes,
+    MeasuredTime,
+    TimeFit,
+    Values,
+    descended,
+    held_out_by,
+    joined,
+    judged_by_splits,
+    left_out_errors,
+    overlapped_ms,
+    robust,
+)
+from learn.judging.scores import RowScores, score_table, spread
+
+_TILE_SIDE = {False: 64.0, True: 128.0}  # of a product's tile, on tensor cores and not
+_SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
+_BLOCK_BYTES = 8192.0  # of a kernel that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
+
+
+@dataclass(frozen=True)
+class KernelSizes:
+    """All kernels of all rows, an entry a kernel; `kind` numbers the kinds in the order of their first kernel.
+
+    `math_s` and `memory_s` are at the data sheet's rates, `ridge` is the FLOP per byte of the units that compute.
+    """
+
+    kind: np.ndarray
+    row: np.ndarray
+    count: np.ndarray
+    math_s: np.ndarray
+    memory_s: np.ndarray
+    nbytes: np.ndarray
+    intensity: np.ndarray
+    ridge: np.ndarray
+    blocks: np.ndarray
+    sm_count: np.ndarray
+    l2_bytes: np.ndarray
+    memory_bytes: np.ndarray
+
+    @property
+    def kinds(self) -> int:
+        """Number of kinds."""
+        return int(self.kind.max()) + 1
+
+    @property
+    def roofline_s(self) -> np.ndarray:
+        return np.maximum(self.math_s, self.memory_s)
+
+
+class Instruments:
+    """Time that timing single kernels adds: one learned logarithm of ms for each operator."""
+
+    def __init__(self, rows: Sequence[MeasuredTime]) -> None:
+        operators = [row.group if row.source in ALONE else "" for row in rows]
+        names = list(dict.fromkeys(operators))
+        self.operator = torch.tensor([names.index(name) for name in operators])  # of each row
+        self.begin = torch.full((len(names),), math.log(INSTRUMENT_MS), dtype=torch.float64)
+
+
+def ends_of(rows: Sequence[MeasuredTime]) -> np.ndarray:
+    """Return where each row's kernels begin among those of all rows, and where the last one's end, (rows + 1,)."""
+    return np.concatenate([[0], np.cumsum([len(row.calls.kind) for row in rows])])
+
+
+def sizes_of(rows: Sequence[MeasuredTime]) -> KernelSizes:
+    """Return the kernels of all rows."""
+    kinds: dict[str, int] = {}
+    return joined([_of_row(row, at, kinds) for at, row in enumerate(rows)])
+
+
+def _of_row(row: MeasuredTime, at: int, kinds: dict[str, int]) -> KernelSizes:
+    """Return the kernels of one row, the `at`-th one; new kinds are added to `kinds`."""
+    calls, device = row.calls, row.device
+    tensor, rate = _units(calls, device)
+    names = [
+        kind if GROUPS[group] == STREAM else f"{kind}/{'tensor' if on else 'fp32'}"
+        for kind, group, on in zip(calls.kind, calls.group.tolist(), tensor.tolist(), strict=True)
+    ]
+    same = np.ones(len(names))
+    flops = np.where(calls.within(STREAM), 0.0, calls.flops)
+    nbytes, bandwidth = np.maximum(calls.nbytes, 1.0), device.bandwidth_gb_s * 1e9
+    return KernelSizes(
+        kind=np.array([kinds.setdefault(name, len(kinds)) for name in names], dtype=int),
+        row=np.full(len(names), at),
+        count=calls.count,
+        math_s=flops / rate,
+        memory_s=nbytes / bandwidth,
+        nbytes=calls.nbytes,
+        intensity=flops / nbytes,
+        ridge=rate / bandwidth,
+        blocks=_blocks(calls, tensor, device.sm_count),
+        sm_count=device.sm_count * same,
+        l2_bytes=device.l2_mib * MIB * same,
+        memory_bytes=device.memory_mib * MIB * same,
+    )
+
+
+def _units(calls: Calls, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Return which kernels run on tensor cores, and the rate of each one's units in FLOP/s."""
+    rates = device.peak_tflops
+    half = rates.fp16 or rates.bf16
+    fp8 = rates.fp8 or half
+    tensor = np.array([False, rates.tf32 is not None, half is not None, fp8 is not None])[calls.pipe]
+    of_pipes = np.array([rates.fp32, rates.tf32 or rates.fp32, half or rates.fp32, fp8 or rates.fp32])
+    return tensor, (of_pipes * 1e12)[calls.pipe]
+
+
+def _blocks(calls: Calls, tensor: np.ndarray, sm_count: int) -> np.ndarray:
+    """Return how many tiles each kernel's work has: of its output, split along the depth while SMs are idle."""
+    side = np.where(tensor, _TILE_SIDE[True], _TILE_SIDE[False])
+    tiled = calls.within(PRODUCT, CONVOLUTION, GROUPED)
+    tiles = np.maximum(np.ceil(calls.rows / side) * np.ceil(calls.columns / side) * calls.batch, 1.0)
+    splits = np.maximum(np.minimum(np.floor(sm_count / tiles), np.floor(calls.depth / _SPLIT_DEPTH)), 1.0)
+    queries = np.ceil(calls.rows / side) * calls.batch
+    streamed = np.ceil(calls.nbytes / _BLOCK_BYTES)
+    return np.maximum(np.where(tiled, tiles * splits, np.where(calls.within(ATTENTION), queries, streamed)), 1.0)
+
+
+class WaveScaling:
+    """Habitat's wave scaling: a time measured on one GPU, carried over to another.
+
+    Yu, Gao, Golikov, Pekhimenko: "Habitat: A Runtime-Based Computational Performance Predictor for Deep Neural Network
+    Training", USENIX ATC 2021, sections 3.3 and 4.2. For B blocks, W blocks a wave, bandwidth D and clock C of origin o
+    and destination d:
+
+        T_d / T_o = ceil(B / W_d) / ceil(B / W_o) * (D_o W_d / (D_d W_o))^gamma * (C_o / C_d)^(1 - gamma)
+
+    which for many waves is (D_o / D_d)^gamma * (W_o C_o / (W_d C_d))^(1 - gamma). Gamma falls from 1 to 1/2 as the
+    kernel's FLOP per byte x rises to the destination's R, and is R / 2x beyond.
+
+    Differences: the paper profiles each kernel on the origin. Here a step has one measured time, which its kernels
+    share as the roofline of the origin says. The paper has networks for products, convolutions and LSTMs; here they
+    are scaled, too. Occupancy is the same on both GPUs, so W is in proportion to the SMs. Of several origins the
+    geometric mean is taken.
+    """
+
+    def __init__(self, fit: TimeFit) -> None:
+        self.fit = fit
+        self.sizes = sizes_of(fit.rows)
+        self.ends = ends_of(fit.rows)
+        self.alike: dict[tuple, list[int]] = defaultdict(list)
+        for at, row in enumerate(fit.rows):
+            self.alike[_job_of(row)].append(at)
+
+    def log_ratios(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula.log_ratios`; NaN without a measurement of the same kernels on another GPU model among `of`."""
+        ratios = np.full(len(self.fit.rows), np.nan)
+        measured_ms = self.fit.measured_ms.numpy()
+        for members in self.alike.values():
+            for at in members:
+                origins = [o for o in members if of[o] and self.fit.devices[o] != self.fit.devices[at]]
+                if origins:
+                    scaled = [math.log(measured_ms[origin] * self._factor(origin, at)) for origin in origins]
+                    ratios[at] = np.mean(scaled) - math.log(measured_ms[at])
+        return ratios
+
+    def _factor(self, origin: int, destination: int) -> float:
+        """Return how much longer the row's kernels take on the destination's GPU than on the origin's."""
+        sizes = self.sizes
+        here, there = (slice(self.ends[at], self.ends[at + 1]) for at in (origin, destination))
+        before, after = self.fit.rows[origin].device, self.fit.rows[destination].device
+        share = sizes.count[here] * sizes.roofline_s[here]
+        return float(
+            (share * wave_factors(sizes.blocks[here], sizes.intensity[here], sizes.ridge[there], before, after)).sum()
+            / share.sum()
+        )
+
+
+def wave_factors(
+    blocks: np.ndarray, intensity: np.ndarray, ridge: np.ndarray, before: DeviceSpec, after: DeviceSpec
+) -> np.ndarray:
+    """Return each kernel's time on one GPU model over its time on another, as `WaveScaling` has it.
+
+    Args:
+        blocks: Thread blocks of each kernel.
+        intensity: Its FLOP per byte.
+        ridge: FLOP per byte of the units that compute, on the destination.
+        before, after: Origin and destination.
+    """
+    bound = np.where(intensity < ridge, 1 - 0.5 * intensity / ridge, 0.5 * ridge / np.maximum(intensity, 1e-9))
+    waves = np.ceil(blocks / after.sm_count) / np.ceil(blocks / before.sm_count)
+    sms = after.sm_count / before.sm_count
+    bandwidth = before.bandwidth_gb_s / after.bandwidth_gb_s
+    clock = clock_ghz(before) / clock_ghz(after)
+    return waves * (bandwidth * sms) ** bound * clock ** (1 - bound)
+
+
+def _job_of(row: MeasuredTime) -> tuple:
+    """Return what rows have in common that run the same kernels in the same setting."""
+    calls = row.calls
+    columns = (calls.count, calls.pipe, calls.flops, calls.nbytes, calls.rows, calls.columns, calls.depth, calls.batch)
+    return (
+        row.source,
+        row.group,
+        row.channels_last,
+        row.searched,
+        calls.kind,
+        *(column.tobytes() for column in columns),
+    )
+
+
+class TilesAndWaves:
+    """NeuSight's form: a network gives the share of the roofline at which a tile is computed; waves do the rest.
+
+    Lee, Phanishayee, Mahajan: "Forecasting GPU Performance for Deep Learning Training and Inference", ASPLOS 2025
+    (arXiv 2407.13853), sections 4 and 5. A kernel takes waves x (time of a tile at one SM's share of the peak rates) /
+    utilization, utilization = alpha - beta / waves. A multilayer perceptron gives alpha and beta from a tile's FLOPs,
+    bytes and footprint over what one SM has; sigmoids keep the utilization between 0 and 1, so that no kernel is faster
+    than the roofline. It learns by the symmetric percentage error. A step is the sum of its kernels; the host does not
+    count.
+
+    Differences: one small network with the kernel's kind as an input, where the paper trains a large one for each of
+    five operators and takes the others as bound by memory. Tiles have one size for each kind of units, where the paper
+    looks them up among profiled kernels. It learns from whole steps as well, which the paper does not: without them
+    nothing is known of tensor cores and backward passes. What timing a single kernel adds is learned for each operator.
+    """
+
+    _EPOCHS, _ROWS, _RATE, _HIDDEN, _OF_KIND = 20, 128, 3e-3, 64, 8
+
+    def __init__(self, fit: TimeFit, epochs: int = _EPOCHS) -> None:
+        self.fit, self.epochs = fit, epochs
+        sizes = sizes_of(fit.rows)
+        self.ends = ends_of(fit.rows)
+        self.kinds = sizes.kinds
+        self.kind = torch.tensor(sizes.kind)
+        waves = np.ceil(sizes.blocks / sizes.sm_count)
+        of_sm = sizes.sm_count / sizes.blocks  # one tile of all, at one SM's share of the GPU
+        self.waves = torch.tensor(waves, dtype=torch.float32)
+        self.all_waves_ms = torch.tensor(sizes.count * waves * sizes.roofline_s * of_sm * 1e3, dtype=torch.float32)
+        features = np.log(
+            np.stack(
+                [
+                    sizes.math_s * of_sm + 1e-9,
+                    sizes.memory_s * of_sm + 1e-9,
+                    sizes.nbytes * of_sm / sizes.l2_bytes + 1e-9,
+                    sizes.nbytes * of_sm / sizes.memory_bytes + 1e-12,
+                ],
+                axis=1,
+            )
+        )
+        self.features = torch.tensor((features - features.mean(axis=0)) / (features.std(axis=0) + 1e-9)).float()
+        self.instruments = Instruments(fit.rows)
+        self.measured_ms = fit.measured_ms.float()
+
+    def log_ratios(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula.log_ratios`."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            kind = torch.nn.Embedding(self.kinds, self._OF_KIND)
+            network = torch.nn.Sequential(
+                torch.nn.Linear(self.features.shape[1] + self._OF_KIND, self._HIDDEN),
+                torch.nn.ReLU(),
+                torch.nn.Linear(self._HIDDEN, self._HIDDEN),
+                torch.nn.ReLU(),
+                torch.nn.Linear(self._HIDDEN, 2),
+            )
+        added = self.instruments.begin.clone().requires_grad_(True)
+        learned = [*network.parameters(), *kind.parameters(), added]
+        optimizer = torch.optim.AdamW(learned, lr=self._RATE, weight_decay=1e-4)
+        weights = torch.tensor(self.fit.row_weights(of)).float()
+        inside, order = np.flatnonzero(of), np.random.default_rng(0)
+        batches = math.ceil(len(inside) / self._ROWS)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs * batches)
+        for _ in range(self.epochs):
+            for rows in np.array_split(order.permutation(inside), batches):
+                optimizer.zero_grad()
+                estimated, measured = self._milliseconds(network, kind, added, rows), self.measured_ms[rows]
+                error = 2 * (estimated - measured).abs() / (estimated + measured)
+                (weights[rows] * error).sum().mul(batches).backward()
+                optimizer.step()
+                schedule.step()
+        with torch.no_grad():
+            parts = np.array_split(np.arange(len(self.fit.rows)), max(1, len(self.fit.rows) // self._ROWS))
+            estimated = torch.cat([self._milliseconds(network, kind, added, rows) for rows in parts])
+            return torch.log(estimated / self.measured_ms).double().numpy()
+
+    def _milliseconds(
+        self, network: torch.nn.Module, kind: torch.nn.Module, added: torch.Tensor, rows: np.ndarray
+    ) -> torch.Tensor:
+        lengths = self.ends[rows + 1] - self.ends[rows]
+        row = np.repeat(np.arange(len(rows)), lengths)
+        at = torch.tensor(np.arange(len(row)) + np.repeat(self.ends[rows] - (np.cumsum(lengths) - lengths), lengths))
+        alpha, beta = torch.sigmoid(network(torch.cat([self.features[at], kind(self.kind[at])], dim=1))).unbind(1)
+        utilization = alpha - alpha * beta / self.waves[at]
+        kernels_ms = self.all_waves_ms[at] / utilization.clamp(min=1e-4)
+        busy_ms = torch.zeros(len(rows)).index_add(0, torch.tensor(row), kernels_ms)
+        added_ms = torch.exp(added)[self.instruments.operator[rows]].float()
+        return busy_ms + self.fit.one_kernel[rows] * added_ms
+
+
+_USUAL_SHARE = 0.6
+_DESCENT = Descent(
+    of_priors=1e-4,
+    firmness={"instrument": 0.0},
+    iterations=300,
+    rate=0.03,
+    last_rate=0.03,
+    limits={"share": (-math.inf, 0.0)},
+)
+
+
+class Formula(Protocol):
+    """A formula, made ready for the rows of a `TimeFit`."""
+
+    def log_ratios(self, of: np.ndarray) -> np.ndarray:
+        """Return the logarithm of estimated over measured time of every row, learned from the rows that `of` names.
+
+        NaN where the formula has no answer. Rows outside `of` have no part in what is learned.
+        """
+        ...
+
+
+class KernelModel:
+    """The kernel model, its efficiencies fitted anew."""
+
+    def __init__(self, fit: TimeFit) -> None:
+        self.fit = fit
+
+    def log_ratios(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula.log_ratios`."""
+        return self.fit.log_ratios(self.fit.fitted(of))
+
+
+class KernelModelAsItComes:
+    """The kernel model with the efficiencies that come along. It learns nothing of the rows."""
+
+    def __init__(self, fit: TimeFit) -> None:
+        self.fit = fit
+
+    def log_ratios(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula.log_ratios`; the same whatever `of` names."""
+        learned = load_efficiencies()
+        leftover = dict.fromkeys(SHARDED, learned.sharded)
+        return self.fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))
+
+
+class RooflineByKind:
+    """The roofline with one learned share of it for each kind of kernel on each kind of units.
+
+    A share is at most 1. Time of a step: the longer of GPU and host, as ours. A kind that no row holds has 0.6.
+    """
+
+    def __init__(self, fit: TimeFit) -> None:
+        self.fit = fit
+        sizes = sizes_of(fit.rows)
+        busy_ms = np.zeros((len(fit.rows), sizes.kinds))
+        np.add.at(busy_ms, (sizes.row, sizes.kind), sizes.count * sizes.roofline_s * 1e3)
+        self.busy_ms = torch.tensor(busy_ms)
+        self.instruments = Instruments(fit.rows)
+
+    def log_ratios(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula.log_ratios`."""
+        usual = torch.full((self.busy_ms.shape[1],), math.log(_USUAL_SHARE), dtype=torch.float64)
+        begin = {"share": usual, "instrument": self.instruments.begin}
+
+        def losses(values: Values) -> torch.Tensor:
+            return robust(self._log_ratios(values), TOLERANCE)
+
+        return self._log_ratios(descended(begin, losses, self.fit.row_weights(of), _DESCENT)).numpy()
+
+    def _log_ratios(self, values: Values) -> torch.Tensor:
+        busy_ms = self.busy_ms @ torch.exp(-values["share"])
+        one_kernel_ms = busy_ms + torch.exp(values["instrument"])[self.instruments.operator]
+        steps_ms = overlapped_ms(busy_ms, self.fit.host_ms)
+        return torch.log(torch.where(self.fit.one_kernel, one_kernel_ms, steps_ms) / self.fit.measured_ms)
+
+
+AS_IT_COMES = "trace"  # the estimator of that name gives the same figures
+FORMULAS: Mapping[str, Callable[[TimeFit], Formula]] = {
+    AS_IT_COMES: KernelModelAsItComes,
+    "kernels": KernelModel,
+    "roofline": RooflineByKind,
+    "habitat": WaveScaling,
+    "neusight": TilesAndWaves,
+}
+
+
+ROOFLINE = "nothing learned"  # the described rates alone
+_OF_KERNELS = (ROOFLINE, LEARNED_FROM, "GPU models left out")
+COVERAGES = (0.5, 0.75, 0.9, 0.95, 0.99)
+_LONG_TOKENS = 8192
+_DEPTHWISE_SHARE = 0.25  # of a network's convolutions
+_TILED_OPERATORS = tuple(f"{KERNELS}/aten::{name}" for name in ("addmm", "bmm", "convolution"))
+
+
+def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[RowScores], np.ndarray]:
+    """Return the scores of each split, and the logarithm of estimated over measured of rows in left-out families.
+
+    Args:
+        fit: The rows.
+        folds: Parts of the families that are left out in turn.
+        progress: Called before each fit with a text, the number of fits done and their total.
+    """
+    _, ratios = judged_by_splits(fit.fitted, fit.log_ratios, _splits(fit, folds), progress)
+    ratios = {ROOFLINE: fit.log_ratios(fit.roofline()), **ratios}
+    of_subsets = dict(subsets(fit))
+    kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & fit.steps).any()}
+    scores = [
+        score_of(split, rows, values[mask])
+        for split, values in ratios.items()
+        for rows, mask in of_subsets.items()
+        if rows not in kernels_alone or split in _OF_KERNELS
+    ]
+    return [score for score in scores if score.count], ratios["families left out"][fit.steps]
+
+
+def left_out_ratios(formula: Formula, masks: Sequence[np.ndarray], heard: Callable[[], None]) -> np.ndarray:
+    """Return the logarithm of estimated over measured time of rows, each from what was learned without it.
+
+    Args:
+        formula: Whose estimates.
+        masks: Of the rows that are left out in turn; at least one.
+        heard: Is called before each fit.
+
+    Returns:
+        (rows,); NaN where the formula has no answer, no mask holds the row, or one holds all rows.
+    """
+
+    def heard_of() -> Iterator[np.ndarray]:
+        for mask in masks:
+            heard()
+            yield mask
+
+    return left_out_errors(np.empty(len(masks[0])), heard_of(), lambda mask: formula.log_ratios(~mask))
+
+
+def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:
+    """Return the content of the file: the fit on all rows, and what families that were left out say of its error."""
+    longer = -held_out[np.isfinite(held_out)]  # measured over estimated
+    sources, counts = np.unique(fit.sources, return_counts=True)
+    fitted = fit.fitted(np.ones(len(fit.rows), dtype=bool))
+    return LearnedEfficiencies(
+        parameters=fitted.parameters,
+        sharded=fitted.factor(SHARDED[0]),
+        activity=activity,
+        error_quantiles={coverage: float(np.exp(np.quantile(longer, coverage))) for coverage in COVERAGES},
+        fitted_on=dict(zip(sources.tolist(), counts.tolist(), strict=True)),
+    )
+
+
+def labels_by(fit: TimeFit, by: str) -> np.ndarray:
+    """Return the label of each row by which rows are left out together.
+
+    Args:
+        by: device, family or source. Single operators have no source, as all splits but by their device learn from
+            them.
+    """
+    return {"device": fit.devices, "family": fit.groups, "source": np.where(fit.steps, fit.sources, KERNELS)}[by]
+
+
+def left_out_by(fit: TimeFit, by: str, folds: int | None = None) -> list[np.ndarray]:
+    """Return the masks of the rows that are left out in turn: those of a label, or of one of so many parts of them."""
+    return held_out_by(labels_by(fit, by), folds)
+
+
+def _splits(fit: TimeFit, folds: int) -> dict[str, list[np.ndarray]]:
+    """Return for each split the masks of the rows that are left out in turn."""
+    splits = {"families left out": left_out_by(fit, "family", folds)}
+    for by, title in (("source", "sources left out"), ("device", "GPU models left out")):
+        if len(np.unique(labels_by(fit, by)[fit.steps])) > 1:
+            splits[title] = left_out_by(fit, by)
+    return splits
+
+
+def subsets(fit: TimeFit) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield which rows are judged together, with their mask."""
+    steps = fit.steps
+    for source in np.unique(fit.sources):
+        yield str(source), fit.sources == source
+    for name, mask in (
+        ("products, convolutions", np.isin(fit.groups, _TILED_OPERATORS)),
+        ("depthwise networks", steps & np.array([_is_depthwise(row) for row in fit.rows])),
+        (f"{_LONG_TOKENS:,} tokens and more", steps & np.array([_is_long(row) for row in fit.rows])),
+    ):
+        if mask.any():
+            yield name, mask
+    for device in np.unique(fit.devices[steps]):
+        yield str(device), (fit.devices == device) & steps
+
+
+def _is_depthwise(row: MeasuredTime) -> bool:
+    calls = row.calls
+    depthwise = float(calls.count[calls.within(DEPTHWISE)].sum())
+    convolutions = float(calls.count[calls.within(DEPTHWISE, CONVOLUTION, GROUPED)].sum())
+    return depthwise > 0 and depthwise >= _DEPTHWISE_SHARE * convolutions
+
+
+def _is_long(row: MeasuredTime) -> bool:
+    return bool((row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any())
+
+
+def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:
+    """Return by which factor times are off, by their logarithms of estimated over measured time; NaN: no answer.
+
+    `factor_median` and `factor_p90` are factors, never below 1, that half and nine tenths of the rows stay below;
+    `bias` is the median of estimated over measured, `mean_error` the mean of |estimated / measured - 1|.
+    """
+    answered = ratios[np.isfinite(ratios)]
+    median, p90 = np.exp(spread(ratios)).tolist()
+    bias, mean_error = math.nan, math.nan
+    if len(answered):
+        bias, mean_error = float(np.exp(np.median(answered))), float(np.mean(np.abs(np.exp(answered) - 1)))
+    figures = {"factor_median": median, "factor_p90": p90, "bias": bias, "mean_error": mean_error}
+    return RowScores(rows=rows, by=split, count=len(answered), figures=figures)
+
+
+def score_text(scores: Sequence[RowScores], subset: str = "judged on") -> str:
+    """Return the scores as lines of text; `subset` is the head over which rows each is of."""
+    from rich.console import Console
+    from rich.table import Table
+
+    heads, rows = score_table(scores, {"rows": "by", subset: "rows", "rows judged": "count"})
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=120, no_color=True)
+    with console.capture() as text:
+        console.print(table)
+    return text.get().rstrip("\n")

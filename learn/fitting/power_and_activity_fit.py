@@ -1,0 +1,378 @@
+"""Fit what kernels draw and keep busy, and judge it on held-out jobs: power under several limits, activity and
+occupancy of SMs.
+
+Start reading at `fitted_power` and at `ActivityFit.fitted`. The formulas are `featurize.timing.activity.kernel_power`
+and `featurize.timing.activity.kernel_activity`, on torch tensors; the times of the kernels are those that are known
+before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from featurize.device.device_spec import DeviceSpec
+from featurize.job.training_settings import EAGER, Training
+from featurize.timing.activity import (
+    CLASS_VALUES,
+    CLASSES,
+    STEP_VALUES,
+    ActivityParameters,
+    KernelLoad,
+    Occupied,
+    PowerParameters,
+    kernel_activity,
+    kernel_power,
+    load_power,
+    occupied_on,
+)
+from featurize.timing.calls import Calls
+from featurize.timing.step_time import LearnedEfficiencies, overlapped, timed_kernels
+from featurize.timing.times import HostTime, call_seconds, host_ms, kernels_on
+from learn.estimators.kernel_fitting import (
+    Descent,
+    Values,
+    descended,
+    held_out_by,
+    joined,
+    judged_by_splits,
+    of_rows,
+    overlapped_ms,
+    robust,
+    row_of_kernels,
+    weights_by,
+)
+from learn.fitting.kernel_rows import MeasuredActivity, RowLeftOut, described, queried, read_each
+from learn.fitting.published_jobs import JOBS, ZEUS, zeus_calls
+from learn.judging.scores import RowScores, spread
+
+# Where the fit begins: an SM without arithmetic, the pipes and the memory each draw a part of what the board may.
+_BEGIN: Mapping[str, float] = {"sm": 0.3, "fp32": 1.0, "tensor": 1.0, "dram": 0.4, "exponent": 2.0, "feed": 0.5}
+_OF_TIMES = 0.5  # weight of how much longer a job takes, beside its power
+_TOLERANCE = 0.05  # relative: what is further off counts in proportion, not squared
+_DESCENT = Descent(
+    of_priors=2e-2,
+    iterations=150,
+    rate=0.05,
+    last_rate=0.01,
+    limits={**dict.fromkeys(("sm", "fp32", "tensor", "dram"), (0.0, 3.0)), "exponent": (1.0, 3.0), "feed": (0.05, 1.5)},
+)
+SETTINGS = Training(precision="tf32")  # of Zeus' jobs
+_CELL = "CAST(json_extract_string(origin, '$.value') AS DOUBLE)"
+# Job, limit in W, power in W, time of an epoch, ms of a step.
+_MEASURED = (
+    "SELECT device_name, json_extract_string(origin, '$.model'), json_extract_string(origin, '$.dataset'), batch_size, "
+    "json_extract_string(origin, '$.optimizer'), CAST(json_extract_string(origin, '$.power_limit_w') AS DOUBLE), "
+    f"last({_CELL} ORDER BY run_id) FILTER (power_w IS NOT NULL), "
+    f"last({_CELL} ORDER BY run_id) FILTER (power_w IS NULL), "
+    "last(step_time_ms ORDER BY run_id) FILTER (step_time_ms IS NOT NULL) "
+    f"FROM runs WHERE source = 'imported' AND job_id = 'import-{ZEUS}' AND status = 'ok' GROUP BY ALL"
+)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPower:
+    """One job on one GPU model.
+
+    Args:
+        model: Left out together.
+        device: The GPU model.
+        calls: The kernels of a step.
+        power_w: Limit in W -> mean power in W.
+        times: Limit in W -> time of an epoch, in any unit.
+        step_ms: Of a step at the highest limit; None where the steps of an epoch are not known.
+    """
+
+    model: str
+    device: DeviceSpec
+    calls: Calls
+    power_w: Mapping[float, float]
+    times: Mapping[float, float]
+    step_ms: float | None
+
+
+def fitted_power(
+    rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
+) -> tuple[dict[str, float], list[RowScores]]:
+    """Return the section `power` of the file of parameters, and its scores.
+
+    With fewer than two GPU models, the section is the packaged one.
+
+    Args:
+        rows: What `power_rows` returns.
+        learned: The efficiencies that give the kernels' times.
+        progress: Called before each fit with a text, the number done and their total.
+    """
+    if len({row.device.name for row in rows}) < 2:
+        return dataclasses.asdict(load_power()), []
+    return judged_power(rows, learned, progress)
+
+
+def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple[list[MeasuredPower], dict[str, int]]:
+    """Return the jobs of a data folder with power by limit, and how many were left out for which reason.
+
+    Jobs that wait for their input are not asked for.
+
+    Args:
+        data: The data folder; None: the default one.
+        progress: Called before each trace with a text, the number done and their total.
+    """
+    jobs: dict[tuple, dict[float, tuple[float | None, ...]]] = defaultdict(dict)
+    for *job, limit_w, power_w, time, step_ms in queried(data, _MEASURED):
+        if (job[1], job[2]) in JOBS:
+            jobs[tuple(job)][limit_w] = power_w, time, step_ms
+    calls: dict[tuple, Calls] = {}
+
+    def read(job: tuple[tuple, dict[float, tuple]]) -> MeasuredPower:
+        (*alike, _), by_limit = job
+        name, model, dataset, batch = key = tuple(alike)
+        spec, both = described(name), sorted(limit for limit, cells in by_limit.items() if None not in cells[:2])
+        if not both:
+            raise RowLeftOut("jobs without both power and time at a limit")
+        if key not in calls:
+            calls[key] = zeus_calls(model, dataset, batch, spec)
+        power_w, times, _ = ({limit: by_limit[limit][at] for limit in both} for at in range(3))
+        return MeasuredPower(
+            model=f"{model}/{dataset}",
+            device=spec,
+            calls=calls[key],
+            power_w=power_w,
+            times=times,
+            step_ms=by_limit[both[-1]][2],
+        )
+
+    return read_each(sorted(jobs.items()), read, progress)
+
+
+def judged_power(
+    rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
+) -> tuple[dict[str, float], list[RowScores]]:
+    """Return the section fitted on all rows, and the scores of all and of left-out models and GPU models."""
+    fit = _PowerFit(rows, learned)
+    splits = {
+        "GPU models left out": held_out_by(np.array([row.device.name for row in rows])),
+        "models left out": held_out_by(np.array([row.model.partition("/")[0] for row in rows])),
+    }
+    section, errors = judged_by_splits(fit.fitted, fit.errors, splits, progress, "fitting power")
+    return section, [score for split, off in errors.items() for score in _scores(split, off)]
+
+
+class _PowerFit:
+    """Rows made ready once, to be fitted with some of them left out. Axes: kernels x limits, rows x limits."""
+
+    def __init__(self, rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> None:
+        limits = max(len(row.power_w) for row in rows)
+        self._own_w = of_rows(row.device.power_limit_w for row in rows)
+        self._idle_w = of_rows(row.device.idle_power_w for row in rows)
+        caps, power, slower = (np.full((len(rows), limits), np.nan) for _ in range(3))
+        for at, row in enumerate(rows):
+            of_row = sorted(row.power_w, reverse=True)
+            caps[at, : len(of_row)] = of_row
+            power[at, : len(of_row)] = [row.power_w[limit] for limit in of_row]
+            slower[at, : len(of_row)] = [row.times[limit] / row.times[of_row[0]] for limit in of_row]
+        self._caps = torch.tensor(np.where(np.isnan(caps), caps[:, :1], caps))
+        self._known = torch.tensor(np.isfinite(power))
+        self._power, self._slower = (torch.tensor(np.nan_to_num(measured, nan=1.0)) for measured in (power, slower))
+        self._kinds = np.array([f"{row.device.name} {row.model}" for row in rows])
+
+        timed = [timed_kernels(row.calls, row.device, SETTINGS, learned) for row in rows]
+        self._load = KernelLoad(
+            **{
+                name: torch.tensor(np.concatenate([getattr(one.load, name) for one in timed]))[:, None]
+                for name in KernelLoad.__dataclass_fields__
+            }
+        )
+        self._row = row_of_kernels(range(len(rows)), [row.calls for row in rows])
+        self._busy_ms = torch.tensor(np.concatenate([one.seconds * one.calls.count for one in timed]))[:, None] * 1e3
+        # What a launch takes the host is not published: the shortest step of a GPU's machine says at most how long.
+        launch_ms: dict[str, float] = {}
+        for row in rows:
+            if row.step_ms is not None:
+                least = row.step_ms / row.calls.launches
+                launch_ms[row.device.name] = min(launch_ms.get(row.device.name, least), least)
+        self._host_ms = of_rows(row.calls.launches * launch_ms.get(row.device.name, 0.0) for row in rows)[:, None]
+
+    def fitted(self, of: np.ndarray) -> dict[str, float]:
+        """Return the values that explain the rows of the mask `of`, (rows,). Every model on every GPU counts alike."""
+        weights = weights_by(self._kinds, of, power=1.0)
+
+        def losses(values: Values) -> torch.Tensor:
+            power, slower = self._off(values)
+            off = self._known * (robust(power, _TOLERANCE) + _OF_TIMES * robust(slower, _TOLERANCE))
+            return off.sum(1) / (of_rows(weights) @ self._known.double()).sum()
+
+        values = descended(_tensors(_BEGIN), losses, weights, _DESCENT)
+        return {name: round(float(value), 4) for name, value in values.items()}
+
+    def errors(self, section: Mapping[str, float]) -> np.ndarray:
+        """Return the relative errors of power and of time, (rows, limits, 2), NaN where nothing was measured."""
+        off = torch.stack([one.exp() - 1 for one in self._off(_tensors(section))], dim=2).numpy()
+        return np.where(self._known.numpy()[:, :, None], off, np.nan)
+
+    def _off(self, values: Values) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logarithms of estimated over measured power and relative time, (rows, limits)."""
+        learned = PowerParameters(**values)
+        idle_w, own_w = (column[self._row][:, None] for column in (self._idle_w, self._own_w))
+        limits_w = torch.cat([self._own_w[:, None], self._caps], 1)[self._row]
+        watts, factor = kernel_power(self._load, idle_w, own_w, limits_w, learned, torch)
+        busy_ms = self._busy_ms * factor[:, 1:] / factor[:, :1]
+        empty = torch.zeros_like(self._caps)
+        of_row_ms = empty.index_add(0, self._row, busy_ms)
+        above_idle_mj = empty.index_add(0, self._row, busy_ms * (watts[:, 1:] - idle_w))
+        step_ms = overlapped_ms(of_row_ms, self._host_ms)
+        power_w = self._idle_w[:, None] + above_idle_mj / step_ms
+        return (power_w / self._power).log(), (step_ms / step_ms[:, :1] / self._slower).log()
+
+
+def _tensors(values: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
+def _scores(split: str, off: np.ndarray) -> list[RowScores]:
+    """Return how far power, and how much longer a job takes than at the highest limit, are off, relative."""
+    scores = []
+    for limit, errors in (("the board's own", off[:, :1]), ("lower", off[:, 1:])):
+        known = errors[:, :, 0][np.isfinite(errors[:, :, 0])]
+        (power, power_p90), (slower, slower_p90) = (spread(errors[:, :, at]) for at in (0, 1))
+        figures = {"power_median": power, "power_p90": power_p90}
+        figures["power_bias"] = float(np.median(known)) if len(known) else math.nan
+        figures |= {"slower_median": slower, "slower_p90": slower_p90}
+        scores.append(RowScores(rows=limit, by=split, count=len(known), figures=figures))
+    return scores
+
+
+_TRAINING_SHARE = "training_share"  # of the time over which others took means: their set-up is in it
+_BEGIN_OF_ACTIVITY = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3, _TRAINING_SHARE: 0.95}
+_SMACT_TOLERANCE, _SMOCC_TOLERANCE = 0.03, 0.015  # what is further off counts in proportion, not squared
+_OF_SMOCC = 2.0  # weight of occupancy beside activity
+_DESCENT_OF_ACTIVITY = Descent(
+    of_priors=2e-4,
+    iterations=400,
+    rate=0.03,
+    last_rate=0.005,
+    limits={"wave": (0.0, 3.0), "stream_wave": (0.0, 3.0), "gap": (0.0, 1.0), _TRAINING_SHARE: (0.85, 1.0)},
+)
+
+
+class ActivityFit:
+    """Rows made ready once, to be fitted with some of them left out.
+
+    Args:
+        rows: What was measured.
+        learned: The efficiencies that give the kernels' times.
+        eager: Of the host; None: the packaged constants.
+    """
+
+    def __init__(
+        self, rows: Sequence[MeasuredActivity], learned: LearnedEfficiencies, eager: HostTime | None = None
+    ) -> None:
+        hosts = None if eager is None else {EAGER: eager}
+        self.rows = rows
+        self.family = np.array([row.family for row in rows])
+        self._latency_s = learned.latency_s
+        parts: list[Occupied] = []
+        seconds, steps_s = [], []
+        for row in rows:
+            kernels = kernels_on(
+                row.calls,
+                row.device,
+                learned.parameters.names,
+                channels_last=row.channels_last,
+                searched=row.searched,
+            )
+            seconds.append(call_seconds(kernels, learned.parameters))
+            busy_ms = float((row.calls.count * seconds[-1]).sum()) * 1e3
+            steps_s.append((overlapped(busy_ms, host_ms(row.calls, row.device, EAGER, hosts)) + row.input_ms) * 1e-3)
+            parts.append(occupied_on(row.calls, kernels, row.device))
+        self._occupied = joined(parts).converted(torch.as_tensor)
+        self._seconds = torch.tensor(np.concatenate(seconds))
+        self._count = torch.tensor(np.concatenate([row.calls.count for row in rows]))
+        self._row = row_of_kernels(range(len(rows)), [row.calls for row in rows])
+        self._step_s = of_rows(steps_s)
+        self._whole_run = of_rows(row.whole_run for row in rows)
+        self._smact, self._smocc = of_rows(row.smact for row in rows), of_rows(row.smocc for row in rows)
+
+    def fitted(
+        self, of: np.ndarray, *, iterations: int = _DESCENT_OF_ACTIVITY.iterations
+    ) -> tuple[ActivityParameters, float]:
+        """Return the parameters that explain the rows of the mask `of`, (rows,), and the share of a whole run that is
+        training. Every family has the same weight."""
+
+        def losses(values: Values) -> torch.Tensor:
+            smact, smocc = self._ratios(_parameters(values, lambda value: value), values[_TRAINING_SHARE])
+            off = robust(smact - self._smact, _SMACT_TOLERANCE)
+            return off + _OF_SMOCC * robust(smocc - self._smocc, _SMOCC_TOLERANCE)
+
+        weights = weights_by(self.family, of, power=1.0)
+        values = descended(_begin(), losses, weights, replace(_DESCENT_OF_ACTIVITY, iterations=iterations))
+        return _parameters(values, np.asarray), float(values[_TRAINING_SHARE])
+
+    def errors(self, learned: ActivityParameters, training_share: float) -> np.ndarray:
+        """Return estimated less measured SM activity and occupancy of each row, (rows, 2)."""
+        of_torch = _parameters({**learned.by_class, **learned.single}, torch.as_tensor)
+        smact, smocc = (ratio.clip(max=1.0) for ratio in self._ratios(of_torch, training_share))
+        return torch.stack([smact - self._smact, smocc - self._smocc], dim=1).numpy()
+
+    def _ratios(
+        self, learned: ActivityParameters, training_share: torch.Tensor | float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        share, occupancy = kernel_activity(self._occupied, learned, torch)
+        active = self._count * (self._seconds - learned.single["gap"] * self._latency_s) * share
+        zeros = torch.zeros(len(self.rows), dtype=torch.float64)
+        shown = (1 - self._whole_run * (1 - training_share)) / self._step_s
+        return (
+            zeros.index_add(0, self._row, active) * shown,
+            zeros.index_add(0, self._row, active * occupancy) * shown,
+        )
+
+
+def judged_activity(
+    fit: ActivityFit, folds: int, progress: Callable[[str, int, int], None]
+) -> tuple[list[RowScores], ActivityParameters]:
+    """Return the scores of each family, and the parameters fitted on all rows.
+
+    Args:
+        fit: The rows; each family is judged on rows that were learned from, and on groups that were left out.
+        folds: Parts of the groups that are left out in turn.
+        progress: Called before each fit with a text, the number of fits done and their total.
+    """
+    splits = {"groups left out": held_out_by(np.array([row.group for row in fit.rows]), folds)}
+    learned, errors = judged_by_splits(
+        fit.fitted, lambda learned: fit.errors(*learned), splits, progress, "fitting activity"
+    )
+    scores = [
+        _score(str(family), split, of_rows[fit.family == family])
+        for family in np.unique(fit.family)
+        for split, of_rows in errors.items()
+    ]
+    return scores, learned[0]
+
+
+def _score(family: str, split: str, errors: np.ndarray) -> RowScores:
+    """Return how far SM activity and occupancy are off, absolute."""
+    (smact, smact_p90), (smocc, smocc_p90) = spread(errors[:, 0]), spread(errors[:, 1])
+    figures = {"smact_median": smact, "smact_p90": smact_p90, "smocc_median": smocc, "smocc_p90": smocc_p90}
+    return RowScores(rows=family, by=split, count=len(errors), figures=figures)
+
+
+def _begin() -> dict[str, torch.Tensor]:
+    by_class = {
+        "most_warps": torch.log(of_rows(one.most_warps for one in CLASSES.values())),
+        "block_warps": torch.zeros(len(CLASSES), dtype=torch.float64),
+    }
+    return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in _BEGIN_OF_ACTIVITY.items()}
+
+
+def _parameters(values: Values, convert: Callable) -> ActivityParameters:
+    return ActivityParameters(
+        by_class={name: convert(values[name]) for name in CLASS_VALUES},
+        single={name: convert(values[name]) for name in STEP_VALUES},
+    )

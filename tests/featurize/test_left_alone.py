@@ -1,0 +1,104 @@
+"""A trace leaves PyTorch as it was: whatever it replaces meanwhile is back after it, also after a failure."""
+
+import contextlib
+import logging
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_nets import LENGTH, Attending
+from rank_nets import WIDTH as ATTENTION_WIDTH
+from torch import nn
+from torch.distributed.fsdp import _fully_shard
+from torch.nn.modules import module as hooks
+
+from conf.errors import UsageError
+from featurize.job.layout import Parallel
+from featurize.trace.tracer import TraceError, trace_step
+from featurize.training.training_step import Training
+
+SHARDS = (_fully_shard._fully_shard, _fully_shard._fsdp_init, _fully_shard._fsdp_param_group)
+OWNERS = (torch, torch._VF, torch.Tensor, torch.UntypedStorage, nn.functional, nn.Module, hooks, dist, sys, *SHARDS)
+HOOKS = [name for name in vars(hooks) if name.startswith("_global_") and hasattr(getattr(hooks, name), "__len__")]
+QUIET = {"_C", "last_exc", "last_type", "last_value", "last_traceback", "modules"}  # which change by themselves
+
+
+class Words(nn.Module):
+    """A recurrent layer whose length is read from a tensor that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.LSTM(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][: int(torch.tensor([2]).sum())])
+
+
+class Failing(nn.Linear):
+    """Fails in its backward pass, or where the step's own figure is read."""
+
+    def __init__(self, reads=False):
+        super().__init__(4, 4)
+        self.reads = reads
+        self.register_full_backward_hook(self.stop)
+
+    def stop(self, *_):
+        raise RuntimeError("in the middle")
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * y.sum().item() if self.reads else y
+
+
+def trace(model, shape=(2, 4), precision="fp32", **layout):
+    parallel = Parallel(**layout) if layout else None
+    settings = Training(optimizer="momentum", precision=precision)
+    return trace_step(model, torch.empty(shape, device="meta"), None, sum_of, settings=settings, parallel=parallel)
+
+
+def sum_of(output, _):
+    return output.float().sum()
+
+
+def linear():
+    return nn.Linear(4, 4)
+
+
+SEQUENCES = (2, LENGTH, ATTENTION_WIDTH)
+TRACES = {
+    "autocast": lambda: trace(linear, precision="bf16"),
+    "recurrent": lambda: trace(Words, (3, 2, 4)),
+    "failing": lambda: trace(Failing),
+    "reading": lambda: trace(lambda: Failing(reads=True)),
+    "stage 3": lambda: trace(linear, ddp=2, zero=3),
+    "replicas": lambda: trace(linear, ddp=2),
+    "shards": lambda: trace(linear, fsdp=2),
+    "failing shards": lambda: trace(Failing, fsdp=2),
+    "sequence": lambda: trace(Attending, SEQUENCES, cp=2),
+    "no sequence": lambda: trace(linear, cp=2),
+}
+FAIL = ("failing", "reading", "failing shards", "no sequence")
+
+
+def state():
+    replaceable = {
+        (owner.__name__, name): value for owner in OWNERS for name, value in vars(owner).items() if name not in QUIET
+    }
+    level = logging.getLogger("torch.distributed").level
+    return replaceable, [len(getattr(hooks, name)) for name in HOOKS], level, sys.excepthook
+
+
+@pytest.mark.needs_mode("fsdp")
+@pytest.mark.parametrize("name", TRACES)
+def test_what_a_trace_replaces_is_back_after_it(name):
+    def run():
+        with pytest.raises((TraceError, UsageError)) if name in FAIL else contextlib.nullcontext():
+            TRACES[name]()
+
+    run()  # imports what it needs
+    before, *counts = state()
+    run()
+    after, *counts_after = state()
+    assert [key for key, value in before.items() if after.get(key) is not value] == []
+    assert counts_after == counts and not dist.is_initialized()
