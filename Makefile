@@ -16,12 +16,13 @@ offline: override PYTHON := python3
 MIB ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help venv offline demo test test-wide test-faults test-gpu test-torch golden bench bench-gpu bench-serve image collect-gpu offline-page docs readme readme-check lint clean
+.PHONY: help venv offline demo test test-quick test-wide test-faults test-gpu test-torch golden bench bench-gpu bench-serve image collect-gpu offline-page docs readme readme-check lint clean
 
 help:
 	@echo "make venv          install into .venv; TORCH=torch==2.11.0 TORCH_OPTIONS='--index-url ADDRESS'"
 	@echo "make demo          run the main job small, in a few minutes"
 	@echo "make test          run the tests"
+	@echo "make test-quick    run some cases of those without a process, Ray, a socket or a fit"
 	@echo "make test-wide     run the cases that make test leaves out"
 	@echo "make test-faults   kill trials, workers and dispatchers in the middle of jobs (slow)"
 	@echo "make test-gpu      run the tests that need an NVIDIA GPU"
@@ -61,6 +62,10 @@ demo: venv
 
 test: venv
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow and not wide and not gpu"
+
+QUICK := tests/conf tests/featurize tests/learn tests/warehouse
+test-quick: venv
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow and not wide and not gpu" --quick $(QUICK)
 
 test-wide: venv
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "wide and not slow and not gpu"

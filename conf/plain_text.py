@@ -1,6 +1,7 @@
-"""Makes text safe for terminals: escape sequences, control and direction characters are escaped.
+"""Makes text safe for terminals and for storage: escape sequences, control and direction characters are escaped.
 
-Start reading at `printable`; `shown` is for values that a message quotes, `error_line` for stored errors.
+Start reading at `printable`; `shown` is for values that a message quotes, `error_line` for stored errors, `safe_text`
+for what a trial sends.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ OUTPUT_STARTS = "\n--- the trial's output ends:"  # separates the error of a run
 _TRACEBACK_STARTS = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s*(?:[|+]\s*)?File ".*", line \d+')
 _IN_A_GROUP = re.compile(r"^ {2,}[|+] ")  # how a traceback draws the exceptions of a group
+ERROR_CHARACTERS = 32_000  # of an error's text that are kept
+_HEAD_SHARE = 0.25  # of the kept text; the rest is its end, where a traceback has its message
+_QUOTED_CHARACTERS = 200
+_TAB_OR_LINE_FEED = re.compile("([\t\n])")  # what is kept as it is
+_LINE_END = re.compile("\r\n?")
 
 
 def printable(text: str) -> str:
@@ -107,3 +113,29 @@ def _spelled(character: str) -> str:
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name that Python could not decode (PEP 383)
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def safe_text(text: str, limit: int = ERROR_CHARACTERS) -> str:
+    """Return `text` escaped as `printable` does, but for tabs, cut to about `limit` characters.
+
+    The beginning and the end are kept; a line between them says how many characters were left out.
+    """
+    parts = _TAB_OR_LINE_FEED.split(_LINE_END.sub("\n", shortened(text, limit)))
+    return "".join(part if part == "\t" else printable(part) for part in parts)
+
+
+def shortened(text: str, limit: int = ERROR_CHARACTERS) -> str:
+    """Return the beginning and the end of `text`, with a line that says how many characters were left out."""
+    if len(text) <= limit:
+        return text
+    head = int(limit * _HEAD_SHARE)
+    tail = limit - head
+    return f"{text[:head]}{left_out(len(text) - limit, 'characters')}{text[-tail:]}"
+
+
+def quoted(data: bytes | str) -> str:
+    """Return the beginning of `data` in quotes and plain ASCII, with the full length where that is more."""
+    kept = data[:_QUOTED_CHARACTERS]
+    text = ascii(kept.decode("utf-8", "backslashreplace") if isinstance(kept, bytes) else kept)
+    unit = "bytes" if isinstance(data, bytes) else "characters"
+    return text if len(kept) == len(data) else f"{text}... ({len(data):,} {unit})"

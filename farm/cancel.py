@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, key
-from farm.queue.jobs import Queue
-from farm.status import existing_queue
+from farm.queue.jobs import Queue, existing_queue
 from warehouse.files.folder import DataFolder
 
 

@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import Any
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key, section
+from conf.device_names import profiles_of
 from conf.errors import CommandError, EnvironmentProblem
-from farm.submission.described_device import described_device, device_rows
 from farm.submission.settings import DeviceKeys, device_choice
+from featurize.device.device_spec import device_from_mapping
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
 from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
@@ -29,6 +31,7 @@ from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, make_sensors
 
 _BYTES_PER_MIB = 1024**2
+_RATES = ("fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8")
 TESTED_TORCH = ("2.6.0", "2.15.0")  # the oldest and the newest release that the golden traces were made under
 _LISTEN_S = 1.5  # how long a sensor is listened to, at most: an exporter that renews its values each second shows
 _SLOW_EXPORTER_S = 0.5  # a window of 1 s holds no reading of such a one, or hardly one
@@ -122,6 +125,46 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
         "machine": machine_state(),
         "data": data_state(data),
     }
+
+
+def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a GPU model's figures, with `ridge_flop_per_byte` for each of its rates; None without a description.
+
+    Below its ridge a kernel is bound by memory, above it by arithmetic.
+    """
+    if spec is None:
+        return None
+    device = device_from_mapping(dict(spec))
+    rates = {name: rate for name in _RATES if (rate := getattr(device.peak_tflops, name)) is not None}
+    return {
+        **device.to_mapping(),
+        "architecture": device.architecture.title,
+        "warp_size": device.architecture.warp_size,
+        "peak_tflops": rates,
+        "ridge_flop_per_byte": {name: rate * 1e3 / device.bandwidth_gb_s for name, rate in rates.items()},
+        "mig_slices": list(profiles_of(device.name)),
+    }
+
+
+def device_rows(described: Mapping[str, Any]) -> list[tuple[str, bool | None, str]]:
+    """Return the figures as rows of the report: name, no judgement, text."""
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in described["peak_tflops"].items())
+    ridge = ", ".join(f"{name} {value:.0f}" for name, value in described["ridge_flop_per_byte"].items())
+    texts = {
+        "model": f"{described['name']}, {described['architecture']}",
+        "usable memory": f"{described['memory_mib']:,.0f} MiB, of which a process's context takes "
+        f"{described['context_mib']:,.0f}",
+        "bandwidth": f"{described['bandwidth_gb_s']:,.0f} GB/s, L2 cache {described['l2_mib']:g} MiB",
+        "TFLOP/s": rates,
+        "ridge, FLOP/byte": ridge,
+        "multiprocessors": f"{described['sm_count']}, each of {described['warps_per_sm']} warps of "
+        f"{described['warp_size']} threads",
+        "power": f"{described['idle_power_w']:g} W idle, at most {described['power_limit_w']:g} W",
+        "launch": f"{described['launch_overhead_us']:g} µs of the host",
+    }
+    if described["mig_slices"]:
+        texts["MIG slices"] = f"{', '.join(described['mig_slices'])} (device={described['name']}:PROFILE)"
+    return [(name, None, text) for name, text in texts.items()]
 
 
 def device_state(choice: DeviceChoice) -> dict[str, str | None]:

@@ -14,20 +14,17 @@ from conf.cli.command_line import EXIT_INTERRUPTED, command
 from conf.cli.settings import built
 from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
-from farm.monitoring.service import Service
-from farm.nights.cycle import Left, NightWork, message_of
-from farm.nights.journal import STEPS, Cycle, Journal
-from farm.nights.journal_payloads import CanariesPayload, LandPayload, LearnPayload, RunPayload
+from farm.dispatch.monitoring import Service
+from farm.nights.cycle import Left, NightWork, message_of, notify
+from farm.nights.journal import STEPS, CanariesPayload, Cycle, Journal, LandPayload, LearnPayload, RunPayload
 from farm.nights.machine import environment_now, machine_of
-from farm.nights.notify import notify
 from farm.nights.plan import make_plan
 from farm.nights.settings import GrowSettings
-from farm.queue.jobs import Queue
+from farm.queue.jobs import Queue, queue_to_read
 from farm.queue.outcomes import EXIT_ALL_FAILED
-from farm.queue.queue_copy import queue_to_read
 from farm.submission.model_check import require_models
 from warehouse.files.folder import DataFolder
-from warehouse.files.lock_file import open_lock
+from warehouse.files.plain_file import open_lock
 from workers.devices import DeviceChoice
 
 if TYPE_CHECKING:

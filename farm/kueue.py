@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from conf.cli.command_line import command
-from conf.cli.extras import naming_the_extra
+from conf.cli.commands import naming_the_extra
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.plain_text import one_line

@@ -6,14 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-from conf.cli.bars import StepBar
-from conf.cli.command_line import command
+from conf.cli.command_line import StepBar, command
 from conf.files.outputs import checked_report
-from conf.reports.render import write_page
-from farm.replaying.crossing import run_crossing
-from farm.replaying.page import keep_in, replay_page
-from farm.replaying.settings import ReplaySettings
-from farm.replaying.view import as_mapping, lines
+from conf.reports.blocks import write_page
+from farm.replaying.crossing import ReplaySettings, run_crossing
+from farm.replaying.view import as_mapping, keep_in, lines, replay_page
 from warehouse.files.folder import DataFolder
 
 

@@ -21,8 +21,7 @@ from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import bounded, one_line
-from farm.serving.scheduling import figures_of
-from farm.slurm import devices_key
+from farm.serving.scheduling import devices_key, figures_of
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate

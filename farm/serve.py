@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conf.cli.command_line import command
-from conf.cli.extras import naming_the_extra
+from conf.cli.commands import naming_the_extra
 from farm.serving.settings import ServeSettings
 
 

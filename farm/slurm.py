@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
-from conf.device_names import resolve_device
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import one_line
-from farm.serving.scheduling import figures_of, keep_asking
+from farm.serving.scheduling import devices_key, figures_of, keep_asking
 from warehouse.files.layout import write_bytes
 
 if TYPE_CHECKING:
@@ -34,32 +33,6 @@ _LONGEST_COMMENT = 200
 _MOST_BYTES = 4 << 20  # of the table's directives: slurmctld reads all of it
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CODING = {"encoding": "utf-8", "errors": "surrogateescape"}  # any bytes of a script come back as they were
-
-
-def features_by_device(devices: Mapping[str, Any]) -> dict[str, str]:
-    """Return Slurm's feature of each GPU model, by its full name. Raises `UsageError` that names what is wrong."""
-    from featurize.device.device_spec import device_names
-
-    problems = [] if devices else ["devices must name the cluster's GPU models, as in '{L4: l4}'"]
-    features: dict[str, str] = {}
-    for name, feature in devices.items():
-        try:
-            features[resolve_device(name, device_names())] = str(feature)
-        except UsageError as error:
-            problems.append(str(error))
-        if not str(feature).replace("_", "").replace("-", "").replace(".", "").isalnum():
-            problems.append(f"devices: the feature of {name} is a name that Slurm's nodes have, got {feature!r}")
-    if problems:
-        raise UsageError("; ".join(problems))
-    return features
-
-
-def devices_key() -> Any:
-    """Return the field `devices` of commands that know a cluster's GPU models."""
-    return key(
-        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'",
-        build=features_by_device,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

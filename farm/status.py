@@ -21,16 +21,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
-from conf.errors import UsageError
 from conf.plain_text import error_line, one_line, printable
-from farm.queue.jobs import JobProgress
+from farm.queue.jobs import existing_queue, queue_to_read
 from farm.queue.lock import dispatcher_of
-from farm.queue.queue_copy import queue_to_read
+from farm.queue.queue_values import JobProgress
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -117,13 +115,6 @@ def presence_of(folder: DataFolder) -> Presence:
         return compare(folder, quick=True)
     except sqlite3.Error:
         return Presence()
-
-
-def existing_queue(folder: DataFolder, job_id: str | None) -> Path:
-    """Return the queue's path in a readable data folder. Raises `UsageError` if there is none, so no job is known."""
-    if not folder.open().queue.is_file():
-        raise UsageError(f"unknown job {job_id!r}; there are no jobs in {folder.root}")
-    return folder.queue
 
 
 def _job_report(progress: JobProgress, worked_on: bool) -> dict[str, Any]:

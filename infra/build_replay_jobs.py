@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.errors import CommandError
-from farm.replaying.catalogue import JOBS_FILE, PUBLISHED_FILE
+from farm.replaying.traces import JOBS_FILE, PUBLISHED_FILE
 from featurize.nets.vision import import_library
 from learn import Estimate, estimate
 

@@ -18,21 +18,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.cli.arguments import exit_code
-from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_USAGE
+from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_USAGE, exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.reports.page_text import count_of
-from farm.dispatch.layouts import require_gpus
+from farm.dispatch.working import work
 from farm.queue.jobs import Queue
-from farm.sampling.space import Choice, Range, Space, default_space, own_space
-from farm.submission.settings import SubmitSettings
-from farm.submit import submit
-from farm.work import work
+from farm.sampling.dimensions import Choice, Range, Space, default_space, own_space
+from farm.submission.settings import SubmitSettings, require_gpus
+from farm.submission.submitting import submit
 from featurize.configs.trial import OPTIMIZERS, PRECISIONS
 from featurize.families import family_names
-from featurize.job.trial_config import Optimizer
+from featurize.job.training_settings import Optimizer
 from warehouse.export import ExportSettings, export
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceUnavailable, choose_device

@@ -16,7 +16,7 @@ MOST_CHOICES = 8  # of a key that the page lists
 sys.path.insert(0, str(ROOT))  # a script's own folder is first, and another checkout may be installed
 
 from conf.cli.commands import COMMANDS, description, settings_class  # noqa: E402
-from conf.cli.keys import choice_values, flat, group_options  # noqa: E402
+from conf.cli.overrides import choice_values, flat, group_options  # noqa: E402
 from conf.cli.settings import Key, keys_of, written  # noqa: E402
 
 INTRODUCTION = """# Commands

@@ -249,7 +249,7 @@ def entry(settings: BenchmarkSettings) -> int:
         from learn.sharing.command import benchmark_entry
 
         return benchmark_entry(settings)
-    from conf.reports.render import write_page
+    from conf.reports.blocks import write_page
     from learn.judging.benchmark_view import BenchmarkProgress, benchmark_page, print_benchmark, write_json
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:

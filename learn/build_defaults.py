@@ -194,7 +194,7 @@ def _cell(name: str, meta: Mapping) -> str:
 
 def entry(settings: BuildSettings) -> None:
     """Fit the models, and print the folder's path."""
-    from conf.cli.bars import StepBar
+    from conf.cli.command_line import StepBar
 
     with StepBar("default models") as bar:
         build(settings, bar.update)

@@ -1,6 +1,6 @@
 """`python -m learn.calibrate measured=FILE.csv`: a machine's memory outside PyTorch's allocator, from a few numbers.
 
-Start reading at `calibrate` and `entry`; `featurize.device.machine` says what a profile holds.
+Start reading at `calibrate` and `entry`; `featurize.device.device_spec` says what a profile holds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
 from conf.units import MIB
-from featurize.configs.row_config import config_of_one_gpu
-from featurize.configs.trial import config_from_mapping
-from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device, plain_device
-from featurize.device.machine import CURRENT, PARTS, MachineProfile, machine
+from featurize.configs.trial import config_from_mapping, config_of_one_gpu
+from featurize.device.device_spec import (
+    CURRENT,
+    DEFAULT_DEVICE,
+    PARTS,
+    DeviceSpec,
+    MachineProfile,
+    load_device,
+    machine,
+    plain_device,
+)
 from learn.commands.estimate import described_device
 from learn.estimation.platforms import profile_path
 from learn.job.training_job import TrainingJob, of_config

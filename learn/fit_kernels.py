@@ -90,8 +90,8 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
         UsageError: The folder holds too few measured steps.
     """
     from featurize.job.training_settings import EAGER
-    from featurize.timing.host import packaged_hosts
     from featurize.timing.step_time import efficiencies_text, load_efficiencies
+    from featurize.timing.times import packaged_hosts
     from learn.estimators.kernel_fitting import TimeFit
     from learn.fitting.host_and_link_fit import fitted_hosts, fitted_links
     from learn.fitting.kernel_formulas import judged, learned_of
@@ -123,7 +123,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
-    from conf.cli.bars import StepBar
+    from conf.cli.command_line import StepBar
     from learn.fitting.kernel_formulas import score_text
 
     with StepBar("fitting kernels") as bar:

@@ -4,10 +4,12 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import signal
 import sys
 import zlib
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,36 @@ os.fsync = os.fstat
 
 # Under `nohup` and in a background job of a script, Ctrl-C is ignored, also by the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What a module of tests says that starts processes, Ray or sockets, fits models, compiles them, or reads libraries of
+# them, which takes seconds: `make test-quick` leaves it out.
+NOT_QUICK = re.compile(
+    r"subprocess|sys\.executable|multiprocessing|\bfork\b|Popen|run_ranks|\bray\b|socket|Serv(er|ice)\b|TestClient|"
+    r"estimate_script|stand_in_for_cudnn|accelerate|documented_commands|\bfit\(|make_estimator|fitted\(|torch\.compile|compile=|transformers\.|timm\b"
+)
+STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "socket.bind")  # events of `sys.audit`
+QUICK_CASES = 4  # of so many cases of a test, a quick run takes one
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="run what is done in milliseconds, some cases of each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse whatever a quick run is said not to start, in the process that runs the tests."""
+    if config.getoption("quick") and not getattr(config.option, "numprocesses", None):
+        sys.addaudithook(_refuse_starts)
+
+
+def _refuse_starts(event: str, _arguments: tuple) -> None:
+    if event in STARTS:
+        raise RuntimeError(f"a quick test starts something ({event}): its module belongs to NOT_QUICK")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_module = collection_path.suffix == ".py" and config.getoption("quick")
+    return True if is_module and NOT_QUICK.search(collection_path.read_text("utf-8")) else None
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -53,14 +85,17 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Mark the cases of a test with `spread(n)` as `wide`, but for about each n-th, at least one.
 
     `make test` runs these few, `make test-wide` the others. They are drawn by their names, so that no kind of case is
-    always among the others where a test has several kinds.
+    always among the others where a test has several kinds. A quick run spreads the cases of all tests.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    quick = config.getoption("quick")
     for item in items:
+        if quick and "[" in item.nodeid:
+            item.add_marker(pytest.mark.spread(QUICK_CASES), append=False)
         if item.get_closest_marker("spread") is not None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_test in cases.values():
@@ -93,7 +128,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         except EnvironmentProblem as error:
             pytest.skip(str(error))
     for mark in item.iter_markers("needs_mode"):
-        from featurize.training.releases import refused_modes
+        from featurize.operators.torch_releases import refused_modes
 
         if (why := refused_modes().get(mark.args[0])) is not None:
             pytest.skip(why)

@@ -38,7 +38,7 @@ LAYERS = {
         "configs",
         "trace",
     ),
-    "workers": ("alone", "telemetry", "settings", "devices", "task", "trial", "labels", "probes"),
+    "workers": ("telemetry", "settings", "devices", "task", "trial", "labels", "probes"),
     "learn": (
         "job",
         "rows",
@@ -58,12 +58,9 @@ LAYERS = {
         "sampling",
         "queue",
         "serving",
-        "monitoring",
         "dispatch",
         "submission",
-        "work",
         "nights",
-        "submit",
         "comparison",
     ),
 }

@@ -14,7 +14,7 @@ import pytest
 
 import warehouse
 from conf.cli.commands import COMMANDS
-from conf.cli.keys import documented_keys
+from conf.cli.overrides import documented_keys
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 

@@ -34,18 +34,19 @@ LOADERS = {
     ("learn/job/training_job.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
     ("featurize/trace/light_imports.py", "_real_module"): "a literal: torch._dynamo, whose place the stand-in takes",
     ("featurize/trace/light_imports.py", "find_spec"): "parts of torch._dynamo, when torch imports them",
+    ("infra/offline/probes.py", "measure"): "a probe of `PROBES`, all that `probes=` takes",
     ("workers/probes/child.py", "main"): "a probe's function that `workers.probes` names, in a process of its own",
     ("workers/telemetry/sampler.py", "make_sensors"): "names of the table SENSORS",
     ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
     ("featurize/families/__init__.py", "get_family"): "names of files of our own folder; others raise first",
     ("featurize/families/zoo.py", "_load"): "behind `code_names.library_problem`: the user's names, libraries' models",
-    ("featurize/training/float8.py", "_torchao"): "a literal: torchao.float8",
+    ("featurize/training/training_step.py", "_torchao"): "a literal: torchao.float8",
     ("featurize/job/code_names.py", "_download"): "a literal: timm",
     ("featurize/training/training_step.py", "preload"): "literals: what the first step imports",
     ("featurize/nets/vision.py", "import_library"): "the three libraries' models, behind `code_names.library_problem`",
     ("featurize/nets/vision.py", "mend_torchvision"): "a literal: torchvision",
 }
-SHELLS = {"farm/nights/notify.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
+SHELLS = {"farm/nights/cycle.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
 
 
 def sources():
@@ -162,7 +163,7 @@ def test_configs_become_code_names_only_where_the_user_speaks():
                 callers.add(str(path.relative_to(ROOT)))
     assert callers == {
         "featurize/job/code_names.py",
-        "featurize/configs/own_code.py",
+        "featurize/configs/trial.py",
         "farm/submission/model_check.py",
         "farm/sampling/draws.py",
         "workers/trial/body.py",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
-    from warehouse.reading.reader import WarehouseConnection
+    from warehouse.reading.connection import WarehouseConnection
 
 __all__ = ["connect"]
 
@@ -42,7 +42,7 @@ def connect(
         UsageError: There is no such folder or snapshot, a file of the snapshot has changed, or a file that other files
             were merged into is missing.
     """
-    from conf.cli.extras import naming_the_extra
+    from conf.cli.commands import naming_the_extra
 
     with naming_the_extra():
         from warehouse.reading.connection import connect as open_folder

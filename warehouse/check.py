@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from conf.cli.bars import terminal_bar
-from conf.cli.command_line import command
+from conf.cli.command_line import command, terminal_bar
 from conf.cli.settings import Checked, data_key, format_key
 from warehouse.files.folder import DataFolder
 from warehouse.files.integrity import examine

@@ -1,7 +1,7 @@
 """`python -m warehouse.export out=datasets data=DIR`: measured runs as a data set that others can load.
 
 Start reading at `export`. `warehouse.exchange.dataset` has the files, `warehouse.exchange.dataset_card` the card,
-`warehouse.exchange.public_rows` what others may see of a row.
+`warehouse.exchange.dataset` what others may see of a row.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from warehouse.exchange.dataset import (
     KINDS,
     DatasetPart,
     find_parts,
+    naive,
+    public_row,
+    public_tables,
     read_part,
     repository_folder,
     to_bytes,
 )
 from warehouse.exchange.dataset_card import card
-from warehouse.exchange.public_rows import naive, public_row, public_tables
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
-from warehouse.reading.connection import connect
-from warehouse.reading.reader import WarehouseConnection
-from warehouse.tables.details import DETAILS
-from warehouse.tables.disk_errors import disk_errors_named
-from warehouse.tables.schema import RUN_SCHEMA
+from warehouse.reading.connection import WarehouseConnection, connect
+from warehouse.tables.duckdb_access import disk_errors_named
+from warehouse.tables.schema import DETAILS, RUN_SCHEMA
 
 # Runs that lost their worker know of no device, and belong to no data set of one.
 SOURCES = {

@@ -20,12 +20,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from conf.cli.bars import terminal_bar
-from conf.cli.command_line import command
+from conf.cli.command_line import command, terminal_bar
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from warehouse.exchange import neusight
-from warehouse.exchange.csv_columns import CsvMapping, read_mapping
 from warehouse.exchange.dataset import (
     DatasetPart,
     checked_details,
@@ -37,20 +34,25 @@ from warehouse.exchange.dataset import (
     read_part,
     repository_folder,
 )
-from warehouse.exchange.imported_rows import UNKNOWN_FAMILY, ImportedFile, ImportedRow, run_ids
-from warehouse.exchange.imported_tables import read_table
+from warehouse.exchange.imported_rows import (
+    UNKNOWN_FAMILY,
+    CsvMapping,
+    ImportedFile,
+    ImportedRow,
+    read_mapping,
+    read_table,
+    run_ids,
+)
 from warehouse.exchange.published import read_published_runs
-from warehouse.exchange.published_groups import group_members
-from warehouse.exchange.published_kernels import KERNEL_TABLES, read_kernel_table
-from warehouse.exchange.published_tables import TABLES
+from warehouse.exchange.published_kernels import KERNEL_TABLES, NEUSIGHT, read_kernel_table, read_kernel_times
+from warehouse.exchange.published_tables import TABLES, group_members
 from warehouse.files.folder import DataFolder
-from warehouse.files.lock_file import open_lock
 from warehouse.files.merged import land_batch
+from warehouse.files.plain_file import open_lock
 from warehouse.files.writer import RunWriter, detail_table
 from warehouse.reading.connection import connect
-from warehouse.tables.details import DETAILS
-from warehouse.tables.disk_errors import disk_errors_named
-from warehouse.tables.schema import DATASET_JOB_PREFIX
+from warehouse.tables.duckdb_access import disk_errors_named
+from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS
 
 DATASET, CSV = "dataset", "csv"
 # Takes a file and the GPU model that was measured, in place of the file's own; returns the file's rows, or why it is
@@ -59,7 +61,7 @@ Reader = Callable[[Path, str | None], ImportedFile | str]
 READERS: Mapping[str, Reader] = {
     **{source: partial(read_published_runs, source=source) for source in ("gpumemnet", "timm")},
     **{source: partial(read_table, source=source, table=table) for source, table in TABLES.items()},
-    neusight.SOURCE: neusight.read_kernel_times,
+    NEUSIGHT: read_kernel_times,
     **{source: partial(read_kernel_table, source=source) for source in KERNEL_TABLES},
 }
 SOURCES = (DATASET, *READERS, CSV)
@@ -205,7 +207,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
 
 def _read(settings: IngestSettings, report: IngestReport, progress: Progress) -> Iterator[ImportedFile]:
     read = settings.mapping().read if settings.source == CSV else READERS[settings.source]
-    root, paths = _paths(settings, ".parquet" if settings.source == neusight.SOURCE else ".csv", report)
+    root, paths = _paths(settings, ".parquet" if settings.source == NEUSIGHT else ".csv", report)
     for done, path in enumerate(paths):
         progress("reading", done, len(paths))
         try:

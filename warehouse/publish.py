@@ -30,21 +30,16 @@ from conf.errors import UsageError
 from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, sync
 from warehouse.exchange import load_example
-from warehouse.exchange.croissant import croissant
-from warehouse.exchange.dataset import KINDS, narrow, writing
-from warehouse.exchange.dataset_card import SECTION_COLUMNS, levels, markdown_table, plain_markdown, sections
-from warehouse.exchange.public_rows import naive, public_row, public_tables, scrubbed
+from warehouse.exchange.dataset import KINDS, naive, narrow, public_row, public_tables, scrubbed, writing
+from warehouse.exchange.dataset_card import SECTION_COLUMNS, croissant, levels, markdown_table, plain_markdown, sections
 from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.reading.checks import check
-from warehouse.reading.connection import connect
-from warehouse.reading.reader import WarehouseConnection
+from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.columns import JOBS, TABLES, described
-from warehouse.tables.details import DETAILS
-from warehouse.tables.disk_errors import disk_errors_named
-from warehouse.tables.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES
-from warehouse.tables.sql_text import sql_text
+from warehouse.tables.duckdb_access import disk_errors_named, sql_text
+from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same

@@ -29,8 +29,13 @@ from conf.plain_text import printable
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import COMPRESSION
 from warehouse.files.views import VIEWS
-from warehouse.reading.connection import check_readable, connect
-from warehouse.reading.reader import WarehouseConnection, WarehouseRelation, is_of_the_statement
+from warehouse.reading.connection import (
+    WarehouseConnection,
+    WarehouseRelation,
+    check_readable,
+    connect,
+    is_of_the_statement,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

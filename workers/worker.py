@@ -13,30 +13,32 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from featurize.configs.own_code import code_marks
-from featurize.configs.trial import config_hash
+from conf.plain_text import safe_text
+from featurize.configs.trial import code_marks, config_hash
 from warehouse.tables.run import Run
-from warehouse.tables.schema import SCHEMA_VERSION
-from workers.devices import DeviceChoice, Slot, make_device
-from workers.devices.environment import core_count, host_memory_share_mib
-from workers.group import run_group
-from workers.labels.rank_labels import label_ranks, rank_rows
-from workers.labels.run_labels import label_run
+from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION
+from workers.devices import DeviceChoice, MemberAlone, Slot, Together, core_count, host_memory_share_mib, make_device
+from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group
 from workers.settings import TrialSettings
-from workers.task import RunClock, RunResult, Task
+from workers.task import AloneRun, RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
-from workers.telemetry.patience import call_within
-from workers.telemetry.sampler import to_table
-from workers.trial.mps import MpsDaemon, MpsUnavailable
-from workers.trial.outcome import Observed, kernel_oom_kills, kernels_missing, outcome_of, startup_s
+from workers.telemetry.sampler import call_within, to_table
+from workers.trial.outcome import (
+    Observed,
+    TrialRun,
+    TrialWatch,
+    kernel_oom_kills,
+    kernels_missing,
+    outcome_of,
+    startup_s,
+)
 from workers.trial.reports import KERNEL_COLUMNS, Failure, RankEnded, ReportReader, TrialResult, WindowBegun
-from workers.trial.safe_text import safe_text
-from workers.trial.server_client import RunningTrial, ServerLost, TrialServer
-from workers.trial.watching import TrialRun, TrialWatch
+from workers.trial.server_client import MpsDaemon, MpsUnavailable, RunningTrial, ServerLost, TrialServer
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 _TICK_S = 0.1  # how often the deadline and the new samples are looked at while a trial runs
 _NVML_S = 5.0  # for a reading before the trial
@@ -163,8 +165,7 @@ class Worker:
         observed.clock_drift_s = (finished_at - clock.started_at).total_seconds() - wall_s
         rank_table = None
         if ranks > 1:
-            ranked = label_ranks(observed, self.slots, ranks)
-            labels, samples, rank_table = ranked.columns, ranked.samples, rank_rows(ranked.rows)
+            labels, samples, rank_table = label_ranks(observed, self.slots, ranks)
         else:
             labels, samples = label_run(observed)
         kernels = self._kernels(task, observed)
@@ -363,8 +364,172 @@ def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
     """Return checked rows of `kernels` as a table of the columns that a trial gives itself."""
     import pyarrow as pa
 
-    from warehouse.tables.schema import KERNEL_SCHEMA
-
     return pa.table(
         {name: pa.array([row.get(name) for row in rows], KERNEL_SCHEMA.field(name).type) for name in KERNEL_COLUMNS}
     )
+
+
+_MEMBER_TICK_S = 0.02  # members are listened to in turns, each at most so long
+_WARM_BY = 0.5  # of the deadline: a member that is not warm by then holds up the others, and is killed
+
+
+def run_group(worker: Worker, task: Task) -> RunResult:
+    """Run a task with partners to its end and return the result of its first member.
+
+    `others` has the runs alone that were not known, then the other members' runs. What the trials do raises nothing.
+    """
+    specs = member_specs(task)
+    problem = worker.share_as(task.settings.sharing)
+    alone, runs_alone = _alone(worker, task, specs) if problem is None else ([None] * len(specs), [])
+    again = next((result for result in runs_alone if result.retryable), None)
+    records = [worker.observed(spec.settings, shared=True) for spec in specs]
+    lost, clock = None, RunClock.started()
+    if problem is not None:
+        for observed in records:
+            observed.failure = Failure(
+                status="invalid",
+                oom_kind=None,
+                error_type="MpsUnavailable",
+                error=problem,
+                device_fault=False,
+                values={},
+            )
+    elif again is not None:  # a run alone lost its worker: the whole task is tried again
+        lost = again.run.error or "a run alone was lost"
+    else:
+        lost, clock = _together(worker, specs, records, alone)
+    results = [worker.concluded(spec, observed, lost, clock) for spec, observed in zip(specs, records, strict=True)]
+    sharing = "mig" if worker.slots[0].mig_profile is not None else task.settings.sharing
+    finished = labelled_group(
+        task.run_id,
+        [
+            EndedMember(spec=spec, result=result, observed=observed, alone=known)
+            for spec, result, observed, known in zip(specs, results, records, alone, strict=True)
+        ],
+        sharing=sharing,
+    )
+    first, *partners = finished
+    return dataclasses.replace(
+        first,
+        others=(*runs_alone, *partners),
+        retryable=any(result.retryable for result in finished),
+        repeat=any(result.repeat for result in (*runs_alone, *finished)),
+    )
+
+
+def member_specs(task: Task) -> list[Task]:
+    """Return each member as a task of its own; all but the first name their `part`."""
+    lone = dataclasses.replace(task, partners=(), alone=())
+    others = [
+        dataclasses.replace(lone, config=config, part=f"with-{place}")
+        for place, config in enumerate(task.partners, start=1)
+    ]
+    return [lone, *others]
+
+
+def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[AloneRun | None], list[RunResult]]:
+    """Return each member's run alone, and the results of those that had to be run; None after one that was lost."""
+    given = task.alone or (None,) * len(specs)
+    known: dict[str, AloneRun] = {
+        config_hash(spec.config): one for spec, one in zip(specs, given, strict=True) if one is not None
+    }
+    results: list[RunResult] = []
+    for place, spec in enumerate(specs):
+        name = config_hash(spec.config)
+        if name not in known and not any(result.retryable for result in results):
+            result = worker.run(dataclasses.replace(spec, part=f"alone-{place}"))
+            results.append(result)
+            known[name] = AloneRun.of(result.run)
+    return [known.get(config_hash(spec.config)) for spec in specs], results
+
+
+def _together(
+    worker: Worker, specs: Sequence[Task], records: Sequence[Observed], alone: Sequence[AloneRun | None]
+) -> tuple[str | None, RunClock]:
+    """Run the members side by side; return why the server was lost, None if it was not, and the clock."""
+    lost, clock = None, RunClock.started()
+    try:
+        worker.ready()
+        worker.drop_prepared()
+        clock = RunClock.started()
+        _run_members(worker, specs, records, alone, clock)
+    except ServerLost as error:
+        lost = str(error)
+        worker.discard_server()
+    except BaseException:
+        worker.discard_server()  # members may still run on it
+        raise
+    return lost, clock
+
+
+def _run_members(
+    worker: Worker,
+    specs: Sequence[Task],
+    records: Sequence[Observed],
+    alone: Sequence[AloneRun | None],
+    clock: RunClock,
+) -> None:
+    """Run all members to their end, listening to them in turns. Raises `ServerLost`."""
+    timeout_ns = int(specs[0].settings.timeout_s * 1e9)
+    trials: list[RunningTrial] = []
+    runs: list[TrialRun] = []
+    try:
+        for place, (spec, observed) in enumerate(zip(specs, records, strict=True)):
+            worker.read_before(spec, observed)
+            described = {**worker.described(spec), "together": _together_of(worker, specs, place, alone)}
+            trials.append(worker.start_trial(spec, described, members=len(specs)))
+        for spec, observed, trial in zip(specs, records, trials, strict=True):
+            partners = [other.pid for other in trials if other is not trial]
+            runs.append(worker.follow(spec, trial, observed, clock.t0_ns + timeout_ns, _MEMBER_TICK_S, partners))
+        is_open = not worker.device.sampled  # virtual time knows no waiting
+        while any(run.living for run in runs):
+            for run in runs:
+                if run.living and isinstance(run.step(), Failure):
+                    run.dismiss()
+            is_open = _direct(runs, is_open, clock.t0_ns + int(_WARM_BY * timeout_ns))
+    finally:
+        for run in runs:
+            run.close()
+        for trial in trials:
+            trial.close()
+
+
+def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
+    """Open the windows once all living members are warm, and dismiss all once each has reported.
+
+    Returns whether the windows are open.
+    """
+    waiting = [run for run in runs if not run.reported]
+    if not is_open and waiting:
+        cold = [run for run in waiting if not run.observed.warm]
+        if not cold:
+            is_open = True
+            for run in waiting:
+                run.tell("open")
+        elif time.monotonic_ns() > warm_by_ns:
+            for run in cold:
+                run.trial.leave_by_ns = time.monotonic_ns()
+    if not waiting:
+        for run in runs:
+            run.dismiss()
+    return is_open
+
+
+def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[AloneRun | None]) -> dict[str, Any]:
+    figures = [None if one is None else _figures_alone(one) for one in alone]
+    together = Together(
+        member=place,
+        size=len(specs),
+        sharing=specs[0].settings.sharing,
+        alone=tuple(figures) if not worker.device.sampled else (),
+    )
+    return dataclasses.asdict(together)
+
+
+def _figures_alone(run: AloneRun) -> MemberAlone | None:
+    """Return what a simulated device has to know of a partner; None of one that has no figures."""
+    figures = (run.memory_mib, run.gpu_util, run.smact, run.smocc, run.drama, run.power_w)
+    if any(figure is None for figure in figures):
+        return None
+    memory_mib, gpu_util, smact, smocc, drama, power_w = (float(figure or 0.0) for figure in figures)
+    return MemberAlone(memory_mib=memory_mib, gpu_util=gpu_util, smact=smact, smocc=smocc, drama=drama, power_w=power_w)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.children.keeper import Ended
-from conf.children.output import ChildOutput
+from conf.children.keeper import ChildOutput, Ended
 from conf.children.server import PACKET_BYTES
 from conf.errors import EnvironmentProblem
 

@@ -30,10 +30,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from conf.children.containment import become_subreaper, end_below
-from conf.children.forked import run_as_child
-from conf.children.keeper import keep, kept_folder, wakes_on_exit
-from conf.children.output import ChildOutput
+from conf.children.containment import become_subreaper, end_below, run_as_child
+from conf.children.keeper import ChildOutput, keep, kept_folder, wakes_on_exit
 
 PACKET_BYTES = 1 << 20
 _GRACE_S = 10.0  # for keepers to end by themselves

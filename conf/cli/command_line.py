@@ -1,8 +1,9 @@
 """Turns a settings class into a command line: overrides in, an object of the class out, one-line errors.
 
-Start reading at `command`; `conf.cli.overrides` reads the arguments, `conf.cli.keys` the keys. Hydra's own decorator is
-not used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the
-first mistake; Hydra's compose API underneath is the same.
+Start reading at `command`; `conf.cli.overrides` reads the arguments and names the keys. Hydra's own decorator is not
+used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the first
+mistake; Hydra's compose API underneath is the same. Developers' commands, which are in no table, end with `exit_code`.
+The progress bars of all commands are here too: `terminal_bar`, and `StepBar`, which names steps.
 """
 
 from __future__ import annotations
@@ -14,18 +15,30 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from conf.cli.commands import COMMANDS, description, settings_class
-from conf.cli.extras import advice_for
-from conf.cli.keys import command_options, documented_choice, documented_keys, group_options, groups
-from conf.cli.overrides import Override, check_readable, load_config, made, parsed
+from conf.cli.commands import COMMANDS, advice_for, description, settings_class
+from conf.cli.overrides import (
+    Override,
+    check_readable,
+    command_options,
+    documented_choice,
+    documented_keys,
+    group_options,
+    groups,
+    load_config,
+    made,
+    parsed,
+)
 from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
 from conf.plain_text import bounded, one_line, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, TaskID
     from typing_extensions import Buffer
+
 
 __all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
 
@@ -288,3 +301,83 @@ def help_text(name: str, everything: bool = True) -> str:
     if name in COMMANDS:
         described += ["", f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command."]
     return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])
+
+
+def exit_code(work: Callable[[], int | None]) -> int:
+    """Run work that the same command can continue, and return its exit code, or 2 or 130 as users' commands do."""
+    try:
+        return work() or 0
+    except CommandError as error:
+        print_error(error)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to continue", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+class StepBar:
+    """Show a bar on stderr that names the running step; on a terminal only. A context manager."""
+
+    def __init__(self, label: str) -> None:
+        from rich.console import Console
+
+        self._label = label
+        self._console = Console(stderr=True, highlight=False)
+        self._running: tuple[Progress, TaskID] | None = None
+
+    def __enter__(self) -> StepBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._running is not None:
+            self._running[0].stop()
+
+    def update(self, step: str, done: int, of: int) -> None:
+        """Show the running step and its progress, `done` of `of`; 0 of 0 where the number is unknown."""
+        if not self._console.is_terminal:
+            return
+        if self._running is None:  # not before there is something to tell: another bar may be on the screen until then
+            from rich.progress import TimeElapsedColumn
+
+            self._running = start_bar(self._console, self._label, TimeElapsedColumn())
+        bar, task = self._running
+        bar.update(task, description=f"{self._label}: {step}", completed=done, total=of or None)
+
+
+@contextlib.contextmanager
+def terminal_bar(label: str, *, remaining: bool = False) -> Iterator[Callable[..., None] | None]:
+    """Show a bar on stderr and give its update function, `update(completed=, total=, description=)`.
+
+    The last column is the elapsed time, or with `remaining` the time left. Without a terminal there is no bar: None.
+    """
+    from rich.console import Console
+    from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    bar, task = start_bar(console, label, TimeRemainingColumn() if remaining else TimeElapsedColumn())
+    try:
+        yield lambda **changes: bar.update(task, **changes)
+    finally:
+        bar.stop()
+
+
+def start_bar(console: Console, label: str, column: ProgressColumn, **fields: Any) -> tuple[Progress, TaskID]:
+    """Start a bar (spinner, `label`, bar, count, `column`) and return it with its task, whose total is unknown.
+
+    `fields` are the values that `column` shows. The caller stops the bar.
+    """
+    from rich import progress as bars
+
+    bar = bars.Progress(
+        bars.SpinnerColumn(),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(bar_width=None),
+        bars.MofNCompleteColumn(),
+        column,
+        console=console,
+    )
+    bar.start()
+    return bar, bar.add_task(label, total=None, **fields)

@@ -1,15 +1,28 @@
-"""The commands: the module that `python -m` runs, the class of its settings, and what it does in one line.
+"""The commands: the module that `python -m` runs, the class of its settings, what it does in one line, what it needs.
 
 Start reading at `TABLE`. `gpufarm NAME` runs the module as `python -m` does. The classes are imported on use: listing
-the commands imports none of them.
+the commands imports none of them. `advice_for` names the extra of this project that brings a library which a plain
+install lacks; `EXTRAS` repeats `optional-dependencies` of `pyproject.toml`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from conf.errors import EnvironmentProblem
+
+# What the commands of a package need before they can read their own arguments.
+_FROM_THE_START = {
+    "farm": ("hydra", "rich", "duckdb", "fsspec", "psutil"),
+    "warehouse": ("hydra", "rich", "duckdb", "fsspec"),
+    "learn": ("hydra", "rich"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ TABLE = {
     ),
     "replay": Command(
         "farm.replay",
-        "farm.replaying.settings:ReplaySettings",
+        "farm.replaying.crossing:ReplaySettings",
         "Replay a cluster's trace on GPUs that jobs share, under policies and estimators: makespan, crashes, energy.",
     ),
     "serve": Command(
@@ -195,3 +208,73 @@ def description(name: str) -> tuple[str, ...]:
     """Return what `--help` says above the keys: the summary, and the docstring of the settings below its first line."""
     _, _, rest = inspect.cleandoc(settings_class(name).__doc__ or "").partition("\n")
     return (summary(name), *rest.splitlines())
+
+
+# Extra -> what it adds to those that it includes: module that is imported -> package that has it.
+EXTRAS = {
+    "cli": {"hydra": "hydra-core", "omegaconf": "hydra-core", "rich": "rich"},
+    "warehouse": {"duckdb": "duckdb", "fsspec": "fsspec"},
+    "learn": {
+        "lightgbm": "lightgbm",
+        "sklearn": "scikit-learn",
+        "torch_geometric": "torch-geometric",
+        "psutil": "psutil",
+    },
+    "farm": {"ray": "ray", "pynvml": "nvidia-ml-py", "psutil": "psutil"},
+    "serve": {
+        "prometheus_client": "prometheus_client",
+        "fastapi": "fastapi",
+        "uvicorn": "uvicorn",
+        "httptools": "httptools",
+        "uvloop": "uvloop",
+    },
+    "kubernetes": {"lightkube": "lightkube"},
+    # Wheels of libraries have no modules: `featurize.cudnn.oracle` looks for their files, of CUDA 12 or 13.
+    "cudnn": {
+        "cudnn": "nvidia-cudnn-frontend",
+        "nvidia.cudnn": "nvidia-cudnn-cu12",
+        "nvidia.cuda_runtime": "nvidia-cuda-runtime-cu12",
+        "nvidia.cuda_nvrtc": "nvidia-cuda-nvrtc-cu12",
+        "nvidia.cublas": "nvidia-cublas-cu12",
+    },
+}
+
+
+def advice_for(error: ModuleNotFoundError) -> str | None:
+    """Return one line that names the extra with the missing library; None for a module of no extra."""
+    library = (error.name or "").partition(".")[0]
+    for extra, members in EXTRAS.items():
+        if library in members:
+            return f"the package {members[library]} is not installed: pip install 'gpufarm[{extra}]'"
+    return None
+
+
+@contextlib.contextmanager
+def naming_the_extra() -> Iterator[None]:
+    """Raise `EnvironmentProblem` with `advice_for` in place of a failed import of an extra's library."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (advice := advice_for(error)) is None:
+            raise
+        raise EnvironmentProblem(advice) from error
+
+
+def missing_from_extra(extra: str) -> str | None:
+    """Return one line on the modules of an extra that are not installed; None where all are there."""
+    return _absent({name: package for name, package in EXTRAS[extra].items() if "." not in name}, extra)
+
+
+def missing_from(package: str) -> str | None:
+    """Return one line on the libraries that the package's commands need and lack; None where all are there."""
+    packages = {name: distribution for members in EXTRAS.values() for name, distribution in members.items()}
+    needed = {name: packages[name] for name in _FROM_THE_START.get(package, ())}
+    return _absent(needed, "cli" if package == "learn" else package)
+
+
+def _absent(packages: Mapping[str, str], extra: str) -> str | None:
+    """Return one line on the modules that are not installed, by their packages."""
+    missing = sorted({package for name, package in packages.items() if importlib.util.find_spec(name) is None})
+    if not missing:
+        return None
+    return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'gpufarm[{extra}]'"

@@ -1,24 +1,37 @@
-"""Command-line arguments as values of a composed config; all mistakes are reported together.
+"""Command-line arguments as values of a composed config, and the keys that a command has.
 
 Start reading at `load_config`. Hydra composes the defaults of a command with the chosen files of `conf/`, and its
 parser reads each value. Keys are checked here, as Hydra's grammar knows more (packages, deletions, sweeps, its own
-settings) than these commands have.
+settings) than these commands have; all mistakes are reported together. `documented_keys` and `documented_choice` are
+what `--help` and docs/commands.md show; they compose nothing and import neither Hydra nor OmegaConf.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.resources
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from conf.cli.commands import settings_class
-from conf.cli.keys import choice_values, command_options, flat, group_options
-from conf.cli.settings import ConfigGroup, Settings, built, defaults_of, groups_of, keys_of, kinds_of
-from conf.cli.values import Kind, problems_of
+from conf.cli.settings import (
+    ConfigGroup,
+    Key,
+    Kind,
+    Settings,
+    built,
+    defaults_of,
+    groups_of,
+    keys_of,
+    kinds_of,
+    problems_of,
+    written,
+)
 from conf.device_names import is_device_file, read_device_file, resolve_device, slice_values, split_slice
 from conf.errors import UsageError, shown, unknown_name
 from conf.plain_text import first_line
@@ -26,12 +39,15 @@ from conf.plain_text import first_line
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+
 _LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
 _LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
 DEVICES = "device"  # the group of GPU models and backends
 _SPACE = "arch.space."
 _QUOTE = "quote values that hold spaces or commas"
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
+# (command, group): no choices with a backend that runs trials
+_DESCRIPTIONS_ONLY = {("estimate", "device"), ("plan", "device")}
 
 
 @dataclass(frozen=True)
@@ -330,3 +346,67 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         raise UsageError("a value refers to itself through ${...}") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+@cache
+def groups() -> tuple[str, ...]:
+    """Return the config groups: the folders of this package that hold YAML files."""
+    root = importlib.resources.files("conf")
+    return tuple(
+        sorted(d.name for d in root.iterdir() if d.is_dir() and any(f.name.endswith(".yaml") for f in d.iterdir()))
+    )
+
+
+def group_options(group: str) -> tuple[str, ...]:
+    """Return the choices of a group, by file name."""
+    folder = importlib.resources.files("conf") / group
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
+
+
+def command_options(name: str, group: str) -> tuple[str, ...]:
+    """Return the choices of a group that a command takes; `estimate` takes GPU models and no trial backends."""
+    options = group_options(group)
+    if (name, group) not in _DESCRIPTIONS_ONLY:
+        return options
+    return tuple(option for option in options if "backend" not in choice_values(group, option))
+
+
+def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
+    """Return (dotted key, default as written, help text with the kind) of each key of a command."""
+    return tuple(
+        (one.name, written(one.default), text_of(one))
+        for one in keys_of(settings_class(name))
+        if one.group is None or not one.group.added
+    )
+
+
+def text_of(key: Key) -> str:
+    """Return a key's help text, which begins with its kind."""
+    return f"[{key.kind.declared}] {key.help}".strip() if key.kind else key.help
+
+
+def documented_choice(name: str, group: str, choice: str) -> tuple[tuple[str, str, str], ...]:
+    """Return the same of each key of a group's choice, as a command takes it."""
+    described = groups_of(settings_class(name))[group].schema
+    texts = {one.name: text_of(one) for one in keys_of(described)} if described else {}
+    return tuple((key, written(value), texts.get(key, "")) for key, value in flat(choice_values(group, choice)))
+
+
+@cache
+def choice_values(group: str, choice: str) -> Mapping[str, Any]:
+    """Return the values of `conf/GROUP/CHOICE.yaml`."""
+    import yaml
+
+    text = (importlib.resources.files("conf") / group / f"{choice}.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    assert isinstance(values, dict)
+    return values
+
+
+def flat(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values by dotted key."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "low" not in value:  # a range of a search space is one value
+            yield from flat(value, f"{parent}{key}.")
+        else:
+            yield f"{parent}{key}", value

@@ -147,8 +147,7 @@ def _printable(text: str) -> str:
 
 def _require_libraries(arguments: Sequence[str]) -> None:
     """End the process with exit code 2 and one line where the command lacks libraries that it imports at once."""
-    from conf.cli.commands import COMMANDS
-    from conf.cli.extras import missing_from
+    from conf.cli.commands import COMMANDS, missing_from
 
     module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:-1] else ""
     if module in COMMANDS.values() and (problem := missing_from(module.partition(".")[0])):

@@ -1,7 +1,9 @@
-"""Writes the files that a user names with `out=` and `report=`.
+"""Files that a user names or sends: outputs are written whole, JSON is read within limits, private files are checked.
 
-Start reading at `output_file`. A plain file appears whole or not at all; links are followed; devices, pipes and
-descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are refused.
+Start reading at `output_file`, for `out=` and `report=`. A plain file appears whole or not at all; links are followed;
+devices, pipes and descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are
+refused. `read_json` reads an untrusted file: every fault of its content is a `ValueError`. `open_own_folder` opens what
+only this user can change.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import stat
@@ -18,13 +21,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.json_file import MARKER_BYTES, read_json
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
 
 # What a data folder consists of; other names in it belong to the user. `warehouse.files.layout` takes its paths from
 # here.
@@ -57,6 +60,11 @@ TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _LINKS = 40  # as many as the kernel follows
+MOST_BYTES = 1 << 30  # of a file that grows with the data: a list of files, a plan
+MARKER_BYTES = 1 << 16  # of a file that says what a folder is
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+_OTHERS_MAY = 0o077
+_OTHERS_MAY_WRITE = 0o022
 
 
 @dataclass(frozen=True)
@@ -331,3 +339,56 @@ class _Stream(io.BufferedWriter):
 
     def seekable(self) -> bool:
         return False
+
+
+def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
+    """Return the value in a JSON file of at most `most_bytes`.
+
+    Raises `ValueError` for a longer file, nesting too deep to read, bad UTF-8 and bad JSON; `OSError` as `open` does.
+    """
+    with Path(path).open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes:,} bytes")
+    return parse_json(content)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of JSON, in UTF-8 where it is bytes. Raises `ValueError` as `read_json` does."""
+    try:
+        return json.loads(content.decode() if isinstance(content, bytes) else content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | None:
+    """Return a descriptor of a real folder of this user; None for a link, another user's folder, or none.
+
+    Args:
+        path: the folder.
+        private: whether it must also be closed to everybody else, as mode 0700 is.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
+    except OSError:
+        return None
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and not (private and stat.S_IMODE(status.st_mode) & _OTHERS_MAY):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def open_own_file(folder: int, name: str, flags: int = os.O_RDONLY, *, private: bool = False) -> int:
+    """Return a descriptor of a plain file of this user in an open folder, made with mode 0600; it never waits.
+
+    `flags` are those of `os.open`. A `private` file is one that nobody else may write to. Raises `OSError` as opening
+    does, and `PermissionError` for whatever is no such file.
+    """
+    descriptor = os.open(name, flags | os.O_NONBLOCK | _NO_LINK, 0o600, dir_fd=folder)
+    status = os.fstat(descriptor)
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    if is_own and not (private and status.st_mode & _OTHERS_MAY_WRITE):
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(errno.EPERM, "it is no plain file of this user alone", str(Path(name)))

@@ -1,16 +1,28 @@
-"""The typed parts that a report page consists of. Start reading at `Page`; `render` turns one into HTML.
+"""The typed parts that a report page consists of, and how a page becomes one HTML file without network or script.
 
-A block holds plain values. All HTML stands in `templates/`, which escape every text, so a block never holds markup;
-the one exception is `Svg`, which `svg.Drawing` makes.
+Start reading at `Page`; `render_page` turns one into HTML, `rendered` fills any other template. A block holds plain
+values. All HTML stands in `templates/`, which clean and escape every text, so a block never holds markup; the one
+exception is `Svg`, which `charts.Drawing` makes. Jinja2 is imported on use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeAlias
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from conf.reports.svg import Svg
+from conf.errors import EnvironmentProblem
+from conf.files.outputs import write_file, write_output
+from conf.plain_text import counted, one_line
+from conf.reports.charts import Svg
+from conf.reports.page_text import Markup, cell_text, clean_text, numeric_places, shown, wrapped
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 
 Level: TypeAlias = Literal["good", "look", "bad"]  # how urgent a note or an outcome is
 ColumnKind: TypeAlias = Literal["word", "text", "figure"]  # left-aligned; left-aligned and wrapped; right-aligned
@@ -304,3 +316,82 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], words: int = 1, 
         for k, name in enumerate(heads)
     )
     return Table(columns, tuple(Row(tuple(cells), "moved" if k in marked else "") for k, cells in enumerate(rows)))
+
+
+def render_page(page: Page) -> str:
+    """Return the HTML of a whole page, its style sheet inside."""
+    return rendered("page", page=page, title=one_line(page.title))
+
+
+def page_bytes(page: Page) -> bytes:
+    """Return the page as its file holds it."""
+    return render_page(page).encode("utf-8", errors="replace")
+
+
+def write_page(path: str | Path, page: Page) -> None:
+    """Write the page to where `report=` leads, in place of what was there. Raises as `write_output` does."""
+    write_output(path, page_bytes(page), key="report")
+
+
+def keep_page(path: Path, page: Page, figures: str) -> Path:
+    """Write the page into a data folder, and beside it its figures, which are JSON; return the page's path.
+
+    Raises `EnvironmentProblem` where it cannot be written.
+    """
+    try:
+        write_file(path.with_suffix(".json"), figures.encode() + b"\n")
+        write_file(path, page_bytes(page))
+    except OSError as error:
+        why = error.strerror or error
+        raise EnvironmentProblem(f"{path} cannot be written: {why}; name another with report=") from error
+    return path
+
+
+def render_for_notebook(*blocks: Block) -> str:
+    """Return the HTML of blocks with their style sheet, which applies to nothing else on the page that shows them."""
+    return rendered("notebook", blocks=blocks, style=Markup(_style("report").replace(":root", ":scope")))
+
+
+def rendered(template: str, *more_styles: str, **values: Any) -> str:
+    """Return the HTML of a template, every value cleaned and escaped.
+
+    Args:
+        template: Its name in `templates/`.
+        *more_styles: Names of style sheets after that of all pages.
+        **values: What the template shows.
+    """
+    styles = Markup("".join(map(_style, ("report", *more_styles))))
+    return _environment().get_template(f"{template}.html.j2").render({"style": styles} | values)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("conf.reports", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_cleaned,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "cell": cell_text,
+        "shown": shown,
+        "counted": counted,
+        "wrapped": wrapped,
+        "numeric": numeric_places,
+    }
+    return environment
+
+
+@cache
+def _style(name: str) -> str:
+    return resources.files("conf.reports").joinpath("templates", f"{name}.css").read_text("utf-8")
+
+
+def _cleaned(value: object) -> object:
+    """Return finished markup as it is, and every other value as cleaned text, which Jinja2 then escapes."""
+    return value if hasattr(value, "__html__") else clean_text(value)

@@ -21,11 +21,11 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.files.identity import mapping_hash
-from farm.comparison.sides import Environment
+from farm.comparison.pairs import Environment
 from farm.comparison.traced_operators import FIGURES
+from featurize.configs.features import FEATURES_STAMP
 from featurize.device.device_spec import DeviceSpec
-from featurize.job.version import FEATURES_STAMP
-from workers.devices.environment import core_count
+from workers.devices import core_count
 
 _A_PROCESS = 16  # configurations that one more process is started for
 _SAME = 1e-6  # relative difference of two sums that is rounding

@@ -17,14 +17,23 @@ from conf.cli.settings import format_key, key
 from conf.errors import CommandError, UsageError
 from conf.files.identity import mapping_hash
 from farm.comparison.operators import Operators, compare_operators, traced
-from farm.comparison.pairs import Comparison, RunSet, compare_runs
-from farm.comparison.sides import Environment, Recorded, Side, code_folder, side_of, trial_environment
-from farm.monitoring.service import Service
+from farm.comparison.pairs import (
+    Comparison,
+    Environment,
+    Recorded,
+    RunSet,
+    Side,
+    code_folder,
+    compare_runs,
+    side_of,
+    trial_environment,
+)
+from farm.dispatch.monitoring import Service
+from farm.dispatch.working import TimedStop, run_job
 from farm.queue.jobs import Queue
 from farm.submission.model_check import require_models_in_any
 from farm.submission.settings import SampledSettings, SubmitSettings
-from farm.submit import submit
-from farm.work import TimedStop, run_job
+from farm.submission.submitting import submit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder
@@ -193,7 +202,7 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
         if queue.pending(job_id):
             if not run_job(folder, queue, cluster, job_id, TimedStop(None), Service()):
                 raise Interrupted
-            from warehouse.compact import compact
+            from warehouse.files.compaction import compact
 
             compact(folder)
     return RunSet(folder=folder, job_id=job_id, n=submission.n)

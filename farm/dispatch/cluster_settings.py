@@ -7,10 +7,14 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError
 from conf.plain_text import error_line
+
+if TYPE_CHECKING:
+    from featurize.job.layout import Parallel
 
 _CONNECT_TIMEOUT_S = 5.0
 _ERROR_CHARACTERS = 400
@@ -68,3 +72,10 @@ def plain_error(error: Exception) -> str:
     if '\n  File "' in str(error):
         return error_line(str(error))[:_ERROR_CHARACTERS]
     return " ".join(str(error).split("\n\n")[0].split())[:_ERROR_CHARACTERS]
+
+
+def gpu_problem(layout: Parallel, gpus: int) -> str | None:
+    """Return why a trial cannot run where the largest node has so many GPUs; None if it can."""
+    if layout.ranks <= gpus:
+        return None
+    return f"parallel={layout.text()} needs {layout.ranks} GPUs of one node, and the largest node has {gpus}"

@@ -23,12 +23,17 @@ from conf.cli.own_packages import SAFE_PATH
 from conf.errors import EnvironmentProblem
 from farm.dispatch.cluster_settings import ClusterSettings, plain_error
 from farm.dispatch.executors import Completion
-from farm.dispatch.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
-from farm.dispatch.ray_nodes import NodeWatch, RayNode
-from farm.dispatch.ray_session import own_session_environment
+from farm.dispatch.ray_cluster import (
+    ClusterLost,
+    HeadWatch,
+    JoinedHead,
+    NodeWatch,
+    OwnHead,
+    RayNode,
+    own_session_environment,
+)
 from farm.dispatch.ray_worker import actor_class
-from farm.queue.leftovers import delete_folder, make_ray_folder, record_processes
-from farm.queue.sweep import descendants, end_processes
+from farm.queue.leftovers import delete_folder, descendants, end_processes, make_ray_folder, record_processes
 from workers.devices import DeviceChoice, make_device
 from workers.task import Task
 

@@ -12,10 +12,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from conf.files.own_files import open_own_file, open_own_folder
+from conf.files.outputs import open_own_file, open_own_folder
 from conf.plain_text import one_line
-from featurize.configs.own_code import code_entries, code_fields, refusal, trusting
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import TrialConfig, code_entries, code_fields, refusal, trusting
 from featurize.job.code_names import CodeName, TrustedName
 
 _FILE = "submitted_code"  # one JSON string a line

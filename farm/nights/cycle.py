@@ -1,6 +1,7 @@
 """One night: canaries, choose, run, land, learn, report. Each step is recorded, so a killed cycle resumes.
 
-Start reading at `NightWork.work`.
+Start reading at `NightWork.work`. While trials run, SIGTERM ends the night, and Ctrl-C leaves the cycle open within
+seconds (`NightStop`). `notify` tells a command or a web address how it ended.
 """
 
 from __future__ import annotations
@@ -9,30 +10,42 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import http.client
 import itertools
+import json
+import os
 import secrets
+import signal
+import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import CommandError
+from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
-from farm.monitoring.service import Service
-from farm.nights.journal import Cycle, Journal, plain
-from farm.nights.journal_payloads import (
+from farm.dispatch.monitoring import Service
+from farm.dispatch.working import TimedStop, run_job
+from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,
+    Compacted,
+    Cycle,
     Ended,
+    FindingPayload,
+    Journal,
     LandPayload,
     LearnPayload,
     LearntTarget,
     P,
     ReportPayload,
     RunPayload,
+    plain,
 )
-from farm.nights.landing import land, snapshot_taken
 from farm.nights.machine import (
     Machine,
     environment_now,
@@ -44,15 +57,65 @@ from farm.nights.machine import (
 )
 from farm.nights.plan import Plan, code_names, make_plan, read_plan, skipped
 from farm.nights.settings import GrowSettings
-from farm.nights.stop import NightStop
 from farm.queue.jobs import Queue
+from farm.queue.leftovers import SESSION_VARIABLE
 from farm.queue.outcomes import failed_before
-from farm.work import run_job
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.configs.trial import TrialConfig
     from learn.fitting.promotion import Promotion
+
+
+GRACE_S = 3.0  # what runs at a Ctrl-C may take so long to end; then it is given back, and measured again
+
+
+class NightStop(TimedStop):
+    """SIGTERM lets running trials finish, as for every dispatcher. Ctrl-C interrupts them after `GRACE_S`.
+
+    A second signal of either kind raises `KeyboardInterrupt` at once.
+    """
+
+    def __init__(self, seconds: float | None, cycle: str) -> None:
+        super().__init__(seconds)
+        self.interrupted = False  # by Ctrl-C: the cycle stays open
+        self._cycle = cycle
+        self._disarmed = False  # nothing runs any more that a timer may interrupt
+
+    def install(self) -> None:
+        super().install()
+        signal.signal(signal.SIGALRM, self._on_alarm)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[NightStop]:
+        before = signal.getsignal(signal.SIGALRM)
+        self._disarmed = False
+        with super().installed():
+            try:
+                yield self
+            finally:
+                self.disarm()
+                signal.signal(signal.SIGALRM, before)
+
+    def disarm(self) -> None:
+        self._disarmed = True
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.asked or number != signal.SIGINT:
+            super()._on_signal(number, frame)
+            return
+        self.asked = self.interrupted = True
+        print(
+            f"\nleaving within seconds; the same command goes on with cycle {self._cycle}. Ctrl-C again leaves at once",
+            file=sys.stderr,
+        )
+        if not self._disarmed:
+            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+
+    def _on_alarm(self, *_: object) -> None:
+        raise KeyboardInterrupt
+
 
 _FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
@@ -394,3 +457,104 @@ def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, A
         "data": str(folder.root),
         "run": cycle.done("run") or {},
     }
+
+
+def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandPayload:
+    """Merge small files, freeze a snapshot and check its rows.
+
+    May be killed at any point and called again: the snapshot of the cycle's name is taken once. Raises `UsageError` for
+    files that cannot be read.
+    """
+    from warehouse.files.compaction import compact
+    from warehouse.files.snapshots import snapshots, take_snapshot
+    from warehouse.reading.checks import check
+    from warehouse.reading.connection import connect
+
+    tell("merging small files")
+    compacted = compact(folder)
+    there = {snapshot.name: snapshot for snapshot in snapshots(folder)}
+    began = cycle.steps["land"].attempts[0]
+    # A snapshot of the day that a user took before this step is not ours; one taken since we began is.
+    own = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
+    name = next(name for name in own if name not in there or there[name].taken_at >= began)
+    if name not in there:
+        tell("taking a snapshot")
+        there[name] = take_snapshot(folder, name, tell=tell)
+    tell("checking its rows")
+    with contextlib.closing(connect(folder, snapshot=name)) as connection:
+        findings = check(connection)
+    before = [other for other, snapshot in there.items() if snapshot.taken_at < there[name].taken_at]
+    return LandPayload(
+        snapshot=name,
+        before=before[-1] if before else None,
+        rows=dict(there[name].rows),
+        compacted=Compacted(said=tuple(compacted.lines()), problems=len(compacted.problems)),
+        findings=tuple(FindingPayload(**dataclasses.asdict(finding)) for finding in findings),
+    )
+
+
+def snapshot_taken(folder: DataFolder, name: str) -> bool:
+    """Return whether a snapshot of that name exists, so that the cycle needs another name."""
+    from warehouse.files.snapshots import find_snapshot
+
+    try:
+        find_snapshot(folder, name)
+    except UsageError:
+        return False
+    return True
+
+
+_COMMAND_S = 60.0
+_WEBHOOK_S = 15.0
+
+
+def notify(message: Mapping[str, Any], command: str | None, webhook: str | None) -> list[str]:
+    """Send the message as JSON to the command's standard input and by POST to the address.
+
+    The command also finds the outcome in $GPUFARM_OUTCOME. Returns a sentence for each problem: a message that cannot
+    be sent fails no night.
+    """
+    text, problems = json.dumps(message), []
+    if command is not None:
+        problems += _run(command, text, str(message["outcome"]))
+    if webhook is not None:
+        request = urllib.request.Request(webhook, text.encode(), {"Content-Type": "application/json"}, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=_WEBHOOK_S):
+                pass
+        # HTTP errors, refused connections and timeouts are OSErrors.
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            problems.append(f"notify.webhook: {str(error).strip()}")
+    return problems
+
+
+def _run(command: str, text: str, outcome: str) -> list[str]:
+    """Run the command in its own session, so that all its processes can be killed if it hangs."""
+    environment = {**os.environ, "GPUFARM_OUTCOME": outcome}
+    environment.pop(SESSION_VARIABLE, None)  # what the command leaves running is the user's, not the farm's to sweep
+    try:
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return [f"notify.command: {error.strerror}"]
+    with process:
+        try:
+            _, errors = process.communicate(text.encode(), timeout=_COMMAND_S)
+        except subprocess.TimeoutExpired:
+            return [f"notify.command took longer than {_COMMAND_S:g} s and was killed"]
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if process.returncode == 0:
+        return []
+    last_line = errors.decode(errors="replace").strip().splitlines()[-1:]
+    return [f"notify.command ended with {process.returncode}{': ' + last_line[0] if last_line else ''}"]

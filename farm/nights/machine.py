@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.submitted_code import record_code_of
-from farm.nights.journal import Cycle
-from farm.nights.journal_payloads import PairsPayload
-from farm.queue.jobs import MIXED_FAMILY, Job, Queue
-from farm.queue.queue_values import device_key, text_of_settings, text_of_task
-from farm.submission.described_device import spec_of
-from featurize.configs.row_config import code_problem
-from featurize.configs.trial import TrialConfig, canonical_json
+from farm.nights.journal import Cycle, PairsPayload
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import MIXED_FAMILY, Job, device_key, text_of_settings, text_of_task
+from farm.submission.settings import spec_of
+from featurize.configs.trial import TrialConfig, canonical_json, code_problem
 from featurize.device.device_spec import same_device
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter

@@ -1,6 +1,6 @@
 """Plans a night's measurements: candidates that continue the sequences, chosen by the policy and recorded.
 
-Start reading at `make_plan`.
+Start reading at `make_plan`; `summary` says what a choice would gain and cost, as `dry_run=true` prints it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +16,17 @@ from typing import Any
 import numpy as np
 
 from conf.errors import EnvironmentProblem
-from conf.files.json_file import read_json
-from farm.nights.journal import Cycle, plain
-from farm.nights.journal_payloads import ChoicePayload, RunPayload
+from conf.files.outputs import read_json
+from farm.nights.journal import ChoicePayload, Cycle, RunPayload, plain
 from farm.nights.machine import Machine
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import device_key
+from farm.sampling.coverage import Known, known_runs, thinned
 from farm.sampling.dimensions import Space
 from farm.sampling.forecast import Forecaster
-from farm.sampling.known_runs import Known, known_runs, thinned
-from farm.sampling.plan_summary import Summary, expected_seconds, summary
-from farm.sampling.selection import TAKES_FIRST, CandidatePool, candidates, choose, joined
-from featurize.configs.own_code import trusting
-from featurize.configs.trial import TrialConfig, config_from_mapping, config_hash
+from farm.sampling.selection import TAKES_FIRST, CandidatePool, Chosen, Selection, candidates, choose, joined
+from featurize.configs.trial import TrialConfig, config_from_mapping, config_hash, trusting
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
 
@@ -224,3 +222,100 @@ def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[
     """Return `next_index`: where each family's sequence continues."""
     own = {_key(settings, space): next_index[space.family] for space in settings.spaces}
     return {**_positions(cycles), **own}
+
+
+_PAST_RUNS = 10  # of a family, from which on its own median wall time is what a run is expected to take
+_STARTUP_S, _STEPS = 15.0, 100  # else: a guess of process start and context, and of the steps until a window is steady
+_LOG_ERROR = 0.15  # of a rough memory figure: standard deviation of its logarithm where nothing better is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Summary of one choice.
+
+    runs           chosen; by family in `families`
+    bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell
+    measured, repeated  candidates left out: measured already, copies of one another
+    gpu_hours      expected; `from_past`: the share of runs whose family's past runs it was taken from
+    out_of_memory  expected number of runs that will not fit
+    ways           how the figures were found -> runs
+    """
+
+    policy: str
+    runs: int
+    families: Mapping[str, int]
+    pool: int
+    measured: int
+    repeated: int
+    bins_gained: Mapping[str, int]
+    gained: Mapping[str, Mapping[str, tuple[int, int]]]
+    gpu_hours: float
+    from_past: float
+    out_of_memory: float
+    ways: Mapping[str, int]
+    notes: tuple[str, ...]
+
+    def lines(self, source: str = "measured") -> list[str]:
+        """Return the summary as text, a fact a line. `source` of the runs: `measured` or `simulated`."""
+        families = ", ".join(f"{name}: {n}" for name, n in self.families.items())
+        new = ", ".join(f"{name}: {n}" for name, n in self.bins_gained.items() if n) or "none"
+        past = f"{self.from_past:.0%} of it from past runs of the family" if self.from_past else "a guess: no past runs"
+        hours = "hours of simulated runs" if source == "simulated" else "GPU-hours"
+        return [
+            f"policy {self.policy}: {self.runs:,} of {self.pool:,} candidates ({families})",
+            f"left out: {self.measured:,} {source} already, {self.repeated:,} copies of one another",
+            f"bins and regions that had no row: {new}",
+            f"expected: {self.gpu_hours:.2f} {hours} ({past}), {self.out_of_memory:.0f} runs out of memory",
+            f"figures from: {', '.join(f'{way}: {n}' for way, n in self.ways.items())}",
+            *self.notes,
+        ]
+
+    def to_mapping(self) -> dict:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def summary(choice: Selection, known: Known, capacity_mib: float) -> Summary:
+    """Summarise what the choice gains and costs on a device with that much memory, using `known` runs if possible."""
+    seconds, past = expected_seconds(choice, known)
+    return Summary(
+        policy=choice.policy,
+        runs=len(choice.chosen),
+        families=dict(sorted(Counter(one.config.family for one in choice.chosen).items())),
+        pool=choice.pool,
+        measured=choice.measured,
+        repeated=choice.repeated,
+        bins_gained={name: sum(not before for before, _ in of.values()) for name, of in choice.gained.items()},
+        gained=choice.gained,
+        gpu_hours=float(sum(seconds)) / 3600,
+        from_past=past / max(len(choice.chosen), 1),
+        out_of_memory=float(sum(may_run_out(one, capacity_mib) for one in choice.chosen)),
+        ways=choice.ways,
+        notes=choice.notes,
+    )
+
+
+def may_run_out(one: Chosen, capacity_mib: float) -> float:
+    """Return the probability that a run does not fit.
+
+    Log memory is normal around the figure, as wide as the committee's disagreement, or 15 %."""
+    from math import erf, log, sqrt
+
+    error = max(_LOG_ERROR, one.disagreement or 0.0)
+    return 0.5 * (1 + erf(log(max(one.figures["memory"], 1.0) / capacity_mib) / error / sqrt(2)))
+
+
+def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]:
+    """Return the expected wall time of each chosen run in s, and for how many it is the family's median so far.
+
+    Without past runs it is start-up plus a hundred steps as the kernel model times them."""
+    family = np.array([config.family for config in known.configs], dtype=object)
+    medians: dict[str, float] = {}
+    for name in {one.config.family for one in choice.chosen}:
+        of_family = known.seconds[(family == name) & np.isfinite(known.seconds)] if len(family) else np.zeros(0)
+        if len(of_family) >= _PAST_RUNS:
+            medians[name] = float(np.median(of_family))
+    seconds = []
+    for one in choice.chosen:
+        guess = _STARTUP_S + _STEPS * one.figures["step_time"] / 1e3
+        seconds.append(medians.get(one.config.family, guess))
+    return seconds, sum(one.config.family in medians for one in choice.chosen)

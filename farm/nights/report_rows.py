@@ -13,14 +13,14 @@ from typing import Any
 import duckdb
 
 from conf.plain_text import OUTPUT_STARTS
-from conf.reports.heat_map import Grid
+from conf.reports.charts import Grid
 from conf.reports.page_text import short
 from featurize.device.device_spec import same_device
 from featurize.families import family_names
 from learn.rows.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
+from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
-from warehouse.reading.reader import WarehouseConnection
-from warehouse.tables.sql_text import sql_text
+from warehouse.tables.duckdb_access import sql_text
 
 FAILED = ("crashed", "timeout", "invalid")
 GROUPS_SHOWN = 12  # of failures; the rest is counted

@@ -8,11 +8,10 @@ from typing import Any
 
 from conf.cli.settings import Checked, added_group, given_values, key, section
 from conf.errors import UsageError
-from farm.monitoring.events import LogSettings
-from farm.monitoring.metrics import MetricsSettings
+from farm.dispatch.monitoring import LogSettings, MetricsSettings
+from farm.sampling.dimensions import Space, default_space, valid_keys
 from farm.sampling.selection import POLICIES
-from farm.sampling.space import Space, default_space, parse_space, valid_keys
-from farm.sampling.space_limits import require_within_limits
+from farm.sampling.space import parse_space, require_within_limits
 from farm.submission.settings import TrialsSettings
 from featurize.families import family_names
 from learn.estimators.protocol import ESTIMATORS

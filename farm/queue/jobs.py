@@ -6,16 +6,20 @@ seconds since the epoch.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 from conf.errors import UsageError, unknown_name
-from farm.queue.interrupted_submission import Submission
-from farm.queue.job_records import (
+from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile, Submission
+from farm.queue.queue_values import (
     JOB_COLUMNS,
     MIXED_FAMILY,
+    TASK_COLUMNS,
     Added,
     Counts,
     Job,
@@ -23,28 +27,15 @@ from farm.queue.job_records import (
     RunDoubt,
     TaskError,
     UnreadableTask,
+    config_hash_of_text,
     counts_of,
-    job_id_for,
     job_of,
     progress_of,
+    task_of_row,
 )
-from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile
-from farm.queue.queue_values import TASK_COLUMNS, config_hash_of_text, task_of_row
+from warehouse.files.folder import DataFolder
+from warehouse.files.presence import queue_copy
 from workers.task import Lease, Task
-
-__all__ = [
-    "MIXED_FAMILY",
-    "Added",
-    "Counts",
-    "Job",
-    "JobProgress",
-    "Queue",
-    "QueueError",
-    "RunDoubt",
-    "TaskError",
-    "UnreadableTask",
-    "job_id_for",
-]
 
 MAX_ATTEMPTS = 3
 BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
@@ -592,3 +583,36 @@ class Queue:
 def _error_values(error: str | None, now: float) -> tuple[str | None, float | None]:
     # The message is at the end of a traceback.
     return (None, None) if error is None else (error[-ERROR_CHARACTERS:], now)
+
+
+_UNWRITABLE = (errno.EROFS, errno.EACCES)
+
+
+@contextlib.contextmanager
+def queue_to_read(path: Path) -> Iterator[Queue]:
+    """Open an existing queue for reading, or a copy of it if its folder is read-only.
+
+    Prints a line about the copy to standard error. Writes nothing to the folder. Raises as `Queue.open` does.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            queue = held.enter_context(Queue.open(path))
+            queue.next_device()  # a file that may not be written to can fail as late as here
+        except QueueError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            copy = held.enter_context(queue_copy(path))
+            print(
+                f"{path.parent} is read-only: reading a copy of the queue; changes made by a running dispatcher may be "
+                "missing",
+                file=sys.stderr,
+            )
+            queue = held.enter_context(Queue.open(copy))
+        yield queue
+
+
+def existing_queue(folder: DataFolder, job_id: str | None) -> Path:
+    """Return the queue's path in a readable data folder. Raises `UsageError` if there is none, so no job is known."""
+    if not folder.open().queue.is_file():
+        raise UsageError(f"unknown job {job_id!r}; there are no jobs in {folder.root}")
+    return folder.queue

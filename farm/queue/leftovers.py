@@ -1,9 +1,16 @@
-"""Temporary folders of our processes, which record their owner and are deleted once the owner is dead.
+"""What killed processes of ours leave behind, found and ended: trial servers, trials, Ray's helpers, temporary folders.
 
-Start reading at `sweep_folders`. A folder `gpufarm-trial-*`, `gpufarm-ray-*` or `gpufarm-child-*` holds a file `owner`
-with the identity of the process that made it (`conf.files.identity`). That of Ray also holds a file `processes`: Ray's
-agents overwrite their environment with their title, so the marker that other processes carry (`farm.queue.sweep`) is
-lost on them, and they outlive a killed Ray by up to a minute.
+Start reading at `sweep_leftovers`. A process is ended only with proof that it is ours: it runs as this user, and either
+its environment holds `SESSION_VARIABLE` with the identity of a dispatcher that runs no more, or that dispatcher wrote
+its identity into a folder that only this user can write to. What a data folder says is no proof.
+
+A temporary folder `gpufarm-trial-*`, `gpufarm-ray-*` or `gpufarm-child-*` holds a file `owner` with the identity of the
+process that made it; it is deleted once that process is dead. That of Ray also holds a file `processes`: Ray's agents
+overwrite their environment with their title, so the variable is lost on them, and they outlive a killed Ray by up to a
+minute.
+
+An identity is `PID@START@BOOT.NAMESPACE` (`conf.files.identity`). It is read from files and environments that anybody
+may have written, so only what has exactly this form counts.
 """
 
 from __future__ import annotations
@@ -11,18 +18,68 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from conf.children.keeper import FOLDER_PREFIX
-from conf.files.identity import OWNER_FILE
-from conf.files.own_files import open_own_file, open_own_folder
-from farm.queue.process_marker import has_ended, parse_marker, session_marker
+from conf.files.identity import OWNER_FILE, alive, identity
+from conf.files.outputs import open_own_file, open_own_folder
+
+_MARKER = re.compile(r"([1-9][0-9]{0,9})@([0-9]{1,20})@([0-9a-f]{8})\.([0-9]{1,20})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """A process: id, start in kernel ticks since boot, boot id and process namespace."""
+
+    pid: int
+    start_ticks: int
+    boot: str
+    namespace: str
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the process started in this boot and namespace, so that it can be judged."""
+        return (self.boot, self.namespace) == (_ours().boot, _ours().namespace)
+
+    @property
+    def of_this_boot(self) -> bool:
+        """Return whether the machine has not rebooted since."""
+        return self.boot == _ours().boot
+
+
+def parse_marker(text: object) -> Marker | None:
+    """Parse a process's identity; return None for any other text."""
+    match = _MARKER.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return None
+    pid, start_ticks, boot, namespace = match.groups()
+    return Marker(pid=int(pid), start_ticks=int(start_ticks), boot=boot, namespace=namespace)
+
+
+def session_marker() -> str:
+    """Return the identity of this process."""
+    return identity(os.getpid())
+
+
+def has_ended(text: object) -> bool:
+    """Return whether the text identifies a process of this boot and namespace that has ended."""
+    marker = parse_marker(text)
+    return marker is not None and marker.is_here and not alive(str(text))
+
+
+def _ours() -> Marker:
+    marker = parse_marker(session_marker())
+    assert marker is not None
+    return marker
+
 
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-", FOLDER_PREFIX)
 _OWNER_BYTES = 256
@@ -174,3 +231,57 @@ def _empty(folder: int) -> None:
                 shutil.rmtree(entry.name, ignore_errors=True, dir_fd=folder)
             else:
                 os.unlink(entry.name, dir_fd=folder)
+
+
+SESSION_VARIABLE = "GPUFARM_SESSION"  # its value: the identity of the dispatcher, as `conf.files.identity` makes it
+_END_WITHIN_S = 5.0
+
+
+def descendants() -> list[str]:
+    """Return the identities of this process's descendants, for `record_processes`."""
+    identities = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(ProcessLookupError):
+            identities.append(identity(process.pid))
+    return identities
+
+
+def sweep_orphans() -> list[int]:
+    """Kill the processes that dead dispatchers of this user left, see above; return their ids."""
+    recorded = recorded_processes()
+    return end_processes(
+        [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_orphan(process, recorded)]
+    )
+
+
+def sweep_leftovers() -> None:
+    """Kill what dead dispatchers of this user left running, then delete their folders, which record some of it."""
+    sweep_orphans()
+    sweep_folders()
+
+
+def end_processes(processes: Sequence[psutil.Process]) -> list[int]:
+    """Kill the processes, wait until they are gone, and return their ids. psutil guards against reused ids."""
+    killed = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+            killed.append(process)
+    psutil.wait_procs(killed, timeout=_END_WITHIN_S)
+    return [process.pid for process in killed]
+
+
+def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
+    try:
+        if set(process.uids()) != {os.geteuid()}:
+            return False
+        own = identity(process.pid)
+        marker = process.environ().get(SESSION_VARIABLE)
+    except (psutil.Error, OSError):  # gone, or not ours to look at
+        return False
+    return own in recorded or (has_ended(marker) and _began_after(own, marker))
+
+
+def _began_after(own: str, dispatcher: str | None) -> bool:
+    process, begun = parse_marker(own), parse_marker(dispatcher)
+    return process is not None and begun is not None and process.start_ticks >= begun.start_ticks

@@ -9,9 +9,8 @@ from typing import BinaryIO
 
 from conf.errors import EnvironmentProblem
 from conf.files.identity import alive
-from farm.queue.process_marker import parse_marker, session_marker
-from farm.queue.sweep import sweep_leftovers
-from warehouse.files.lock_file import is_held, open_lock, read_lock
+from farm.queue.leftovers import parse_marker, session_marker, sweep_leftovers
+from warehouse.files.plain_file import is_held, open_lock, read_lock
 
 _LIMIT_BYTES = 4096  # of a lock that is read: one line
 

@@ -17,27 +17,32 @@ import pyarrow.parquet as pq
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.jobs import Queue
 from farm.queue.lock import DispatcherLock
-from warehouse.files.aside import set_aside
-from warehouse.files.checksum import recorded_checksum
-from warehouse.files.compaction import CompactionReport, compaction_lock
+from warehouse.files.compaction import (
+    CompactionReport,
+    Unreadable,
+    compaction_lock,
+    run_ids_of,
+    settled_listings,
+    write_anew,
+)
 from warehouse.files.counting import counting_files
-from warehouse.files.damage import DamagedFile
+from warehouse.files.damage import DamagedFile, set_aside
 from warehouse.files.folder import DataFolder
-from warehouse.files.held_rows import Unreadable, run_ids_of
 from warehouse.files.integrity import Progress, examine
-from warehouse.files.layout import KINDS, OF_RUNS
-from warehouse.files.listings import is_whole_listing, read_listings, recovered_listing
+from warehouse.files.layout import KINDS, OF_RUNS, recorded_checksum
 from warehouse.files.merged import (
     Listing,
     has_own_name,
     is_merged_name,
     is_own_merge,
+    is_whole_listing,
     land_merged,
     listing_file,
     new_merged_name,
+    read_listings,
+    recovered_listing,
 )
 from warehouse.files.presence import compare
-from warehouse.files.settle import settled_listings, write_anew
 from warehouse.files.writer import RunWriter
 
 _DATA = (*KINDS, "jobs", "stale", "compactions")

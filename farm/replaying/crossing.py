@@ -1,20 +1,107 @@
-"""Replays a trace under every policy, estimator and seed, and sums up. Start reading at `run_crossing`."""
+"""The settings of `farm.replay`, and the replays: a trace under every policy, estimator and seed, summed up.
+
+Start reading at `ReplaySettings` and `run_crossing`.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from farm.replaying.contention import Contention
-from farm.replaying.generators import GENERATORS, generate_trace
-from farm.replaying.policies import make_policy
-from farm.replaying.settings import ReplaySettings
-from farm.replaying.simulator import ClusterRules, ReplayResult, replay
-from farm.replaying.traces import ClusterTrace, read_trace
+from conf.cli.settings import Checked, data_key, format_key, group, key
+from farm.replaying.policies import LOOKAHEAD, POLICIES, make_policy
+from farm.replaying.simulator import ClusterRules, Contention, ReplayResult, replay
+from farm.replaying.traces import ESTIMATORS, GENERATORS, ClusterTrace, generate_trace, read_trace
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.timing.shared_gpu import SHARING
+from learn.commands.estimate import described_device
 from learn.sharing.learned import default_slowdowns
 from workers.devices.steadiness import student_t
+
+_CARMA_GPUS, _OTHER_GPUS = 4, 64
+MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(Checked):
+    """Which trace to replay, and under which policies. Raises `UsageError` that names every bad key together.
+
+      python -m farm.replay
+      python -m farm.replay trace=philly n=2000 gpus=128 policy=[exclusive,magm,ours] estimator=ours_bound seeds=[0,1]
+      python -m farm.replay trace=cluster_job_log.json n=20000 gpus=1000 policy=ours report=replay.html
+
+    A trace is `carma`, `philly` or `alibaba`, drawn from what was published of these, or a file: Philly's
+    cluster_job_log (.json), Alibaba's pai_task_table (.csv), CARMA's submission script (.sh). Policies: `exclusive`,
+    `round_robin`, `magm` (most available memory), `lug` (least utilized GPU) and `ours` (most expected speed under a
+    risk limit). Estimators of memory: `none`, `oracle`, `horus`, `faketensor`, `gpumemnet`, `ours` (the point) and
+    `ours_bound`. Each policy is crossed with each estimator; `exclusive` asks none. No GPU takes part: slowdowns come
+    from a contention model that no policy sees. docs/admission.md describes it. With data=, the page and its JSON are
+    written to DATA/replays as well.
+    """
+
+    device: DeviceSpec | None = group(
+        None, "GPU model, whose memory and power count, by default A100-SXM4-40GB", described_device
+    )
+    trace: str = key("carma", "carma, philly or alibaba, or the file of a trace")
+    policy: str | tuple[str, ...] = key(POLICIES, f"of {', '.join(POLICIES)}", "text | list of text", POLICIES)
+    estimator: str | tuple[str, ...] = key(
+        tuple(name for name in ESTIMATORS if name != "none"),
+        f"of {', '.join(ESTIMATORS)}",
+        "text | list of text",
+        tuple(ESTIMATORS),
+    )
+    seeds: tuple[int, ...] = key(tuple(range(10)), "of the trace, its job types and the noise of slowdowns")
+    n: int | None = key(
+        None, "jobs; default 90 for carma, 1000 for other generators, all of a file", "int 1 to 1000000"
+    )
+    gpus: int | None = key(None, "GPUs of the cluster; default 4 for carma, else 64", "int 1 to 100000")
+    load: float = key(
+        1.0, "how fast generated jobs arrive: GPU time that arrives, over what there is", "number > 0 to 1000"
+    )
+    sharing: str = key("mps", "how jobs share a GPU", choices=SHARING)
+    risk: float = key(0.01, "risk of running out of memory that ours accepts with ours_bound", "number 0.01 to 0.5")
+    max_slowdown: float | None = key(None, "expected slowdown above which ours lets nobody join", "number >= 1")
+    lookahead: int = key(
+        LOOKAHEAD, "waiting jobs that ours looks at; 1: jobs start in the order of arrival", "int 1 to 1000"
+    )
+    max_jobs: int = key(4, "jobs on one GPU at most", "int 1 to 16")
+    window_s: float = key(
+        30.0, "seconds between two placements on one GPU, in which the monitor sees the newcomer", "number 0 to 86400"
+    )
+    warmup_s: float = key(20.0, "seconds until a job has allocated its memory; at most window_s", "number >= 0")
+    report: str | None = key(None, "write an HTML page with makespans and distributions", "new path")
+    format: str = format_key()
+    data: str | None = data_key()
+
+    def problems(self) -> Iterator[str]:
+        for name in ("policies", "estimators", "seeds"):
+            if not getattr(self, name):
+                yield f"{name} must not be empty"
+        if len(self.seeds) > MOST_SEEDS or not all(0 <= seed < 2**31 for seed in self.seeds):
+            yield f"seeds must be at most {MOST_SEEDS}, each from 0 to 2147483647, got {self.seeds!r}"
+        if len(set(self.seeds)) != len(self.seeds):
+            yield "seeds must differ"
+        if self.warmup_s > self.window_s:
+            yield f"warmup_s must be from 0 to window_s, got {self.warmup_s!r}"
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return (self.policy,) if isinstance(self.policy, str) else self.policy
+
+    @property
+    def estimators(self) -> tuple[str, ...]:
+        return (self.estimator,) if isinstance(self.estimator, str) else self.estimator
+
+    @property
+    def spec(self) -> DeviceSpec:
+        return self.device or load_device(DEFAULT_DEVICE)
+
+    @property
+    def gpu_count(self) -> int:
+        return self.gpus or (_CARMA_GPUS if self.trace == GENERATORS[0] else _OTHER_GPUS)
+
 
 NO_ESTIMATOR = "–"
 

@@ -1,6 +1,6 @@
 """Who may join whom: the policies of a replay. All of them take idle GPUs first and serve jobs in order of arrival.
 
-Start reading at `PlacementPolicy`; `make_policy` makes one by its name.
+Start reading at `make_policy`; `simulator.PlacementPolicy` is what a policy keeps.
 
 The policies of the literature, their threshold of SM activity and their margin of free memory are those of CARMA
 (Yousefzadeh-Asl-Miandoab et al., arXiv:2508.19073).
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
-from farm.replaying.catalogue import JobType, estimated_mib
-from farm.replaying.gpu_pool import GpuPool
+from farm.replaying.simulator import GpuPool, PlacementPolicy
+from farm.replaying.traces import JobType, estimated_mib
 from learn.sharing.learned import packaged_slowdowns
 from learn.sharing.profile import NoUtilization, SlowdownEstimator
 
@@ -26,28 +25,6 @@ LEAST_GAIN = 0.1  # in jobs at full speed, that another job must add to a GPU
 LOOKAHEAD = 32  # waiting jobs that `ours` looks at
 PATIENCE_S = 1800.0  # after which GPUs run empty for the head of the queue
 _LOOKED_AT = 32  # GPUs that `ours` compares: those whose jobs have the least estimated SM activity
-
-
-class PlacementPolicy(Protocol):
-    """Chooses a GPU for a job of one GPU when none is idle.
-
-    shares      whether it ever lets a job join others
-    lookahead   how many waiting jobs it looks at, the head of the queue first; 1: a head that has to wait holds up all
-    patience_s  how long a head waits before GPUs run empty for it, where jobs behind it may start earlier
-    """
-
-    name: str
-    shares: bool
-    lookahead: int
-    patience_s: float
-
-    def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
-        """Return the GPU that a job of this type joins at that time, None where it has to wait. Of `among` if given."""
-        ...
-
-    def may_join(self, kind: int) -> bool:
-        """Return True if a job of this type can ever join others."""
-        ...
 
 
 class ExclusivePolicy:
@@ -200,7 +177,7 @@ def make_policy(
 
     Args:
         name: one of `POLICIES`.
-        estimator: one of `farm.replaying.catalogue.ESTIMATORS`; `exclusive` asks none.
+        estimator: one of `farm.replaying.traces.ESTIMATORS`; `exclusive` asks none.
         types: the job types of the trace.
         risk: of running out of memory that `ours` accepts for a placement, where the estimator gives a distribution:
             `ours_bound`. Of others the margin must stay free.

@@ -1,22 +1,177 @@
 """Replays a trace on GPUs that jobs share: arrivals, placements, progress, out-of-memory crashes and re-runs.
 
 Start reading at `replay`. Events lie in a heap; one whose time no longer holds is dropped when its turn comes.
+`GpuPool` is what a policy may look at, `Contention` how much jobs really slow each other down, which no policy sees.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import random
+import zlib
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from farm.replaying.contention import Contention
-from farm.replaying.gpu_pool import GpuPool
-from farm.replaying.policies import PlacementPolicy
-from farm.replaying.traces import ClusterTrace
+import numpy as np
+
+from farm.replaying.traces import ClusterTrace, JobType
+from featurize.timing.shared_gpu import GpuLoad, shared_speeds, stalled_share
+
+_NOISE = 0.10  # standard deviation of what a group's slowdown has beyond the model, as a share. Chosen
+
+
+class Contention:
+    """Speeds of the jobs of a group, each as a share of its speed alone.
+
+    A group has noise of its own, drawn from the seed: two replays with the same seed see the same GPU.
+    """
+
+    def __init__(self, types: Sequence[JobType], sharing: str = "mps", seed: int = 0) -> None:
+        self.seed, self.sharing = seed, sharing
+        self._busy = [job.busy for job in types]
+        self._smact = [job.smact for job in types]
+        loads = [GpuLoad(job.busy, job.smact, job.drama) for job in types]
+        self._stalled = [[stalled_share(a, b, sharing) for b in loads] for a in loads]
+        self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
+
+    def speeds(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the speed of each job of a group of types, which is sorted; 1 for a job alone."""
+        known = self._known.get(group)
+        if known is None:
+            known = self._known[group] = self._solved(group) if len(group) > 1 else (1.0,) * len(group)
+        return known
+
+    def _solved(self, group: tuple[int, ...]) -> tuple[float, ...]:
+        stalled = [[self._stalled[job][partner] for partner in group] for job in group]
+        speeds = shared_speeds([self._busy[job] for job in group], stalled)
+        return tuple(min(1.0, speed / self._noise(group, kind)) for speed, kind in zip(speeds, group, strict=True))
+
+    def _noise(self, group: tuple[int, ...], kind: int) -> float:
+        drawn = random.Random(zlib.crc32(repr((self.seed, group, kind)).encode()))
+        return max(0.5, drawn.gauss(1.0, _NOISE))
+
+    def activity(self, group: tuple[int, ...]) -> float:
+        """Return the SM activity of the GPU with this group, from 0 to 1."""
+        return min(1.0, sum(self._smact[job] * speed for job, speed in zip(group, self.speeds(group), strict=True)))
+
+
+class GpuPool:
+    """GPUs of one model.
+
+    Arrays have one entry a GPU, and are what policies may look at: `used_mib`, what its jobs have allocated;
+    `activity`, its SM activity from 0 to 1; `ready_s`, the time from which on another job may join; `open`, whether it
+    holds jobs and takes one more. `kinds[g]` are the job types on GPU g, ascending, `jobs[g]` the jobs in the same
+    order.
+    """
+
+    def __init__(self, count: int, memory_mib: float, contention: Contention, most_jobs: int) -> None:
+        self.count, self.memory_mib, self.contention, self.most_jobs = count, memory_mib, contention, most_jobs
+        self.jobs: list[list[int]] = [[] for _ in range(count)]
+        self.kinds: list[tuple[int, ...]] = [()] * count
+        self.used_mib = np.zeros(count)
+        self.activity = np.zeros(count)
+        self.ready_s = np.zeros(count)
+        self.open = np.zeros(count, dtype=bool)
+        self.total_activity = 0.0
+        self._closed = [False] * count
+        self._reserved: list[int] = []
+        self._idle = list(range(count))
+        self._is_idle = [True] * count
+        self.idle_count = count
+
+    def idle_gpus(self, count: int) -> list[int] | None:
+        """Return the first so many idle GPUs, None where there are fewer. They stay idle until a job is added."""
+        if self.idle_count < count:
+            return None
+        taken: list[int] = []
+        while len(taken) < count:
+            gpu = heapq.heappop(self._idle)
+            if self._is_idle[gpu] and gpu not in taken:
+                taken.append(gpu)
+        for gpu in taken:
+            heapq.heappush(self._idle, gpu)
+        return taken
+
+    def add(self, gpu: int, job: int, kind: int, *, alone: bool) -> tuple[float, ...]:
+        """Put a job on a GPU, for itself where `alone`; return the speeds of all its jobs, in their order."""
+        kinds = self.kinds[gpu]
+        if self._is_idle[gpu]:
+            self._is_idle[gpu] = False
+            self.idle_count -= 1
+        place = bisect_left(kinds, kind)
+        self.jobs[gpu].insert(place, job)
+        self._closed[gpu] = alone
+        return self._changed(gpu, (*kinds[:place], kind, *kinds[place:]))
+
+    def remove(self, gpu: int, job: int, used_mib: float) -> tuple[float, ...]:
+        """Take a job off a GPU, with what it had allocated; return the speeds of those that stay."""
+        place = self.jobs[gpu].index(job)
+        kinds = self.kinds[gpu]
+        del self.jobs[gpu][place]
+        self._closed[gpu] = False
+        rest = (*kinds[:place], *kinds[place + 1 :])
+        self.used_mib[gpu] = self.used_mib[gpu] - used_mib if rest else 0.0
+        if not rest:
+            self._is_idle[gpu] = True
+            self.idle_count += 1
+            heapq.heappush(self._idle, gpu)
+            self.ready_s[gpu] = 0.0
+        return self._changed(gpu, rest)
+
+    def reserve(self, count: int) -> None:
+        """Keep further jobs off `count` GPUs, those with the fewest jobs, until `release`."""
+        fewest = heapq.nsmallest(count, range(self.count), key=lambda gpu: (len(self.kinds[gpu]), self.activity[gpu]))
+        self._reserved = fewest
+        for gpu in fewest:
+            self.open[gpu] = False
+
+    def release(self) -> list[int]:
+        """Undo `reserve`; return the GPUs that were reserved."""
+        released, self._reserved = self._reserved, []
+        for gpu in released:
+            self._set_open(gpu)
+        return released
+
+    def _set_open(self, gpu: int) -> None:
+        free = not self._closed[gpu] and gpu not in self._reserved
+        self.open[gpu] = free and 0 < len(self.kinds[gpu]) < self.most_jobs
+
+    def _changed(self, gpu: int, kinds: tuple[int, ...]) -> tuple[float, ...]:
+        self.kinds[gpu] = kinds
+        active = self.contention.activity(kinds)
+        self.total_activity += active - float(self.activity[gpu])
+        self.activity[gpu] = active
+        self._set_open(gpu)
+        return self.contention.speeds(kinds)
+
 
 _FINISH, _WARM, _READY = range(3)
+
+
+class PlacementPolicy(Protocol):
+    """Chooses a GPU for a job of one GPU when none is idle.
+
+    shares      whether it ever lets a job join others
+    lookahead   how many waiting jobs it looks at, the head of the queue first; 1: a head that has to wait holds up all
+    patience_s  how long a head waits before GPUs run empty for it, where jobs behind it may start earlier
+    """
+
+    name: str
+    shares: bool
+    lookahead: int
+    patience_s: float
+
+    def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
+        """Return the GPU that a job of this type joins at that time, None where it has to wait. Of `among` if given."""
+        ...
+
+    def may_join(self, kind: int) -> bool:
+        """Return True if a job of this type can ever join others."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,9 @@
-"""Traces of a cluster: which jobs arrive when, how long each runs alone, on how many GPUs. Readers of public formats.
+"""Jobs of a replay: their types, and traces that say which jobs arrive when, for how long, on how many GPUs.
 
-Start reading at `read_trace`; `generators` makes traces where there is no file.
+Start reading at `read_trace` for files of public formats, `generate_trace` for traces drawn from what was published,
+and `load_catalogue` for what is true of each job type, and what each estimator says of it. `carma_published.csv` holds
+what CARMA's authors published of their jobs; `carma_jobs.csv`, which `infra/build_replay_jobs.py` writes, what this
+project computes of the same jobs without a GPU.
 """
 
 from __future__ import annotations
@@ -10,15 +13,141 @@ import json
 import math
 import random
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError, shown
 from conf.plain_text import printable
-from farm.replaying.catalogue import JobType, load_catalogue
+from learn.sharing.admitting import MemoryNeed
+from learn.sharing.profile import JobProfile
+
+PUBLISHED_FILE = Path(__file__).with_name("carma_published.csv")
+JOBS_FILE = Path(__file__).with_name("carma_jobs.csv")
+# estimator -> column of its memory; `none` has no figure of any job, `oracle` the true one
+MEMORY_COLUMNS = {
+    "horus": "horus_mib",
+    "faketensor": "faketensor_mib",
+    "gpumemnet": "gpumemnet_mib",
+    "ours": "ours_mib",
+    "ours_bound": "ours_bound_mib",
+}
+ESTIMATORS = ("none", "oracle", *MEMORY_COLUMNS)
+_SHARES = ("busy", "smact", "smocc", "drama")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobType:
+    """One kind of job, alone on a GPU.
+
+    weight       light, medium or heavy, as CARMA's authors group their jobs
+    gpus         that it takes
+    minutes      of one epoch; epochs: the numbers of epochs that jobs of this type train
+    memory_mib   true peak of each of its GPUs, as published
+    busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: of the GPU over all time.
+                 Simulated: the traced step's, scaled by how much of the published time the traced steps fill
+    estimates    estimator -> MiB; an estimator without a figure is left out
+    need         what the default estimator says of its memory, as a distribution; None where it has no figure
+    estimated    what the default estimator says of the job alone; utilizations are None where it has no figure
+    """
+
+    name: str
+    weight: str
+    gpus: int
+    minutes: float
+    epochs: tuple[int, ...]
+    memory_mib: float
+    busy: float
+    smact: float
+    smocc: float
+    drama: float
+    estimates: Mapping[str, float]
+    need: MemoryNeed | None
+    estimated: JobProfile
+    rad: str = ""
+
+    @property
+    def truth(self) -> JobProfile:
+        """The true figures as a profile, which nobody but an oracle has."""
+        return JobProfile(
+            self.name,
+            memory_mib=self.memory_mib,
+            memory_bound_mib=self.memory_mib,
+            gpu_util=self.busy,
+            smact=self.smact,
+            smocc=self.smocc,
+            drama=self.drama,
+        )
+
+
+@cache
+def load_catalogue() -> tuple[JobType, ...]:
+    """Return the job types that come along, in the order of the published table."""
+    computed = {row["name"]: row for row in _rows(JOBS_FILE)}
+    published = _rows(PUBLISHED_FILE)
+    usual = _usual_shares(published, computed)
+    return tuple(_job_type(row, computed[row["name"]], usual[row["class"]]) for row in published)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _usual_shares(
+    published: Sequence[Mapping[str, str]], computed: Mapping[str, Mapping[str, str]]
+) -> dict[str, dict[str, float]]:
+    """Return the median utilizations of each class, for jobs of it that this project cannot trace."""
+    classes = {row["class"] for row in published}
+    rows = {name: [computed[row["name"]] for row in published if row["class"] == name] for name in classes}
+    return {
+        name: {share: statistics.median(float(row[share]) for row in of_class if row[share]) for share in _SHARES}
+        for name, of_class in rows.items()
+    }
+
+
+def _job_type(published: Mapping[str, str], computed: Mapping[str, str], usual: Mapping[str, float]) -> JobType:
+    figures = {**published, **computed}
+    estimates = {name: value for name, column in MEMORY_COLUMNS.items() if (value := _number(figures[column]))}
+    shares = {name: usual[name] if (share := _number(figures[name])) is None else share for name in _SHARES}
+    quantiles = ((0.5, "ours_p50_mib"), (0.9, "ours_p90_mib"), (0.99, "ours_bound_mib"))
+    known = [(p, mib) for p, column in quantiles if (mib := _number(figures[column])) is not None]
+    return JobType(
+        name=published["name"],
+        rad=published["rad"],
+        weight=published["class"],
+        gpus=int(published["gpus"]),
+        minutes=float(published["minutes"]) / float(published["epochs_of_minutes"]),
+        epochs=(20, 50) if published["class"] == "light" else (int(published["epochs"]),),
+        memory_mib=float(published["memory_mib"]),
+        estimates=estimates,
+        need=MemoryNeed(tuple(known)) if known else None,
+        estimated=JobProfile(
+            published["name"],
+            memory_mib=_number(figures["ours_mib"]),
+            memory_bound_mib=_number(figures["ours_bound_mib"]),
+            smact=_number(figures["ours_smact"]),
+            smocc=_number(figures["ours_smocc"]),
+            drama=_number(figures["ours_drama"]),
+        ),
+        **shares,
+    )
+
+
+def estimated_mib(job: JobType, estimator: str) -> float:
+    """Return what an estimator says that a job takes, in MiB; infinity where it has no figure, 0 for `none`."""
+    if estimator == "none":
+        return 0.0
+    return job.memory_mib if estimator == "oracle" else job.estimates.get(estimator, math.inf)
+
 
 _EPOCHS = re.compile(r"_(\d{1,6})e_(\d+)$")
 _TASK_COLUMNS = (
@@ -197,3 +326,80 @@ def _positive(text: str) -> float | None:
 
 
 _READERS = {".json": _read_philly, ".csv": _read_alibaba, ".sh": _read_carma}
+
+
+# Shares of light, medium and heavy jobs in the first of CARMA's published traces (60 jobs), and the pauses between its
+# submissions, which are cut at ten minutes.
+_WEIGHTS = {"light": 32 / 60, "medium": 22 / 60, "heavy": 6 / 60}
+_CARMA_PAUSE_S, _LONGEST_PAUSE_S = 250.0, 600.0
+# Philly: GPUs a job and minutes as Narayanan et al. draw them after that trace (Gavel, OSDI 2020, section 7.1).
+_PHILLY_GPUS = {1: 0.70, 2: 0.10, 4: 0.15, 8: 0.05}
+_PHILLY_LONG, _PHILLY_SHORT_LOG, _PHILLY_LONG_LOG = 0.2, (1.5, 3.0), (3.0, 4.0)
+# Alibaba: median 23 minutes, nine tenths below 4.5 hours (Weng et al., NSDI 2022); one GPU a job is assumed.
+_ALIBABA_MEDIAN_MIN, _ALIBABA_P90_MIN = 23.0, 270.0
+_P90 = 1.2816  # of the standard normal distribution
+
+GENERATORS = ("carma", "philly", "alibaba")
+CARMA_JOBS, OTHER_JOBS = 90, 1000
+
+
+def generate_trace(name: str, *, n: int | None, gpus: int, load: float, seed: int) -> ClusterTrace:
+    """Draw a trace.
+
+    Args:
+        name: one of `GENERATORS`.
+        n: jobs; None: 90 of CARMA's, 1,000 of the others.
+        gpus: GPUs of the cluster; with `load` it sets how fast Philly's and Alibaba's jobs arrive.
+        load: GPU time that arrives, over what the cluster has. CARMA's arrivals are those published, `load` times
+            as fast.
+        seed: of all that is drawn.
+    """
+    drawn = random.Random(f"{name} {seed}")
+    types = load_catalogue()
+    draw = {"carma": _carma_job, "philly": _philly_job, "alibaba": _alibaba_job}[name]
+    jobs = _drawn_jobs(draw, types, drawn, n or (CARMA_JOBS if name == "carma" else OTHER_JOBS), gpus)
+    if name == "carma":
+        pauses = [min(_LONGEST_PAUSE_S, drawn.expovariate(1 / _CARMA_PAUSE_S)) / load for _ in jobs]
+    else:
+        busy_s = sum(duration * count for _, duration, count in jobs) / len(jobs)
+        pauses = [drawn.expovariate(load * gpus / busy_s) for _ in jobs]
+    arrivals, now = [], -pauses[0]
+    for pause in pauses:
+        now += pause
+        arrivals.append(now)
+    kinds, durations, counts = zip(*jobs, strict=True)
+    return ClusterTrace(name=name, types=types, arrivals_s=arrivals, kinds=kinds, durations_s=durations, gpus=counts)
+
+
+_DrawnJob = tuple[int, float, int]  # type, duration in s, GPUs
+_Draw = Callable[[tuple[JobType, ...], random.Random], _DrawnJob]
+
+
+def _drawn_jobs(draw: _Draw, types: tuple[JobType, ...], drawn: random.Random, n: int, gpus: int) -> list[_DrawnJob]:
+    jobs: list[_DrawnJob] = []
+    while len(jobs) < n:
+        job = draw(types, drawn)
+        if job[2] <= gpus:  # a job that is larger than the cluster would not have been sent there
+            jobs.append(job)
+    return jobs
+
+
+def _carma_job(types: tuple[JobType, ...], drawn: random.Random) -> _DrawnJob:
+    (weight,) = drawn.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+    kind = drawn.choice([index for index, job in enumerate(types) if job.weight == weight])
+    return kind, 60.0 * types[kind].minutes * drawn.choice(types[kind].epochs), types[kind].gpus
+
+
+def _philly_job(types: tuple[JobType, ...], drawn: random.Random) -> _DrawnJob:
+    limits = _PHILLY_LONG_LOG if drawn.random() < _PHILLY_LONG else _PHILLY_SHORT_LOG
+    (gpus,) = drawn.choices(list(_PHILLY_GPUS), list(_PHILLY_GPUS.values()))
+    return _single(types, drawn), 60.0 * 10 ** drawn.uniform(*limits), gpus
+
+
+def _alibaba_job(types: tuple[JobType, ...], drawn: random.Random) -> _DrawnJob:
+    spread = math.log(_ALIBABA_P90_MIN / _ALIBABA_MEDIAN_MIN) / _P90
+    return _single(types, drawn), 60.0 * drawn.lognormvariate(math.log(_ALIBABA_MEDIAN_MIN), spread), 1
+
+
+def _single(types: tuple[JobType, ...], drawn: random.Random) -> int:
+    return drawn.choice([index for index, job in enumerate(types) if job.gpus == 1])

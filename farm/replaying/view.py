@@ -1,16 +1,37 @@
-"""Replays as a table in the terminal and as JSON. Start reading at `lines`."""
+"""Replays as a table in the terminal, as JSON and as one HTML page. Start reading at `lines` and `replay_page`."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from conf.files.identity import mapping_hash
 from conf.plain_text import table_lines
+from conf.reports.blocks import (
+    Block,
+    Callout,
+    Chart,
+    Charts,
+    Drawn,
+    Lead,
+    Legend,
+    Page,
+    Section,
+    Tile,
+    Tiles,
+    keep_page,
+    table,
+)
+from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from farm.replaying.crossing import CrossedReplays, Interval, Standing
+from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, Standing
 from farm.replaying.simulator import ReplayResult
+from warehouse.files.folder import DataFolder
 
 HEADS = (
     "policy",
@@ -173,3 +194,150 @@ def _result(result: ReplayResult) -> dict[str, Any]:
         "energy_j": result.energy_j,
         "joined": result.collocated,
     }
+
+
+_ROW = 20.0  # pixels
+_MARGINS = Margins(height=300.0, left=52.0, top=16.0, bottom=46.0)
+_POINTS = 200  # of a curve at most
+
+
+def makespan_svg(rows: Sequence[tuple[str, str, Interval]], unit: str) -> Svg:
+    """Draw one dot a row with its interval; `rows`: name, colour class, value. The axis begins at 0."""
+    left = max(len(name) for name, _, _ in rows) * LETTER_PX + 14
+    most = max(value.mean + (value.half or 0.0) for _, _, value in rows) * 1.04
+    height = 34.0 + _ROW * len(rows) + 24.0
+    margins = Margins(width=left + 480.0, height=height, left=left, right=60.0, top=10.0, bottom=40.0)
+    plot = Plot(Axis.within(0.0, most, 6), Axis(len(rows), 0.0), margins)
+    plot.ticks_below(f"{unit} →", lines=True)
+    for place, (name, css, value) in enumerate(rows, start=1):
+        half, y = value.half or 0.0, place - 0.5
+        plot.text("name", left - 8, plot.y(y) + 4, name, "end")
+        plot.line(f"line {css}", [(value.mean - half, y), (value.mean + half, y)])
+        plot.dot(f"full {css}", value.mean, y, 4.5, f"{name}: {value.mean:.2f} ± {half:.2f} {unit}")
+        plot.text("value", plot.x(value.mean + half) + 8, plot.y(y) + 4, f"{value.mean:.2f}", "start")
+    return plot.picture(f"Makespan in {unit} by policy and estimator")
+
+
+def distribution_svg(curves: Mapping[str, tuple[str, Sequence[float]]], unit: str) -> Svg:
+    """Draw the share of jobs below a value, over the logarithm of the value; `curves`: name -> colour class, values."""
+    known = {name: sorted(v for v in values if not math.isnan(v)) for name, (_, values) in curves.items()}
+    decades = math.ceil(math.log10(max([2.0, *(value for values in known.values() for value in values)])))
+    least = 10.0 ** min(0, decades - 4)  # what is shorter than a ten-thousandth of the longest lies on the axis
+    plot = Plot(Axis.decades(least, 10.0**decades), Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0)), _MARGINS)
+    plot.grid([f"{25 * k} %" for k in range(5)])
+    plot.ticks_below(f"{unit}, logarithmic →", lines=True)
+    for name, values in known.items():
+        ranks = sorted({round(k * (len(values) - 1) / _POINTS) for k in range(_POINTS + 1)}) if values else []
+        points = [(max(least, values[rank]), (rank + 1) / len(values)) for rank in ranks]
+        plot.line(f"line {curves[name][0]}", points, name)
+    return plot.picture(f"Share of jobs below a time in {unit}: {', '.join(curves)}")
+
+
+_COLOURS = {"exclusive": "k0", "round_robin": "k7", "magm": "k5", "lug": "k4", "ours": "k1"}
+_PREFERRED = ("ours_bound", "ours", "oracle")
+
+
+def keep_in(home: DataFolder, done: CrossedReplays) -> Path:
+    """Write the page, and its JSON beside it, to `replays/` of a data folder; return the page's path.
+
+    The same settings give the same name. Raises `EnvironmentProblem` where it cannot be written.
+    """
+    settings = dataclasses.asdict(dataclasses.replace(done.settings, report=None, data=None, format="table"))
+    stem = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in done.trace_name)[:40]
+    path = home.replays / f"{stem}-{mapping_hash(settings)[:6]}.html"
+    return keep_page(path, replay_page(done), json.dumps(as_mapping(done), indent=1))
+
+
+def replay_page(done: CrossedReplays) -> Page:
+    """Return the page's contents."""
+    return Page(
+        title=f"Replay of {done.trace_name}",
+        head=(Lead(title(done)), *_tiles(done), *(Callout(text) for text in notes(done))),
+        sections=(
+            Section("makespan", "Makespan", _makespans(done), name="makespan"),
+            Section("jobs", "Waiting and completion of the jobs", _distributions(done), name="jobs"),
+            Section("all", "All figures", (_all(done),), name="figures"),
+        ),
+    )
+
+
+def _tiles(done: CrossedReplays) -> list[Block]:
+    candidates = leading(done)
+    if not candidates:
+        return []
+    best = candidates[0]
+    if len(candidates) > 1:
+        return [
+            Tiles(
+                (
+                    Tile("shortest makespan", "none stands out", verdict(done)),
+                    Tile(
+                        "out of memory", _from_to(candidates, FIGURES["out_of_memory"], 1), "crashes a seed, of these"
+                    ),
+                    Tile("SM activity", _from_to(candidates, FIGURES["smact"], 2), "mean of all GPUs, of these"),
+                )
+            )
+        ]
+    ratio, energy = Interval.of(best.over_exclusive), best.interval(FIGURES["energy_kwh"])
+    return [
+        Tiles(
+            (
+                Tile("shortest makespan", best.name, f"{100 * (1 - ratio.mean):.1f} % below exclusive"),
+                Tile("out of memory", f"{best.crashes}", "crashes of that policy, all seeds"),
+                Tile("SM activity", f"{best.interval(FIGURES['smact']).mean:.2f}", "mean of all GPUs"),
+                Tile("energy", f"{energy.mean:,.1f} kWh", "of all GPUs, idle ones too"),
+            )
+        )
+    ]
+
+
+def _from_to(standings: Sequence[Standing], figure: Callable[[ReplayResult], float], digits: int) -> str:
+    means = [one.interval(figure).mean for one in standings]
+    return f"{min(means):.{digits}f} to {max(means):.{digits}f}"
+
+
+def _makespans(done: CrossedReplays) -> tuple[Block, ...]:
+    rows = [(one.name, _COLOURS[one.policy], one.interval(FIGURES["makespan_h"])) for one in done.standings]
+    used = {one.policy: _COLOURS[one.policy] for one in done.standings}
+    return (
+        Lead("Hours from the first arrival to the end of the last job: mean over the seeds, and its 95 % interval."),
+        Drawn(makespan_svg(rows, "hours")),
+        Legend(used),
+    )
+
+
+def _distributions(done: CrossedReplays) -> tuple[Block, ...]:
+    shown = _shown(done.standings)
+    names = {one.name: _COLOURS[one.policy] for one in shown}
+    waiting = {one.name: (_COLOURS[one.policy], _minutes(one, "waiting_s")) for one in shown}
+    completion = {one.name: (_COLOURS[one.policy], _minutes(one, "completion_s")) for one in shown}
+    return (
+        Lead("Share of the jobs of all seeds below a time. One estimator of each policy is drawn; the table has all."),
+        Charts(
+            (
+                Chart(
+                    "Waiting, from arrival to the start of the run that ended well",
+                    distribution_svg(waiting, "minutes"),
+                ),
+                Chart("Completion, from arrival to the end", distribution_svg(completion, "minutes")),
+            )
+        ),
+        Legend(names),
+    )
+
+
+def _shown(standings: Sequence[Standing]) -> list[Standing]:
+    """Return one standing of each policy: with the first estimator of `_PREFERRED` that was replayed."""
+    order = [*_PREFERRED, NO_ESTIMATOR]
+    chosen: dict[str, Standing] = {}
+    for one in sorted(standings, key=lambda one: order.index(one.estimator) if one.estimator in order else len(order)):
+        chosen.setdefault(one.policy, one)
+    return [chosen[policy] for policy in _COLOURS if policy in chosen]
+
+
+def _minutes(one: Standing, name: str) -> list[float]:
+    return [value / 60 for result in one.results for value in getattr(result, name)]
+
+
+def _all(done: CrossedReplays) -> Block:
+    return table(HEADS, [cells(one) for one in done.standings], words=2)

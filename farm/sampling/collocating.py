@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
+from farm.sampling.dimensions import Space
 from farm.sampling.draws import NO_LIMITS, Limits, sample_range
-from farm.sampling.space import Space
 from featurize.configs.trial import TrialConfig, config_hash
 
 if TYPE_CHECKING:

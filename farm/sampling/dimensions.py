@@ -16,8 +16,7 @@ from typing import Any, TypeGuard
 
 from conf.errors import UsageError
 from featurize import families
-from featurize.configs.own_code import code_fields
-from featurize.configs.trial import canonical_json
+from featurize.configs.trial import canonical_json, code_fields
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")

@@ -1,50 +1,39 @@
 """The search space of one family, as `conf/arch/NAME.yaml` defines it, checked as a whole and made canonical.
 
-Start reading at `parse_space`; `farm.sampling.dimensions` has the types, `farm.sampling.space_limits` the values that a
-family refuses.
+Start reading at `parse_space`; `farm.sampling.dimensions` has the types. `require_within_limits` finds values that the
+family never takes: beyond its limits, or changed by its `repair`. Each is tried on configs of the family's own space,
+so that families say their limits once, in `Config.problems`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeGuard
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from farm.sampling.dimensions import (
-    Choice,
     Constant,
     Dimension,
     Range,
     Scalar,
     Space,
-    default_space,
     own_space,
     read_dimensions,
     required,
-    valid_keys,
 )
-from farm.sampling.space_limits import refused_values
-
-__all__ = [
-    "Choice",
-    "Constant",
-    "Dimension",
-    "Range",
-    "Scalar",
-    "Space",
-    "default_space",
-    "own_space",
-    "parse_space",
-    "space_of_mapping",
-    "valid_keys",
-]
+from farm.sampling.draws import missing_fields, sample_range
+from featurize import families
+from featurize.configs.trial import TrialConfig
 
 
 def parse_space(family: str, mapping: Mapping[str, Any]) -> Space:
     """Return the space of a YAML mapping name -> spec, see `farm.sampling.dimensions.read_dimensions`.
 
     Raises `UsageError` that reports every problem together: an unknown family or key, and a listed value that the
-    family's config never takes (`optimizer: [adam, lion]`). `farm.sampling.space_limits` has the limits of numbers.
+    family's config never takes (`optimizer: [adam, lion]`). `require_within_limits` checks numbers.
     """
     return _checked(family, mapping.items())
 
@@ -66,3 +55,205 @@ def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
 def _checked(family: str, items: Iterable[tuple[str, Any]]) -> Space:
     dimensions, problems = read_dimensions(family, items, lambda dimension: refused_values(family, dimension))
     return Space(family, required(family, dimensions, problems))
+
+
+_TRIED_ON = 16  # configs that a value is tried on
+
+
+def require_within_limits(space: Space) -> None:
+    """Raise `UsageError` that names each value of the space beyond its family's limits, with the limit.
+
+    For what a user gives now. Spaces that older jobs recorded are read without it: `repair` has mended their values.
+    """
+    problems = [
+        f"arch.space.{dimension.name}: {'' if end is None else f'{end}: '}{problem}"
+        for dimension in space.dimensions
+        for value, end in _values(dimension)
+        if (problem := _problem(space.family, dimension.name, value, end))
+    ]
+    if problems := problems or list(_changed_constants(space)):
+        raise UsageError(f"search space of {space.family}: " + "; ".join(problems))
+
+
+def refused_values(family: str, dimension: Dimension) -> Iterator[str]:
+    """Return a problem for each listed value of a config's field that the family refuses even after its `repair`."""
+    if not isinstance(dimension, Range) and _is_field(family, dimension.name):
+        for value, _ in _values(dimension):
+            if problem := _problem_after_repair(family, dimension.name, value):
+                yield f"arch.space.{dimension.name}: {problem}"
+
+
+def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | None:
+    if not _is_field(family, name):
+        return _problem_of_sampled_only(family, name, value)
+    return _problem_of_number(family, name, value, end) if _is_number(value) else None
+
+
+def _is_field(family: str, name: str) -> bool:
+    """Return whether the config holds the key; `repair` consumes other keys."""
+    return name in {field.name for field in dataclasses.fields(families.get_family(family).Config)}
+
+
+def _values(dimension: Dimension) -> Iterable[tuple[Scalar, str | None]]:
+    """Return the distinct values, each with the end of the range that it is; 1 is not True."""
+    if isinstance(dimension, Range):
+        return ((dimension.low, "low"), (dimension.high, "high"))
+    values = (dimension.fixed,) if isinstance(dimension, Constant) else dimension.choices
+    return [(value, None) for value in {(type(value), value): value for value in values}.values()]
+
+
+# ---- fields of the config
+
+
+def _problem_of_number(family: str, name: str, value: int | float, end: str | None) -> str | None:
+    """Return why no config of the family has this number as given; None if one has.
+
+    `repair` would turn -3 into the least depth. The end of a range it may mend (to a multiple of 32, say), but not move
+    a low end upwards.
+    """
+    configs = _valid_configs(family)
+    refused = _common_problem(name, ((config, value) for config in configs))
+    if refused is None or end is None:
+        return refused
+    mended = [(config, _mended(config, name, value)) for config in configs]
+    if end == "low":
+        mended = [(config, result) for config, result in mended if not _is_number(result) or result <= value]
+    return refused if not mended or _common_problem(name, mended) else None
+
+
+def _problem_after_repair(family: str, name: str, value: Scalar) -> str | None:
+    """Return why no config of the family has this value; values that `repair` changes or fills in are not judged."""
+    kept = ((config, value) for config in _valid_configs(family) if _mended(config, name, value) == value)
+    return _common_problem(name, kept)
+
+
+def _mended(config: TrialConfig, name: str, value: Scalar) -> Any:
+    """Return the field's value after the family's `repair`."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return families.get_family(config.family).repair({**fields, name: value}, _middle).get(name, value)
+
+
+def _common_problem(name: str, tries: Iterable[tuple[TrialConfig, Any]]) -> str | None:
+    """Return the problem of the field `name` that all of these configs have at the value beside them."""
+    common: set[str] | None = None
+    for config, value in tries:
+        problems = {problem for problem in _problems(config, name, value) if problem.startswith(f"{name} ")}
+        common = problems if common is None else common & problems
+        if not common:
+            return None
+    return "; ".join(sorted(common or ())) or None
+
+
+def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
+    """Return the problems of a valid config once its field `name` is `value`."""
+    try:
+        _with_field(config, name, value)
+    except CommandError as error:
+        return str(error).removeprefix(f"{config.family}: ").split("; ")
+    return []
+
+
+def _with_field(config: TrialConfig, name: str, value: Any) -> TrialConfig:
+    """Return the config with this value. Raises `UsageError` if its family refuses it."""
+    return dataclasses.replace(config, **{name: value})
+
+
+# ---- keys that only `repair` consumes: `linear_layers`, `tables`, `use_dropout`
+
+
+def _problem_of_sampled_only(family: str, name: str, value: Scalar) -> str | None:
+    """Return why the value gives no config, or only configs of another value of the family's own space."""
+    known = next((dimension for dimension in own_space(family).dimensions if dimension.name == name), None)
+    if known is None:
+        return None
+    samples = [known_value for known_value, _ in _values(known)]
+    if _is_switch(known):
+        return None if isinstance(value, bool) else f"{name} must be true or false, got {value!r}"
+    if all(map(_is_number, samples)) and not _is_number(value):
+        return f"{name} must be a number, got {value!r}"
+    module, points = families.get_family(family), _own_points(family)
+    built = [_build(module, {**point, name: value}) for point in points]
+    if all(isinstance(result, str) for result in built):
+        return f"{value!r} gives no config: {built[0]}"
+    if isinstance(known, Range) and _is_number(value) and not known.low <= value <= known.high:
+        limit, rule = (known.low, ">=") if value < known.low else (known.high, "<=")
+        if built == [_build(module, {**point, name: limit}) for point in points]:
+            return f"{name} must be {rule} {limit}, got {value!r}"
+    return None
+
+
+def _is_switch(dimension: Dimension) -> bool:
+    return all(isinstance(value, bool) for value, _ in _values(dimension))
+
+
+def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
+    """Return the config, or the reasons why there is none."""
+    values = module.repair(values, _middle)
+    if missing := sorted(missing_fields(module, values)):
+        return f"it leaves {', '.join(missing)} without a value"
+    try:
+        return module.Config(**values)
+    except CommandError as error:
+        return str(error).removeprefix(f"{module.Config.family}: ")
+
+
+# ---- constants that the other dimensions of the same space rule out
+
+
+def _changed_constants(space: Space) -> Iterator[str]:
+    """Return a problem for each given number that no config of this space has, because `repair` changes it."""
+    given = [d for d in space.dimensions if isinstance(d, Constant) and _is_field(space.family, d.name)]
+    constants = [d for d in given if isinstance(d.fixed, bool | int | float)]
+    # Without the switches that only `repair` consumes: `use_dropout: false` sets the rate to 0 on purpose.
+    dimensions = tuple(d for d in space.dimensions if _is_field(space.family, d.name) or not _is_switch(d))
+    try:
+        configs = list(sample_range(Space(space.family, dimensions), 0, 0, _TRIED_ON))
+    except CommandError:  # it has no config at all; sampling reports why
+        return
+    for constant in constants:
+        name, value = constant.name, constant.fixed
+        if any(getattr(config, name) == value for config in configs):
+            continue
+        reasons = [_reason_of_change(config, name, value) for config in configs]
+        if all(reasons):
+            became = list(dict.fromkeys(str(getattr(config, name)) for config in configs))
+            yield f"arch.space.{name}: {value!r} would become {' or '.join(became[:3])}: {reasons[0]}"
+
+
+def _reason_of_change(config: TrialConfig, name: str, value: Scalar) -> str | None:
+    """Return why `repair` changed the value to the config's; None if the network is the same with either."""
+    if problems := _problems(config, name, value):
+        return "; ".join(problems)
+    if families.layers_of(config) == families.layers_of(_with_field(config, name, value)):
+        return None
+    return "sizes have to fit each other"
+
+
+# ---- what values are tried on
+
+
+@cache
+def _own_points(family: str) -> tuple[dict[str, Scalar], ...]:
+    """Return raw values of the family's own space, spread over every dimension."""
+    space = own_space(family)
+    golden = 0.6180339887498949
+    return tuple(
+        space.values([((at + 0.5) * golden + place / (place + 2)) % 1.0 for place in range(len(space.varied))])
+        for at in range(_TRIED_ON)
+    )
+
+
+@cache
+def _valid_configs(family: str) -> tuple[TrialConfig, ...]:
+    """Return configs of the family's own space; none if it has none."""
+    space = own_space(family)
+    return tuple(sample_range(space, 0, 0, _TRIED_ON)) if space.dimensions else ()
+
+
+def _middle(_name: str) -> float:
+    """Return 0.5 for every draw, for a `repair` whose draws do not matter."""
+    return 0.5
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,13 +1,14 @@
-"""The explorer's routes: pages on the data folder of the service. Start reading at `add_pages`."""
+"""The explorer's routes: pages on the data folder of the service, and the API's page. Start reading at `add_pages`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import io
+import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -21,16 +22,43 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
-from conf.reports.render import render_page
-from farm.serving.api_page import api_page
-from warehouse.explorer.devices import BOUND, device_page, devices_page
-from warehouse.explorer.filters import Filters
-from warehouse.explorer.limited_query import CSV, PAGE, PARQUET, QueryLimits, run_limited
-from warehouse.explorer.listings import LISTINGS, ListedTable
-from warehouse.explorer.nights import night_report, nights_page
-from warehouse.explorer.pages import list_page, overview, require_run_id, run_page
-from warehouse.explorer.reading import ExplorerReader, QueryRows, TooLong
-from warehouse.explorer.render import POLICY, rendered
+from conf.reports.blocks import (
+    Block,
+    Code,
+    Fold,
+    Heading,
+    Lead,
+    Page,
+    Preformatted,
+    Section,
+    linked,
+    render_page,
+    table,
+)
+from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
+from warehouse.explorer.limited_query import (
+    CSV,
+    PAGE,
+    PARQUET,
+    ExplorerReader,
+    QueryLimits,
+    QueryRows,
+    TooLong,
+    run_limited,
+)
+from warehouse.explorer.pages import (
+    BOUND,
+    POLICY,
+    device_page,
+    devices_page,
+    list_page,
+    night_report,
+    nights_page,
+    overview,
+    rendered,
+    require_run_id,
+    run_page,
+)
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import connect
 
@@ -39,6 +67,7 @@ if TYPE_CHECKING:
     from farm.serving.settings import LimitSettings
     from featurize.configs.trial import TrialConfig
     from learn.estimation.job_estimate import Estimate
+
 
 READERS = 4  # pages at the same time, and as many queries of users, each in a process; others wait
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
@@ -51,7 +80,7 @@ _WRITERS: dict[str, tuple[str, Callable[[pa.Table, io.BytesIO], None]]] = {
         lambda table, to: pyarrow.parquet.write_table(table, to, compression="zstd"),
     ),
 }
-Page = Callable[[ExplorerReader], Response]
+AnswerPage = Callable[[ExplorerReader], Response]
 Ends = list[Callable[[], None]]  # how to end what a page waits for
 
 
@@ -73,7 +102,7 @@ class ExplorerPages:
         for threads in (self._threads, self._queries):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def answer(self, page: Page) -> Response:
+    async def answer(self, page: AnswerPage) -> Response:
         """Return the page, or one that says what is wrong."""
         return await self._in(self._threads, lambda ends: self._read(page, ends))
 
@@ -97,7 +126,7 @@ class ExplorerPages:
                 end()
             raise
 
-    def _read(self, page: Page, ends: Ends) -> Response:
+    def _read(self, page: AnswerPage, ends: Ends) -> Response:
         connection = connect(self._folder, share=self._page_limits.share)
         with ExplorerReader(connection, self._limits.query_s) as reader:
             ends.append(reader.interrupt)
@@ -184,7 +213,7 @@ class ExplorerPages:
 
     def _estimated(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
         """Return the estimates of one device's runs by `method=fast`, None where it has none."""
-        from featurize.configs.row_config import config_of_one_gpu
+        from featurize.configs.trial import config_of_one_gpu
         from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
@@ -221,7 +250,7 @@ class ExplorerPages:
 
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
         """Return what `method=fast` says beside what was measured, and notes: also why it says nothing."""
-        from featurize.configs.row_config import config_of_row
+        from featurize.configs.trial import config_of_row
         from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
@@ -325,7 +354,7 @@ def _machine_of(run: Mapping[str, Any]) -> str | None:
 
     Simulated devices have what their description says, and descriptions follow the published measurements.
     """
-    from featurize.device.machine import DESCRIBED
+    from featurize.device.device_spec import DESCRIBED
 
     return None if run["source"] == "measured" else DESCRIBED
 
@@ -366,3 +395,104 @@ def _difference(name: str, estimated: float | None, known: float | None) -> str:
     if name in ("smact", "smocc", "drama"):
         return f"{100 * (estimated - known):+.1f} points"
     return f"{100 * (estimated / known - 1):+.1f} %" if known else ""
+
+
+_LONGEST_CHOICE = 12  # values of a field that are listed
+
+
+def api_page(document: Mapping[str, Any]) -> Page:
+    """Return the page of an OpenAPI document: a section for each tag, with its routes."""
+    schemas = document.get("components", {}).get("schemas", {})
+    by_tag: dict[str, list[Block]] = {}
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            tag = route.get("tags", ["other"])[0]
+            by_tag.setdefault(tag, []).extend(_route(method.upper(), path, route, schemas))
+    sections = {tag: Section(tag.replace(" ", "-"), tag, tuple(blocks)) for tag, blocks in by_tag.items()}
+    about = f"{document['info'].get('summary', '')}. {document['info'].get('description', '')} "
+    described = Lead(f"{about}A program reads the same at ", Code("/openapi.json"), ".")
+    return Page(title=f"{document['info']['title']}: API", head=(described,), sections=linked(sections))
+
+
+def _route(method: str, path: str, route: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[Block]:
+    yield Heading(f"{method} {path}")
+    if text := route.get("description"):
+        yield Lead(text)
+    for parameter in route.get("parameters", ()):
+        yield Lead(Code(parameter["name"]), f" ({parameter['in']}): {parameter.get('description') or 'text'}")
+    body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    if body is not None:
+        schema = _resolved(body, schemas)
+        yield from _fields("Fields of the body", schema, schemas)
+        if examples := _examples(schema):
+            shown = "\n".join(f"curl -X {method} .../{path.lstrip('/')} --json '{json.dumps(one)}'" for one in examples)
+            yield Fold("Examples", (Preformatted(shown),))
+    rows = []
+    for status, answer in route["responses"].items():
+        contents = [content.get("schema", {}) for content in answer.get("content", {}).values()]
+        rows.append((status, _type(contents[0], schemas) if contents else "none", answer.get("description", "")))
+    yield Fold("Answers", (table(("status", "body", "*meaning"), rows, words=2),))
+
+
+def _fields(title: str, schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[Block]:
+    """Yield a table of a schema's fields, and one of each object's that they hold."""
+    properties = schema.get("properties")
+    if not properties:
+        return
+    required = set(schema.get("required", ()))
+    rows = []
+    for name, field in properties.items():
+        default = "" if field.get("default") in (None, [], {}) else f"; default {json.dumps(field['default'])}"
+        words = f"{field.get('description', '')}{default}".removeprefix("; ")
+        rows.append((Code(name), _type(field, schemas), "yes" if name in required else "", words))
+    yield Fold(title, (table(("field", "type", "required", "*meaning"), rows, words=3),), is_open=True)
+    for name in dict.fromkeys(_references(properties)):
+        yield from _fields(f"Fields of {name}", schemas[name], schemas)
+
+
+def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
+    return schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Yield the names of the schemas that a value refers to."""
+    if isinstance(value, Mapping):
+        if isinstance(reference := value.get("$ref"), str):
+            yield reference.rpartition("/")[2]
+        for part in value.values():
+            yield from _references(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _references(part)
+
+
+def _type(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+    """Return a schema's type in words: `integer 1 to 16384`, `list of text`, `one of full, fast`."""
+    if "$ref" in schema:
+        return schema["$ref"].rpartition("/")[2]
+    if choices := schema.get("enum"):
+        more = ", ..." if len(choices) > _LONGEST_CHOICE else ""
+        return f"one of {', '.join(map(str, choices[:_LONGEST_CHOICE]))}{more}"
+    if options := schema.get("anyOf"):
+        return " or ".join(dict.fromkeys(_type(one, schemas) for one in options))
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"list of {_type(schema.get('items', {}), schemas)}"
+    if kind == "string":
+        return "text"
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    bounds = f" {low:g} to {high:g}" if None not in (low, high) else f" from {low:g}" if low is not None else ""
+    return f"{kind}{bounds}"
+
+
+def _examples(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return bodies of a request out of the fields' examples: one for each way to give a job."""
+    examples = {
+        name: field["examples"][0] for name, field in schema.get("properties", {}).items() if field.get("examples")
+    }
+    bodies: list[dict[str, Any]] = []
+    if "config" in examples:
+        bodies.append({"config": examples["config"]})
+    if "model" in examples:
+        bodies.append({"model": examples["model"], "inputs": examples.get("inputs")})
+    return bodies

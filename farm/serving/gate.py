@@ -1,30 +1,75 @@
-"""The gate of every request: its id, its token, its size, its turn and its time; and its record.
+"""The gate of every request: its id, its token, its size, its turn and its time; its log line and its metrics.
 
-Start reading at `Gate`, an ASGI application around another. Work on a request ends when its client is gone.
+Start reading at `Gate`, an ASGI application around another. Work on a request ends when its client is gone. `Places`
+shares what the service has a limited number of: a client is a token, or an address where there are no tokens.
+
+prometheus_client keeps a file for each process in the folder that `PROMETHEUS_MULTIPROC_DIR` names, from which
+`ServiceMetrics` sums up; it must be set before the library is imported.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import hashlib
 import hmac
 import json
+import os
 import re
+import sys
 import time
 import traceback
 import uuid
 from base64 import b64decode
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import IO, Any
 
+from conf.errors import UsageError
 from farm.serving.problems import PROBLEM_TYPE, Problem, busy
-from farm.serving.request_log import RequestLog
-from farm.serving.service_metrics import ServiceMetrics
-from farm.serving.shares import Places
+
+
+def is_within_share(held: float, wanted: float, held_by_all: float, limit: float) -> bool:
+    """Return whether a client that holds `held` of `limit` may hold `wanted` more.
+
+    A client leaves as much free as it holds: one alone gets half, n busy ones get 1/(n + 1) each, and whoever comes
+    next finds a place.
+    """
+    return not wanted or held + 2 * wanted <= limit - held_by_all + 1
+
+
+class Places:
+    """A number of places of one process. Not for threads.
+
+    Args:
+        limit: Places in all.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._held: Counter[str] = Counter()
+
+    def take(self, client: str, n: int = 1, most: int | None = None) -> bool:
+        """Take n places for a client, unless they are beyond its share, or beyond `most`."""
+        held = self._held[client]
+        if not is_within_share(held, n, self._held.total(), self.limit) or (most is not None and held + n > most):
+            return False
+        self._held[client] += n
+        return True
+
+    def hold(self, client: str) -> None:
+        """Take one place, also beyond the client's share: for a request that had it before."""
+        self._held[client] += 1
+
+    def give_back(self, client: str, n: int = 1) -> None:
+        """Give n places back."""
+        self._held[client] -= n
+        if not self._held[client]:
+            del self._held[client]
+
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -266,3 +311,120 @@ def _too_large(limit: int) -> Problem:
 def _host_name(host: str) -> str:
     """Return the name of a Host header, without its port."""
     return (host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]).lower()
+
+
+STDERR, NONE = "stderr", "none"
+
+
+class RequestLog:
+    """Writes events to standard error, a file or nowhere; several processes may append to one file.
+
+    Args:
+        to: `stderr`, `none`, or a file's path.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+
+    def __init__(self, to: str) -> None:
+        self._file: IO[str] | None = None
+        if to == STDERR:
+            self._file = sys.stderr
+        elif to != NONE:
+            try:
+                self._file = open(os.path.expanduser(to), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            except OSError as error:
+                raise UsageError(f"log={to}: {error.strerror}") from error
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Write an event; each line has `time` (ISO 8601, UTC), `event` and `pid`."""
+        if self._file is None:
+            return
+        moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": moment, "event": name, "pid": os.getpid(), **fields})
+        try:
+            self._file.write(f"{line}\n")
+        except (OSError, ValueError):  # a full disk stops no answers
+            pass
+
+    def request(self, request_id: str, scope: Mapping[str, Any], status: int, seconds: float, sent_bytes: int) -> None:
+        """Write a line of one request: neither its body nor its token."""
+        if self._file is None:
+            return
+        self.event(
+            "request",
+            request_id=request_id,
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            ms=round(1e3 * seconds, 3),
+            bytes=sent_bytes,
+        )
+
+    def failure(self, request_id: str, trace: str) -> None:
+        """Write the traceback of a request that failed."""
+        self.event("failure", request_id=request_id, traceback=trace)
+
+
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+_METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH")  # a client may make others up
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+
+
+class ServiceMetrics:
+    """Counts requests and answers of this process; `text` gives the figures of all."""
+
+    def __init__(self) -> None:
+        import prometheus_client
+
+        self._requests = prometheus_client.Counter(
+            "gpufarm_service_requests_total", "Requests by route, method and status", ("route", "method", "status")
+        )
+        self._seconds = prometheus_client.Histogram(
+            "gpufarm_service_request_seconds", "Duration of requests by route", ("route",), buckets=_BUCKETS_S
+        )
+        self._answers = prometheus_client.Counter(
+            "gpufarm_service_estimates_total", "Estimates by how they were answered: cache, fast, trace", ("by",)
+        )
+
+    def request(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count a request that has ended."""
+        self._requests.labels(route, method if method in _METHODS else "other", str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def answered(self, by: str, n: int = 1) -> None:
+        """Count estimates. by: cache, fast or trace."""
+        self._answers.labels(by).inc(n)
+
+    def text(self, questions: Mapping[str, int], pool_age_s: float | None) -> bytes:
+        """Return all processes' figures in Prometheus's text format.
+
+        Args:
+            questions: Questions for traces by state.
+            pool_age_s: Since the pool of traces was last alive; None where it never was.
+        """
+        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        registry.register(_Questions(questions, pool_age_s))
+        return generate_latest(registry)
+
+
+class _Questions:
+    """The state of the questions that are traced."""
+
+    def __init__(self, counts: Mapping[str, int], pool_age_s: float | None) -> None:
+        self._counts, self._pool_age_s = counts, pool_age_s
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        family = GaugeMetricFamily("gpufarm_service_questions", "Questions for traces by state", labels=("state",))
+        for state, count in self._counts.items():
+            family.add_metric((state,), count)
+        yield family
+        if self._pool_age_s is not None:
+            name, text = "gpufarm_service_trace_pool_age_seconds", "Seconds since the pool of traces was last alive"
+            yield GaugeMetricFamily(name, text, value=self._pool_age_s)

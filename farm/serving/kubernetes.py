@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from conf.errors import unknown_name
+from farm.serving.bodies import EstimateRequest
 from farm.serving.problems import Problem
-from farm.serving.requests import EstimateRequest
 from featurize.device.device_spec import DEFAULT_DEVICE, known_device
 
 if TYPE_CHECKING:

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError
 from farm.serving.problems import Problem, invalid
-from featurize.configs.row_config import config_of_row
-from featurize.configs.trial import TrialConfig
+from featurize.configs.features import FEATURES_STAMP
+from featurize.configs.trial import TrialConfig, config_of_row
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
-from featurize.job.version import FEATURES_STAMP
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
-    from farm.serving.requests import EstimateRequest, FitRequest, HowFields, JobFields, PlanRequest
+    from farm.serving.bodies import EstimateRequest, FitRequest, HowFields, JobFields, PlanRequest
 
 _KEY_CHARACTERS = 32
 _HOW = ("coverage", "machine", "loop", "allocator", "workspaces")
@@ -130,7 +129,7 @@ def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], TrialConfi
 
 
 def _of_config(request: JobFields, policy: Policy, parallel: str | None) -> tuple[dict[str, Any], TrialConfig | None]:
-    from featurize.configs.own_code import refusal
+    from featurize.configs.trial import refusal
 
     assert request.config is not None
     config = config_at(request.config, "/config", policy.trust)

@@ -17,14 +17,11 @@ from typing import Any
 
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
-from farm.serving.question_access import LocalQuestions, RemoteQuestions
-from farm.serving.request_log import RequestLog
+from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.server import only_service
-from farm.serving.service_metrics import FOLDER_VARIABLE
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_pool import TracePool
-from farm.serving.trace_store import TraceStore
-from farm.serving.tracing import TraceLimits
+from farm.serving.trace_pool import TraceLimits, TracePool
+from farm.serving.trace_store import LocalQuestions, RemoteQuestions, TraceStore
 from warehouse.files.folder import DataFolder
 
 TRACES, ESTIMATIONS = "Traces", "Estimations"

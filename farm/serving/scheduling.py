@@ -1,4 +1,4 @@
-"""Parts that the programs beside a scheduler share: the loop in which they ask the service, and their words.
+"""Parts that the programs beside a scheduler share: the loop in which they ask the service, their words, their keys.
 
 Start reading at `keep_asking`. `farm.slurm`, `farm.sbatch` and `farm.kueue` are these programs.
 """
@@ -9,10 +9,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from conf.errors import EnvironmentProblem
+from conf.cli.settings import key
+from conf.device_names import resolve_device
+from conf.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from learn.client import Client
@@ -48,3 +50,29 @@ def keep_asking(look: Callable[[Client, threading.Event], None], *, server: str,
 def figures_of(done: Estimate) -> str:
     """Return an estimate's memory in words, such as `7,196 MiB, bound 8,664 MiB`."""
     return f"{done.peak_memory_mib:,.0f} MiB, bound {done.needed_mib:,.0f} MiB"
+
+
+def features_by_device(devices: Mapping[str, Any]) -> dict[str, str]:
+    """Return Slurm's feature of each GPU model, by its full name. Raises `UsageError` that names what is wrong."""
+    from featurize.device.device_spec import device_names
+
+    problems = [] if devices else ["devices must name the cluster's GPU models, as in '{L4: l4}'"]
+    features: dict[str, str] = {}
+    for name, feature in devices.items():
+        try:
+            features[resolve_device(name, device_names())] = str(feature)
+        except UsageError as error:
+            problems.append(str(error))
+        if not str(feature).replace("_", "").replace("-", "").replace(".", "").isalnum():
+            problems.append(f"devices: the feature of {name} is a name that Slurm's nodes have, got {feature!r}")
+    if problems:
+        raise UsageError("; ".join(problems))
+    return features
+
+
+def devices_key() -> Any:
+    """Return the field `devices` of commands that know a cluster's GPU models."""
+    return key(
+        help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'",
+        build=features_by_device,
+    )

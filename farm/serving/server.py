@@ -25,14 +25,12 @@ import uvicorn
 from conf.cli.command_line import EXIT_INTERRUPTED
 from conf.errors import EnvironmentProblem
 from farm.serving.connections import GuardedServer, listen
-from farm.serving.request_log import RequestLog
-from farm.serving.service_metrics import FOLDER_VARIABLE
+from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_pool import TracePool
+from farm.serving.trace_pool import TraceLimits, TracePool
 from farm.serving.trace_store import TraceStore
-from farm.serving.tracing import TraceLimits
 from warehouse.files.folder import DataFolder
-from warehouse.files.lock_file import open_lock
+from warehouse.files.plain_file import open_lock
 
 _STOP_S = 10  # for requests that are being answered
 _KEEP_ALIVE_S = 30

@@ -2,11 +2,12 @@
 
 Start reading at `TraceStore`. A question is kept until its answer is stored, so that none is lost with a process.
 Clients take turns, and have a share each of what may wait. Answers are forgotten when they are old, and what nobody
-asks for any more.
+asks for any more. The processes that answer ask through `LocalQuestions`, or `RemoteQuestions` on Ray Serve.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sqlite3
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import EnvironmentProblem
-from farm.serving.shares import is_within_share
+from farm.serving.gate import is_within_share
 
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
 MOST_ATTEMPTS = 3  # of a question whose child process, or whose service, was killed
@@ -288,3 +289,59 @@ class TraceStore:
             yield
         except sqlite3.Error as error:
             raise EnvironmentProblem(f"{self._path.name} cannot be used: {error}") from error
+
+
+class LocalQuestions:
+    """The questions of a service on one machine."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+
+    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
+        """Return the question's row, added where it is new; None where the client's share is used up."""
+        return self._store.ask(key, question, client, limits)
+
+    async def get(self, key: str) -> Traced | None:
+        """Return the question's row, or None."""
+        return self._store.get(key)
+
+    async def forget(self, limits: QuestionLimits) -> None:
+        """Delete old answers, and questions that nobody asks for."""
+        await asyncio.to_thread(self._store.forget, limits)
+
+    async def counts(self) -> dict[str, int]:
+        """Return the number of questions by state."""
+        return self._store.counts()
+
+    async def pulse_age_s(self) -> float | None:
+        """Return how long ago the pool of traces was alive; None where it never was."""
+        return self._store.pulse_age_s()
+
+    def close(self) -> None:
+        """Give back what was opened."""
+        self._store.close()
+
+
+class RemoteQuestions(LocalQuestions):
+    """The questions of a service on Ray Serve. handle: of the deployment `Traces`."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
+        return await self._handle.ask.remote(key, question, client, limits)
+
+    async def get(self, key: str) -> Traced | None:
+        return await self._handle.get.remote(key)
+
+    async def forget(self, limits: QuestionLimits) -> None:
+        await self._handle.forget.remote(limits)
+
+    async def counts(self) -> dict[str, int]:
+        return await self._handle.counts.remote()
+
+    async def pulse_age_s(self) -> float | None:
+        return await self._handle.pulse_age_s.remote()
+
+    def close(self) -> None:
+        """Leave the deployment open, which other replicas ask."""

@@ -20,10 +20,15 @@ from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, UsageError
 from conf.files.identity import version_of
 from conf.plain_text import exception_line, one_line, shown
-from farm.sampling.space import Choice, Constant, Space, own_space
-from featurize.configs.own_code import code_fields, config_of_user, data_refusal
-from featurize.configs.row_config import printable
-from featurize.configs.trial import TrialConfig, config_from_mapping
+from farm.sampling.dimensions import Choice, Constant, Space, own_space
+from featurize.configs.trial import (
+    TrialConfig,
+    code_fields,
+    config_from_mapping,
+    config_of_user,
+    data_refusal,
+    printable,
+)
 from featurize.families import get_family
 from featurize.trace.light_imports import without_compiler
 

@@ -1,27 +1,30 @@
 """The settings of commands that run trials, as typed frozen values: below `main` there is no `DictConfig`.
 
-Start reading at `SubmitSettings`; `conf.cli.settings` says what becomes of its fields.
+Start reading at `SubmitSettings`; `conf.cli.settings` says what becomes of its fields. `with_layouts` spreads trials
+over GPUs; `require_gpus` and `require_optimizers` refuse what a device cannot run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.cli.settings import Checked, added_group, data_key, group, key, keys_of, section
-from conf.errors import UsageError
-from farm.dispatch.cluster_settings import ClusterSettings
-from farm.dispatch.layouts import with_layouts
-from farm.monitoring.events import LogSettings
-from farm.monitoring.metrics import MetricsSettings
+from conf.errors import EnvironmentProblem, UsageError
+from conf.files.identity import version_of
+from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
+from farm.dispatch.monitoring import LogSettings, MetricsSettings
 from farm.sampling.collocating import POOL, SIZES
+from farm.sampling.dimensions import Choice, Constant, Dimension, Scalar, Space, default_space
 from farm.sampling.draws import POLICIES, Limits, checked_batch_sizes
-from farm.sampling.space import Space, default_space, parse_space, space_of_mapping
-from farm.sampling.space_limits import require_within_limits
+from farm.sampling.space import parse_space, require_within_limits, space_of_mapping
 from featurize.families import family_names
-from workers.devices import DeviceChoice
+from featurize.job.layout import EXPERTS, MODES, OWN, WRAPPED, parse_parallel
+from featurize.job.training_settings import OPTIMIZERS
+from featurize.operators.torch_releases import require_torch, require_traceable
+from workers.devices import DeviceChoice, Slot, make_device
 from workers.settings import SHARING, KernelSettings, TrialRules, TrialSettings, WindowSettings
 from workers.telemetry.sampler import TelemetrySettings
 
@@ -218,3 +221,115 @@ class SubmitSettings(SampledSettings):
             "limits": self.limits.to_mapping(),
             "settings": {"device": self.device.to_mapping(), "trial": self.trial_settings.to_mapping(), **pairs},
         }
+
+
+DIMENSION = "parallel"
+
+
+def with_layouts(space: Space, given: Any) -> Space:
+    """Return the space with `given` in place of its own dimension `parallel`.
+
+    Args:
+        given: A layout as `parse_parallel` takes it, or a list of them, of which None is one GPU.
+
+    Raises:
+        UsageError: Something that is no layout.
+    """
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    layouts = [parse_parallel(one) for one in (given if several else [given])]
+    if not layouts:
+        raise UsageError("parallel: the list of layouts is empty")
+    texts = tuple(None if layout is None else layout.text() for layout in layouts)
+    dimension: Dimension = Choice(DIMENSION, texts) if several else Constant(DIMENSION, texts[0])
+    others = tuple(one for one in space.dimensions if one.name != DIMENSION)
+    # One GPU is what a space without the dimension means, and its jobs keep their ids.
+    return replace(space, dimensions=others if texts == (None,) else (*others, dimension))
+
+
+def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -> None:
+    """Refuse a layout that the device cannot run.
+
+    Args:
+        choice: Where the trials run. Simulated GPUs are as many as a layout wants.
+        cluster: Where they run: the GPUs of this machine can be counted, those of a joined cluster not yet.
+
+    Raises:
+        UsageError: A pipeline on real GPUs, several nodes, or more GPUs than there are.
+        EnvironmentProblem: The installed torch is too old for its trace, or for FSDP2 on the CPU.
+    """
+    layouts = [layout for value in _values(space, DIMENSION) if (layout := parse_parallel(value)) is not None]
+    if choice.backend == "simulated" or not layouts:
+        for layout in layouts:
+            require_traceable(layout)
+        return
+    for layout in layouts:
+        if not_run := [mode for mode in (*MODES, EXPERTS, OWN) if mode not in WRAPPED and getattr(layout, mode) > 1]:
+            raise UsageError(
+                f"parallel={layout.text()}: {', '.join(not_run)} does not run on real devices yet; modes that do: "
+                f"{', '.join(WRAPPED)}; simulate it with device=A100-SXM4-40GB"
+            )
+        if layout.fsdp > 1 and choice.backend == "cpu":
+            require_torch("2.8", "parallel: fsdp with device=cpu")
+        if layout.replicates and layout.tp > 1:
+            raise UsageError(
+                f"parallel={layout.text()}: on real devices ddp with tp needs fsdp, as in ddp=2,fsdp=4,tp=2; simulate "
+                "it with device=A100-SXM4-40GB"
+            )
+        if layout.zero:
+            raise UsageError(
+                f"parallel={layout.text()}: real ranks do not run DeepSpeed; simulate it with device=A100-SXM4-40GB"
+            )
+        if layout.nodes > 1:
+            raise UsageError(
+                f"parallel={layout.text()}: {layout.ranks} ranks fill {layout.nodes} nodes of {layout.gpus_per_node}, "
+                "and a trial runs on one; set gpus_per_node, or simulate it with device=A100-SXM4-40GB"
+            )
+    if choice.backend == "cuda" and cluster.address is None:
+        gpus = 1 if cluster.kind == "inline" else len(make_device(choice).slots())
+        if (problem := gpu_problem(max(layouts, key=lambda layout: layout.ranks), gpus)) is not None:
+            raise UsageError(problem)
+
+
+def require_optimizers(space: Space, choice: DeviceChoice) -> None:
+    """Raise for optimizers that the device cannot run.
+
+    Raises:
+        UsageError: They run on CUDA only, and trials run on the CPU.
+        EnvironmentProblem: Their package is missing here. A simulated GPU needs none for those of CUDA.
+    """
+    for name in _values(space, "optimizer"):
+        optimizer = OPTIMIZERS[str(name)]
+        if optimizer.cuda_only and choice.backend == "cpu":
+            choices = ", ".join(known for known, other in OPTIMIZERS.items() if not other.cuda_only)
+            raise UsageError(f"optimizer={name} runs on CUDA only; with device=cpu choose among {choices}")
+        if optimizer.package is None or (optimizer.cuda_only and choice.backend == "simulated"):
+            continue
+        if version_of(optimizer.package) is None:
+            raise EnvironmentProblem(f"optimizer={name} needs {optimizer.package}: pip install {optimizer.package}")
+
+
+def _values(space: Space, name: str) -> tuple[Scalar, ...]:
+    for dimension in space.dimensions:
+        if dimension.name == name:
+            return dimension.choices if isinstance(dimension, Choice) else (dimension.value(0.0),)
+    return ()
+
+
+def spec_of(choice: DeviceChoice, slot: Slot | None = None) -> DeviceSpec:
+    """Return the description of the device that trials run on, for forecasts.
+
+    A model without a description has the rates of `DEFAULT_DEVICE`, and so has the CPU. `slot`: one of the device's;
+    None: its first one. Raises `DeviceUnavailable` where the device cannot be used here.
+    """
+    from featurize.device.device_spec import DEFAULT_DEVICE, device_from_mapping, known_device, load_device
+
+    if choice.backend == "simulated" and choice.spec is not None:
+        return device_from_mapping(dict(choice.spec))
+    slot = slot or make_device(choice).slots()[0]
+    known = known_device(slot.device_name)
+    if known is not None:
+        return load_device(known)
+    stands_in = load_device(DEFAULT_DEVICE)
+    return dataclasses.replace(
+        stands_in, name=slot.device_name, memory_mib=slot.device_memory_mib or stands_in.memory_mib
+    )

@@ -1,7 +1,8 @@
 """Scalar features of trial configs, without torch: what a table-based estimator sees of a job before it runs.
 
 Start reading at `feature_columns`. All of it follows from the configs' fields and their layer plans, in some 15
-microseconds a config where there are many.
+microseconds a config where there are many. `FEATURES_VERSION` is what artifacts and stored features carry, so that
+older ones are known to be stale.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from types import NoneType, SimpleNamespace
+from types import MappingProxyType, NoneType, SimpleNamespace
 
 import numpy as np
 
 from conf.units import MIB
 from featurize.families import get_family, layers_of
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.trial_config import ACTIVATIONS, OPTIMIZERS, TrialConfig
+from featurize.job.training_settings import ACTIVATIONS, OPTIMIZERS, TrialConfig
 
 # Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
 # the columns of a joint table don't depend on the families in it.
@@ -183,3 +184,25 @@ def group_key(config: TrialConfig) -> str:
         if layer.kind != "dropout":
             digest.update(f"{layer.kind} {layer.output_elements} {layer.parameters} {layer.flops}\n".encode())
     return f"{config.family}-{digest.hexdigest()[:16]}"
+
+
+# Raise it when a feature of a trial config or of a traced step gets another value or name.
+# `tests/learn/test_golden_features.py` fails when values move and this number does not.
+FEATURES_VERSION = 5
+
+HISTORY = MappingProxyType(
+    {
+        1: "Features as of November 2026, the first with a number; the hashes of source text before it end here.",
+        2: "Traced steps have `job_scenario_*`: memory under other assumptions about cuDNN's workspaces.",
+        3: "Times, activity and power of traced steps (`job_priced_*`) come from the learned kernel model.",
+        4: "Times, activity and power follow kernels measured alone, the framework's host and measured power.",
+        5: "Megatron's host follows its layers' passes; fp32 convolutions count the workspaces of Winograd transforms.",
+    }
+)
+
+FEATURES_STAMP = str(FEATURES_VERSION)  # as artifacts carry it
+
+
+def is_current(stamp: object) -> bool:
+    """Return whether a recorded stamp stands for the features that this code computes."""
+    return stamp == FEATURES_STAMP

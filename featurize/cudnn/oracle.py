@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conf.cli.extras import missing_from_extra
+from conf.cli.commands import missing_from_extra
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.disk_cache import DiskCache, user_folder
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings, answer_of

@@ -1,21 +1,138 @@
-"""Descriptions of GPU models, from their data sheets: what the kernel model and the simulated device know of a GPU.
+"""Descriptions of GPU models, what follows from their architecture, and memory that a machine takes besides.
 
-Start reading at `DeviceSpec`. The files are conf/device/NAME.yaml; torch-free, and read only when asked.
+Start reading at `DeviceSpec`: a data sheet, from conf/device/NAME.yaml, read only when asked. `architecture_of` is the
+home of what differs by vendor. `MachineProfile` has what a process takes outside PyTorch's allocator, for the driver,
+kernels and libraries; `learn.calibrate` fits one to a user's own measurements. Torch-free.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 from conf.device_names import is_device_file, profiles_of, read_device_file, resolve_device, slice_values, split_slice
 from conf.device_names import plain_device as plain_device
-from conf.errors import UsageError
-from featurize.device.architecture import LLVM_TARGETS, Architecture, architecture_of
+from conf.errors import EnvironmentProblem, UsageError, unknown_name
+from conf.plain_text import exception_line
+from conf.units import MIB
+
+NVIDIA, AMD = "NVIDIA", "AMD"
+_ANY_WIDTH = 1 << 31
+
+
+class AttentionKernels(NamedTuple):
+    """The widest head that each kind of PyTorch's fused attention takes; 0 where it has no kernels for the GPU."""
+
+    flash: int
+    efficient: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One architecture.
+
+    Args:
+        title: In answers: `compute capability 8.0`, `AMD gfx942`.
+        vendor: `NVIDIA` or `AMD`.
+        fp32_lanes: Of a multiprocessor, as the data sheet's rate of vectors counts them.
+        warp_size: Lanes that run together: a warp, AMD's wavefront.
+        watts_per_tflop: W per TFLOP/s of fp32 that a chip takes at full load, below which its clock falls; None where
+            nothing is known of that.
+        blas_workspace_bytes: That PyTorch gives the library of matrix products, for each thread that calls it.
+        blas_fallback_bytes: The same of a second library, for products that the first one cannot do.
+        attention: PyTorch's kernels.
+        tf32_convolutions: Whether convolutions of fp32 tensors may run in TF32, where the GPU has it.
+        torch_capability: What `torch.cuda.get_device_capability` says.
+    """
+
+    title: str
+    vendor: str
+    fp32_lanes: int
+    warp_size: int
+    watts_per_tflop: float | None
+    blas_workspace_bytes: int
+    blas_fallback_bytes: int
+    attention: AttentionKernels
+    tf32_convolutions: bool
+    torch_capability: tuple[int, int]
+
+
+# FP32 lanes of an SM from a compute capability on (CUDA C Programming Guide, arithmetic instructions), newest first.
+_FP32_LANES = (((8, 6), 128), ((7, 0), 64), ((6, 1), 128), ((6, 0), 64), ((5, 0), 128), ((0, 0), 192))
+# Chosen by the process: 4 to 5, 7 to 8, 12 and 16 nm; by compute capability, the newest first.
+_WATTS_PER_TFLOP = (((8, 9), 8.0), ((8, 0), 11.0), ((7, 0), 16.0), ((6, 0), 20.0), ((0, 0), 25.0))
+
+
+def _of_amd(
+    name: str, *, lanes: int, blas_mib: int, fallback_mib: int, widest_head: int, capability: tuple[int, int]
+) -> Architecture:
+    """Wavefronts of CDNA have 64 lanes. MIOpen does not take TF32 (PyTorch's pull request 162943), matrix products do.
+    What power a chip takes at full load is not known.
+
+    Args:
+        name: The LLVM target.
+        lanes: Such that two FLOP each make up the data sheet's rate of vectors; packed FP32 counts twice on gfx942.
+        blas_mib: Of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a and gfx942), else of hipBLAS
+            (CublasHandlePool.cpp).
+        fallback_mib: Of hipBLAS, where hipBLASLt comes first.
+        widest_head: Of AOTriton's kernels, flash and memory-efficient alike (sdp_utils.cpp: from AOTriton 0.9 on).
+        capability: As PyTorch reports it.
+    """
+    return Architecture(
+        title=f"{AMD} {name}",
+        vendor=AMD,
+        fp32_lanes=lanes,
+        warp_size=64,
+        watts_per_tflop=None,
+        blas_workspace_bytes=blas_mib * MIB,
+        blas_fallback_bytes=fallback_mib * MIB,
+        attention=AttentionKernels(widest_head, widest_head),
+        tf32_convolutions=False,
+        torch_capability=capability,
+    )
+
+
+_TARGETS: Mapping[str, Architecture] = {
+    "gfx908": _of_amd("gfx908", lanes=64, blas_mib=32, fallback_mib=0, widest_head=0, capability=(9, 0)),
+    "gfx90a": _of_amd("gfx90a", lanes=64, blas_mib=76, fallback_mib=32, widest_head=512, capability=(9, 0)),
+    "gfx942": _of_amd("gfx942", lanes=128, blas_mib=76, fallback_mib=128, widest_head=512, capability=(9, 4)),
+}
+LLVM_TARGETS = tuple(_TARGETS)
+
+
+@functools.cache
+def architecture_of(compute_capability: tuple[int, int] | None, llvm_target: str | None) -> Architecture:
+    """Return the architecture of NVIDIA's compute capability, or of AMD's LLVM target, one of `LLVM_TARGETS`. Exactly
+    one is given."""
+    if llvm_target is not None:
+        return _TARGETS[llvm_target]
+    assert compute_capability is not None, "a description has either"
+    return _of_nvidia(compute_capability)
+
+
+def _of_nvidia(capability: tuple[int, int]) -> Architecture:
+    """Sources: ATen/cuda/CublasHandlePool.cpp (4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8; cuBLASLt shares it
+    from PyTorch 2.8 on, and took 1 MiB more for single calls before, which is left out) and sdp_utils.cpp (flash
+    attention from compute capability 8.0 on, heads up to 256)."""
+    return Architecture(
+        title=f"compute capability {capability[0]}.{capability[1]}",
+        vendor=NVIDIA,
+        fp32_lanes=next(lanes for oldest, lanes in _FP32_LANES if capability >= oldest),
+        warp_size=32,
+        watts_per_tflop=next(watts for oldest, watts in _WATTS_PER_TFLOP if capability >= oldest),
+        blas_workspace_bytes=32 * MIB if capability[0] == 9 else 8 * MIB + 128 * 1024,
+        blas_fallback_bytes=0,
+        attention=AttentionKernels(256 if capability >= (8, 0) else 0, _ANY_WIDTH),
+        tf32_convolutions=True,
+        torch_capability=capability,
+    )
+
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
 _LARGEST = 1e12  # of any figure, in its unit
@@ -353,3 +470,106 @@ def _descriptions() -> dict[str, dict]:
             if isinstance(mapping, dict) and "backend" not in mapping:
                 descriptions[entry.name.removesuffix(".yaml")] = mapping
     return descriptions
+
+
+CURRENT, EAGER, DESCRIBED = "current", "eager", "described"
+MACHINES = (CURRENT, DESCRIBED, EAGER)
+# Kernels of a small training step, each loaded when it first runs (the default of CUDA 12); typical, not measured.
+LAZY_KERNELS_MIB, LAZY_CUDNN_MIB = 40.0, 50.0
+# What all of PyTorch's and cuBLAS's kernels take besides, loaded at once: an A100's measured 1,430 MiB less a typical
+# 450 under lazy loading. `CUDNN_MIB` is of such a process, too.
+EAGER_KERNELS_MIB = 1020.0
+# MiB that a process takes more, outside the allocator, once cuDNN has loaded its convolutions: the gap between measured
+# MLPs and CNNs on one machine (A100, cuDNN 9.1).
+CUDNN_MIB = 270
+# Device -> context and kernels under lazy loading, where the description's `context_mib` was measured on another stack.
+_LAZY_CONTEXT_MIB = {"A100-SXM4-40GB": 450.0}
+_LARGEST_MIB = 1e7
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineProfile:
+    """Device memory outside the caching allocator, in MiB.
+
+    Args:
+        name: Its name in answers.
+        context_mib: The driver's and the CUDA context's share of a process.
+        kernels_mib: Kernels of PyTorch and cuBLAS that a training step loads.
+        cudnn_mib: What comes on top where cuDNN's layers run.
+        other_mib: What the machine holds without the process: a display, other processes, the driver's reserve.
+
+    Raises:
+        UsageError: A figure is no number of at least 0.
+    """
+
+    name: str
+    context_mib: float
+    kernels_mib: float
+    cudnn_mib: float
+    other_mib: float = 0.0
+
+    def __post_init__(self) -> None:
+        bad = [
+            f"{part} must be a number from 0 to {_LARGEST_MIB:,.0f}, got {value!r}"
+            for part in PARTS
+            if not (isinstance(value := getattr(self, part), int | float) and 0 <= value <= _LARGEST_MIB)
+        ]
+        if bad:
+            raise UsageError(f"machine {self.name}: " + "; ".join(bad))
+
+    def outside_mib(self, loads_cudnn: bool) -> float:
+        """Return what the process takes outside the allocator."""
+        return self.context_mib + self.kernels_mib + (self.cudnn_mib if loads_cudnn else 0.0)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the profile as `from_mapping` reads it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """Return the profile that a mapping describes. Raises `UsageError` that names missing and unknown keys."""
+        wanted = {"name", *PARTS}
+        problems = [f"missing {key}" for key in sorted(wanted - set(mapping))]
+        problems += [f"unknown {key}" for key in sorted(map(str, set(mapping) - wanted))]
+        if problems:
+            raise UsageError(f"machine {mapping.get('name', '?')}: " + "; ".join(problems))
+        return cls(**mapping)
+
+
+PARTS = ("context_mib", "kernels_mib", "cudnn_mib", "other_mib")
+
+
+def machine(name: str, spec: DeviceSpec) -> MachineProfile:
+    """Return one of the profiles that come along, for one GPU model.
+
+    `current` is CUDA 12 with lazy loading of kernels, `eager` a stack that loads all of them at once (CUDA 11, or
+    CUDA_MODULE_LOADING=EAGER), `described` what the device's description says: the machine of the measured rows.
+
+    Of an AMD GPU, MIOpen is taken to need what cuDNN does.
+
+    Raises:
+        UsageError: An unknown name, or `eager` of an AMD GPU; the message lists the known ones.
+    """
+    lazy_mib = _LAZY_CONTEXT_MIB.get(spec.name, spec.context_mib)
+    context_mib = max(lazy_mib - LAZY_KERNELS_MIB, 0.0)
+    figures_mib = {
+        CURRENT: (context_mib, lazy_mib - context_mib, LAZY_CUDNN_MIB),
+        EAGER: (context_mib, EAGER_KERNELS_MIB, float(CUDNN_MIB)),
+        DESCRIBED: (spec.context_mib, 0.0, float(CUDNN_MIB)),
+    }
+    if name not in figures_mib:
+        raise unknown_name("machine", name, MACHINES)
+    if name == EAGER and spec.architecture.vendor == AMD:
+        raise UsageError(
+            f"machine={EAGER} is a stack of CUDA, and {spec.name} is an AMD GPU: pass machine={CURRENT} or "
+            f"machine={DESCRIBED}"
+        )
+    return MachineProfile(name=name, **dict(zip(PARTS[:3], figures_mib[name], strict=True)))
+
+
+def read_machine(path: Path) -> MachineProfile:
+    """Return the profile that a JSON file holds. Raises `EnvironmentProblem` where it cannot be read as one."""
+    try:
+        return MachineProfile.from_mapping(json.loads(path.read_text(encoding="utf-8"))["machine"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise EnvironmentProblem(f"{path} is no machine profile: {exception_line(error)}") from error

@@ -2,18 +2,21 @@
 
 A family module is imported without torch and holds
 
-    Config                        frozen dataclass, subclass of `featurize.job.trial_config.TrialConfig`; `family`: the
-    file blocks(config)                -> list[featurize.job.layers.NetworkBlock]: the network in the order of the
-    forward pass block_layers(config, block)   -> list[featurize.job.layers.Layer]: a block's forward pass per sample;
-    the numbers
-                                  of `config` and `block` may be arrays, for many configs at once
-    layers(config)                -> list[featurize.job.layers.Layer], in place of both, where the library's own code
-    knows build(config)                 -> torch.nn.Module (imports torch inside); parameters on the current default
-    device batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
-    repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
-    identity(config)              -> str, optional: what tells its network from others, where it has `layers`
-    kind(config)                  -> str, optional: what its networks are grouped by; else family and topology
-    loss(config)                  -> function of (output, targets) giving a scalar tensor, optional; else cross entropy
+    Config          frozen dataclass, subclass of `featurize.job.training_settings.TrialConfig`; `family`: the file
+    blocks(config)  -> list[featurize.job.layers.NetworkBlock]: the network in the order of the forward pass
+    block_layers(config, block)
+                    -> list[featurize.job.layers.Layer]: a block's forward pass per sample; the numbers of `config` and
+                    `block` may be arrays, for many configs at once
+    layers(config)  -> list[featurize.job.layers.Layer], in place of both, where the library's own code knows
+    build(config)   -> torch.nn.Module (imports torch inside); parameters on the current default device
+    batch(config, device)
+                    -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
+    repair(values, draw)
+                    -> values: turns raw sampled values into a config that can be built (see below)
+    identity(config)
+                    -> str, optional: what tells its network from others, where it has `layers`
+    kind(config)    -> str, optional: what its networks are grouped by; else family and topology
+    loss(config)    -> function of (output, targets) giving a scalar tensor, optional; else cross entropy
 
 `repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
 that divide the embedding, ...); `draw(name)` gives a further uniform number in [0, 1) that depends only on the sampled
@@ -33,7 +36,7 @@ from conf.errors import unknown_name
 
 if TYPE_CHECKING:
     from featurize.job.layers import Layer
-    from featurize.job.trial_config import TrialConfig
+    from featurize.job.training_settings import TrialConfig
 
 
 @functools.cache  # asked for each config that is parsed

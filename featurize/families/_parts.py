@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from featurize.job.layers import Layer
-from featurize.job.trial_config import TrialConfig
+from featurize.job.training_settings import TrialConfig
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.trial_config import TrialConfig, at_least
+from featurize.job.training_settings import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -169,10 +169,10 @@ def build(config: Config) -> torch.nn.Module:
     """Noisy images [N, channels, image_size, image_size], timesteps [N] -> the noise, of the images' shape."""
     from torch import nn
 
-    from featurize.nets import encoder_decoder, modules
+    from featurize.nets.modules import DenoisingBlock, DenoisingUNet, Stack, enlarge_nearest
 
     def block(part: NetworkBlock) -> nn.Module:
-        return encoder_decoder.DenoisingBlock(
+        return DenoisingBlock(
             part.inputs,
             part.outputs,
             4 * config.base_channels,
@@ -180,15 +180,15 @@ def build(config: Config) -> torch.nn.Module:
             heads=config.heads if part.kind == "attending" else None,
         )
 
-    def stack(*parts_of_it: NetworkBlock) -> modules.Stack:
-        return modules.Stack(map(block, parts_of_it), recompute=config.activation_checkpointing)
+    def stack(*parts_of_it: NetworkBlock) -> Stack:
+        return Stack(map(block, parts_of_it), recompute=config.activation_checkpointing)
 
     def module(part: NetworkBlock) -> nn.Module:
         if part.kind == "halve":
             return nn.Conv2d(part.inputs, part.outputs, 3, stride=2, padding=1)
-        return encoder_decoder.enlarge_nearest(part.inputs) if part.kind == "double" else stack(part)
+        return enlarge_nearest(part.inputs) if part.kind == "double" else stack(part)
 
-    return encoder_decoder.DenoisingUNet(
+    return DenoisingUNet(
         channels=config.channels,
         width=config.base_channels,
         encoder=[module(part) for part in encoder(config)],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.trial_config import TrialConfig, at_least
+from featurize.job.training_settings import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -100,9 +100,9 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 def build(config: Config) -> torch.nn.Module:
     """Dense features [N, dense_features] and indices [tables, N, bag_size] -> logits [N]."""
-    from featurize.nets import recommender
+    from featurize.nets.modules import Recommender
 
-    return recommender.Recommender(
+    return Recommender(
         dense_features=config.dense_features,
         rows=config.rows,
         embedding=config.embedding_size,

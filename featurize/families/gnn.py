@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -106,18 +106,24 @@ def build(config: Config) -> torch.nn.Module:
     """Nodes [V, features] floats and edges [2, E] indices -> logits [V, classes]."""
     from torch import nn
 
-    from featurize.nets import graph_convolutions
+    from featurize.nets.modules import (
+        AttentionConvolution,
+        GraphBlock,
+        GraphClassifier,
+        GraphConvolution,
+        SampleConvolution,
+    )
 
     def convolution(inputs: int) -> nn.Module:
         if config.operator == "gat":
-            return graph_convolutions.AttentionConvolution(inputs, config.hidden, config.heads)
+            return AttentionConvolution(inputs, config.hidden, config.heads)
         if config.operator == "sage":
-            return graph_convolutions.SampleConvolution(inputs, config.hidden)
-        return graph_convolutions.GraphConvolution(inputs, config.hidden)
+            return SampleConvolution(inputs, config.hidden)
+        return GraphConvolution(inputs, config.hidden)
 
     widths = [config.features, *[config.hidden] * (config.depth - 1)]
-    return graph_convolutions.GraphClassifier(
-        [graph_convolutions.GraphBlock(convolution(width), config.activation, config.dropout) for width in widths],
+    return GraphClassifier(
+        [GraphBlock(convolution(width), config.activation, config.dropout) for width in widths],
         config.hidden,
         config.classes,
         recompute=config.activation_checkpointing,

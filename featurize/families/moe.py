@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.trial_config import TrialConfig, at_least, one_of
+from featurize.job.training_settings import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch

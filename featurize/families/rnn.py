@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.trial_config import TrialConfig, at_least, one_of
+from featurize.job.training_settings import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 def build(config: Config) -> torch.nn.Module:
     """[N, sequence_length] token indices -> [N, classes], or logits [N, sequence_length, vocabulary_size]."""
-    from featurize.nets.recurrent import RecurrentModel
+    from featurize.nets.modules import RecurrentModel
 
     models_language = config.task == "language_model"
     return RecurrentModel(
@@ -100,7 +100,7 @@ def build(config: Config) -> torch.nn.Module:
         layers=config.depth,
         cell=config.cell,
         both_directions=config.bidirectional,
-        dropout=config.dropout,
+        rate=config.dropout,
         outputs=config.vocabulary_size if models_language else config.classes,
         reads={"classify_last": "last", "classify_mean": "mean", "language_model": "all"}[config.task],
         recompute=config.activation_checkpointing,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from conf.errors import UsageError
 from featurize.job.layers import Layer
-from featurize.job.trial_config import TrialConfig, at_least
+from featurize.job.training_settings import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch

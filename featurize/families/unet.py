@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -101,9 +101,9 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 def build(config: Config) -> torch.nn.Module:
     """[N, channels, image_size, image_size] floats -> logits [N, classes, image_size, image_size]."""
-    from featurize.nets import encoder_decoder
+    from featurize.nets.modules import UNet
 
-    return encoder_decoder.UNet(
+    return UNet(
         channels=config.channels,
         classes=config.classes,
         widths=widths(config),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conf.units import MIB
-from featurize.job.trial_config import OPTIMIZERS
+from featurize.job.training_settings import OPTIMIZERS
 
 
 class NetworkBlock(NamedTuple):

@@ -1,24 +1,25 @@
 """Places a traced step's memory as PyTorch would on one GPU model: its peaks, whether it fits, what the peak holds.
 
 Start reading at `replay`. The allocator is `featurize.memory.allocator`; what libraries take,
-`featurize.operators.library_calls`.
+`featurize.operators.library_calls`. `RecordingAllocator` keeps a replay in the format that PyTorch's memory viewer
+opens (torch/csrc/cuda/Module.cpp, `THCPModule_memorySnapshot`, and torch/cuda/memory.py, of PyTorch 2.13).
+`replay_history` replays a history that `workers.probes.gpu` recorded of a real allocator.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.units import MIB
-from featurize.device.device_spec import DeviceSpec
-from featurize.device.machine import CUDNN_MIB
-from featurize.memory.allocator import CachingAllocator, OutOfMemory
+from featurize.device.device_spec import CUDNN_MIB, DeviceSpec
+from featurize.memory.allocator import AddressSpace, CachingAllocator, OutOfMemory, SegmentEvent
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.memory.memory_snapshot import RecordingAllocator
 from featurize.operators.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
-from featurize.recording.step_trace import BLOCK_KINDS, StepTrace
+from featurize.recording.step_trace import BLOCK_KINDS, Block, StepTrace
 
 if TYPE_CHECKING:
     from featurize.memory.cudnn_workspaces import ConvolutionWorkspace
@@ -75,7 +76,7 @@ def loads_cudnn(trace: StepTrace) -> bool:
 
 def outside_mib(trace: StepTrace, spec: DeviceSpec) -> float:
     """Return the MiB outside the allocator where the device's description was measured: the context, and cuDNN where
-    its layers run. `featurize.device.machine` has other machines."""
+    its layers run. `featurize.device.device_spec` has other machines."""
     return spec.context_mib + (CUDNN_MIB if loads_cudnn(trace) else 0)
 
 
@@ -241,3 +242,318 @@ class _Run:
                 if not call.spare:
                     raise
         return self.allocator.allocated_bytes, 0
+
+
+_POOL = (0, 0)  # the default memory pool, in which everything lies but CUDA graphs
+# The viewer fails where entries have categories and none is of this one (torch/utils/viz/MemoryViz.js, at the end of
+# `annotate_snapshot`).
+_OF_SEGMENTS = "unknown"
+_LINE = 0  # frames are operators and modules, which have no line
+
+
+class _Taken(NamedTuple):
+    """A live block of memory: where it begins, the bytes that were requested, and the entries that all of it share."""
+
+    address: int
+    requested_bytes: int
+    shared: dict[str, Any]
+
+
+class RecordingAllocator(CachingAllocator):
+    """A caching allocator that keeps the history of a trace's replay, as `_record_memory_history` does.
+
+    Args:
+        trace: Whose events are replayed, in their order.
+        at: The events so far; its length is the number of the event under way.
+        settings, capacity_bytes, total_bytes: As in `CachingAllocator`.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        at: Sequence[object],
+        settings: AllocatorSettings | None,
+        capacity_bytes: int | None,
+        total_bytes: int | None,
+    ) -> None:
+        super().__init__(capacity_bytes, settings, total_bytes=total_bytes)
+        self._trace, self._at = trace, at
+        self._entries: list[dict[str, Any]] = []
+        self._taken: dict[int, _Taken] = {}
+        self._segments_seen = 0
+
+    def allocate(self, nbytes: int, stream: int = 0) -> int | None:
+        """Take a block, as in `CachingAllocator.allocate`."""
+        shared = self._shared(stream)
+        try:
+            handle = super().allocate(nbytes, stream)
+        finally:
+            self._see_segments(shared)
+        if handle is not None:
+            taken = self._taken[handle] = _Taken(self.address_of(handle), nbytes, shared)
+            self._enter("alloc", taken)
+        return handle
+
+    def free(self, handle: int | None) -> None:
+        """Give a block back, as in `CachingAllocator.free`."""
+        retired = handle in self._retired
+        super().free(handle)
+        if handle is None:
+            return
+        taken = self._taken.pop(handle)
+        if not retired:
+            self._enter("free_requested", taken)
+        self._enter("free_completed", taken)
+
+    def touch(self, nbytes: int, stream: int = 0) -> int:
+        """Take a block and give it back, as in `CachingAllocator.touch`."""
+        handle = self.allocate(nbytes, stream)
+        allocated = self.allocated_bytes
+        self.free(handle)
+        return allocated
+
+    def retire(self, handle: int | None) -> None:
+        """Count a block as given back, as in `CachingAllocator.retire`."""
+        super().retire(handle)
+        if handle is not None:
+            self._enter("free_requested", self._taken[handle])
+
+    def memory_snapshot(self) -> dict[str, Any]:
+        """Return the segments as they are now, and the history, as `torch.cuda.memory._snapshot()` returns them."""
+        self._see_segments(self._shared(0))
+        by_address = {taken.address: taken for taken in self._taken.values()}
+        retired = {self._taken[handle].address for handle in self._retired}
+        segments = []
+        for segment in self.snapshot():
+            blocks = []
+            for piece in segment.blocks:
+                taken = by_address.get(piece.address) if piece.state != "inactive" else None
+                blocks.append(
+                    {
+                        "address": piece.address,
+                        "size": piece.size,
+                        "requested_size": piece.requested,
+                        "state": "active_pending_free" if piece.address in retired and taken else piece.state,
+                        "frames": taken.shared["frames"] if taken is not None else [],
+                    }
+                )
+            active = [block for block in blocks if block["state"] != "inactive"]
+            segments.append(
+                {
+                    "device": 0,
+                    "address": segment.address,
+                    "total_size": segment.size,
+                    "allocated_size": sum(b["size"] for b in active if b["state"] == "active_allocated"),
+                    "active_size": sum(b["size"] for b in active),
+                    "requested_size": sum(b["requested_size"] for b in active),
+                    "stream": segment.stream,
+                    "segment_type": segment.pool,
+                    "segment_pool_id": _POOL,
+                    "is_expandable": segment.expandable,
+                    "frames": [],
+                    "blocks": blocks,
+                }
+            )
+        return {
+            "segments": segments,
+            "device_traces": [self._entries],
+            "allocator_settings": {"expandable_segments": self.settings.expandable_segments},
+            "external_annotations": [],
+        }
+
+    def _shared(self, stream: int) -> dict[str, Any]:
+        """Return what every entry of the event under way has."""
+        number = len(self._at)
+        if number >= len(self._trace.events):
+            return {"stream": stream, "frames": [], "category": _OF_SEGMENTS}
+        event = self._trace.events[number]
+        block = self._trace.blocks[event.block]
+        return {"stream": stream, "frames": _frames(block, event.step, event.phase), "category": block.kind}
+
+    def _see_segments(self, shared: dict[str, Any]) -> None:
+        """Enter what the driver gave, took back or refused since the last time."""
+        for seen in self.segment_events[self._segments_seen :]:
+            place = {"device_free": self._free_bytes()} if seen.action == "oom" else {"addr": seen.address}
+            self._entries.append(
+                {
+                    **shared,
+                    "action": seen.action,
+                    "size": seen.size,
+                    "stream": seen.stream,
+                    **place,
+                    **self._clock(),
+                    "category": _OF_SEGMENTS,
+                }
+            )
+        self._segments_seen = len(self.segment_events)
+
+    def _enter(self, action: str, taken: _Taken) -> None:
+        place = {"addr": taken.address, "size": taken.requested_bytes}
+        self._entries.append({**taken.shared, "action": action, **place, **self._clock()})
+
+    def _clock(self) -> dict[str, Any]:
+        """Return an entry's time: its number in µs, as a replay has an order and no clock."""
+        return {"time_us": len(self._entries), "pool_id": _POOL}
+
+    def _free_bytes(self) -> int:
+        return 0 if self.capacity_bytes is None else max(0, self.capacity_bytes - self.reserved_bytes)
+
+
+def _frames(block: Block, step: int, phase: str) -> list[dict[str, Any]]:
+    """Return a block's stack, the innermost frame first: its operator, the modules around it, the phase of its step."""
+    names = [block.operator or (block.call.kind if block.call is not None else block.kind)]
+    parts = block.module.split(".") if block.module else []
+    modules = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
+    frames = [{"name": names[0], "filename": block.module or "model", "line": _LINE}]
+    frames += [{"name": module, "filename": "module", "line": _LINE} for module in modules]
+    return [*frames, {"name": phase, "filename": f"step {step}" if step else "set-up", "line": _LINE}]
+
+
+TAKEN = ("segment_alloc", "segment_map")
+BEYOND = 1 << 50  # past all addresses that a driver gives: where segments go once the two have parted
+GIVEN_BACK = ("segment_free", "segment_unmap")
+_IN_WORDS = {
+    "segment_alloc": "takes a segment of",
+    "segment_map": "maps",
+    "segment_free": "gives back a segment of",
+    "segment_unmap": "unmaps",
+    "oom": "runs out of memory for",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryReplay:
+    """simulated, recorded   segments taken and given back, and out-of-memory errors, in order
+    allocator               the simulator as the history left it
+    unmatched_frees         freed blocks whose allocation was not recorded; above 0, nothing is proven
+    """
+
+    simulated: tuple[SegmentEvent, ...]
+    recorded: tuple[SegmentEvent, ...]
+    allocator: CachingAllocator
+    unmatched_frees: int
+
+    def first_difference(self) -> str | None:
+        """None where both agree in every event; otherwise the first one that differs, in words."""
+        pairs = itertools.zip_longest(self.simulated, self.recorded)
+        for i, (ours, theirs) in enumerate(pairs):
+            if ours != theirs:
+                return (
+                    f"at segment event {i} the simulator {_in_words(ours)}, the recorded allocator {_in_words(theirs)}"
+                )
+        return None
+
+
+def replay_history(
+    entries: Iterable[Mapping[str, Any]],
+    settings: AllocatorSettings | None = None,
+    *,
+    capacity_bytes: int | None = None,
+    total_bytes: int | None = None,
+) -> HistoryReplay:
+    """Replay one device's entries of `torch.cuda.memory._snapshot()["device_traces"]` with the settings that the
+    recorded process had.
+
+    The history must begin before the device's first allocation (`torch.cuda.memory._record_memory_history()`, with
+    `max_entries` large enough). Segments are put at the recorded addresses, since those are the driver's choice and
+    decide between free blocks of equal size. A block is free from `free_completed` on. `torch.cuda.empty_cache()`
+    leaves no entry of its own: segments that were given back where the simulator would not do so for the next
+    request were given back by it (where both would explain them, `allocator.retries` may count too few).
+
+    Raises `ValueError` for an unknown action.
+    """
+    entries = list(entries)
+    driver = _RecordedAddresses(entries)
+    allocator = CachingAllocator(capacity_bytes, settings, total_bytes=total_bytes, address_space=driver)
+    driver.events = allocator.segment_events
+    live: dict[int, int | None] = {}
+    recorded = []
+    unmatched = 0
+    pending: list[int] = []  # addresses given back since the last entry that was none of a segment
+    for entry in entries:
+        action, size = str(entry["action"]), int(entry.get("size", 0))
+        stream, address = int(entry.get("stream", 0)), int(entry.get("addr", 0))
+        if action in TAKEN or action in GIVEN_BACK:
+            recorded.append(SegmentEvent(action, size, stream, address))
+            if action in GIVEN_BACK:
+                pending.append(address)
+        elif action in ("alloc", "oom"):
+            if action == "oom":
+                recorded.append(SegmentEvent(action, size, stream))
+            if pending and not _explains(allocator, size, stream, pending):
+                allocator.empty_cache()
+            pending = []
+            try:
+                handle = allocator.allocate(size, stream)
+            except OutOfMemory:
+                continue
+            if action == "alloc":
+                live[address] = handle
+            else:
+                allocator.free(handle)
+        elif action == "free_completed":
+            if pending:
+                allocator.empty_cache()
+                pending = []
+            if address in live:
+                allocator.free(live.pop(address))
+            else:
+                unmatched += 1
+        elif action not in ("free_requested", "snapshot", "user_defined"):
+            raise ValueError(f"unknown action {action!r} in a memory history")
+    if pending:
+        allocator.empty_cache()
+    return HistoryReplay(
+        simulated=tuple(allocator.segment_events),
+        recorded=tuple(recorded),
+        allocator=allocator,
+        unmatched_frees=unmatched,
+    )
+
+
+def _in_words(event: SegmentEvent | None) -> str:
+    if event is None:
+        return "does nothing more"
+    stream = f" on stream {event.stream}" if event.stream else ""
+    return f"{_IN_WORDS[event.action]} {event.size / MIB:,.10g} MiB{stream}"
+
+
+def _explains(allocator: CachingAllocator, nbytes: int, stream: int, given_back: list[int]) -> bool:
+    """Return whether the request itself may have given these segments back, rather than `empty_cache` before it."""
+    if not allocator.gives_back_for(nbytes, stream):
+        return False
+    settings = allocator.settings
+    if settings.garbage_collection_threshold is None and settings.max_split_size_mb is None:
+        return True
+    # Those two give back a part, or in another order, than emptying the cache does.
+    whole = [s for s in allocator.snapshot() if [block.state for block in s.blocks] == ["inactive"]]
+    whole.sort(key=lambda s: (s.pool == "small", s.stream, s.size, s.address))
+    return [s.address for s in whole] != given_back
+
+
+class _RecordedAddresses(AddressSpace):
+    """Puts a segment where the recorded driver put its counterpart, as long as both take the same ones in order."""
+
+    def __init__(self, entries: list[Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._end = BEYOND
+        self._taken = [
+            SegmentEvent(str(e["action"]), int(e["size"]), int(e.get("stream", 0)), int(e["addr"]))
+            for e in entries
+            if e["action"] in TAKEN
+        ]
+        self.events: list[SegmentEvent] = []  # the simulator's own, which grow
+        self._seen = self._count = 0
+
+    def take(self, size: int, action: str) -> int:
+        self._count += sum(event.action in TAKEN for event in self.events[self._seen :])
+        self._seen = len(self.events)
+        expected = self._taken[self._count] if self._count < len(self._taken) else None
+        # An expandable segment takes its whole address range at its first mapping.
+        if expected is not None and expected.action == action and (action == "segment_map" or expected.size == size):
+            return expected.address
+        return super().take(size, action)
+
+    def give(self, address: int, size: int) -> None:
+        if address >= BEYOND:
+            super().give(address, size)

@@ -1,16 +1,21 @@
 """The torch modules that families are built from. Imported only inside a family's `build`, so families stay torch-free.
 
 Start reading at `Stack`, the body of every model: blocks in a row, each recomputed in the backward pass if asked for.
-Shape suffixes: N batch, C channels, L sequence length, E embedding.
+Then come those of one family or two: `RecurrentModel`, `Recommender`, `GraphClassifier`, `UNet`, `DenoisingUNet`.
+
+Shape suffixes: N batch, C channels, L sequence length or places of a map, E embedding or edges of a graph, H hidden or
+heads, D directions or time features, V nodes, F features, P pairs of vectors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -194,3 +199,367 @@ class TransformerClassifier(nn.Module):
             x_NLE = self.encoder(x_NLE)
         logits = self.head(x_NLE.mean(dim=1))
         return logits if self.softmax is None else self.softmax(logits)
+
+
+_CELLS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
+
+
+class RecurrentStack(nn.Module):
+    """[N, L, E] -> outputs [N, L, D * H] of the last layer and its states [N, D * H] where each direction ends."""
+
+    def __init__(self, cell: str, inputs: int, hidden: int, layers: int, *, both_directions: bool, dropout: float):
+        super().__init__()
+        self.directions = 2 if both_directions else 1
+        between = dropout if layers > 1 else 0.0
+        self.layers = _CELLS[cell](
+            inputs, hidden, layers, batch_first=True, dropout=between, bidirectional=both_directions
+        )
+
+    def forward(self, x_NLE: Tensor) -> tuple[Tensor, Tensor]:
+        outputs_NLH, state = self.layers(x_NLE)
+        hidden = state[0] if isinstance(state, tuple) else state
+        return outputs_NLH, hidden[-self.directions :].transpose(0, 1).flatten(1)
+
+
+class RecurrentModel(nn.Module):
+    """Tokens [N, L] -> [N, L, outputs] from every output (`reads="all"`), or [N, outputs] from the mean of the outputs
+    (`mean`) or the state where each direction ends (`last`). `recompute` runs the whole stack, which is one call of
+    cuDNN, again in the backward pass."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        width: int,
+        hidden: int,
+        layers: int,
+        cell: str,
+        both_directions: bool,
+        rate: float,
+        outputs: int,
+        reads: str,
+        recompute: bool,
+    ):
+        super().__init__()
+        self.embedding = nn.Sequential(nn.Embedding(vocabulary, width), *dropout(rate))
+        stack = RecurrentStack(cell, width, hidden, layers, both_directions=both_directions, dropout=rate)
+        self.body = Stack([stack], recompute=recompute)
+        self.reads = reads
+        self.head = nn.Sequential(*dropout(rate), nn.Linear(hidden * stack.directions, outputs))
+
+    def forward(self, tokens_NL: Tensor) -> Tensor:
+        outputs_NLH, last_NH = self.body(self.embedding(tokens_NL))
+        if self.reads == "all":
+            return self.head(outputs_NLH)
+        return self.head(last_NH if self.reads == "last" else outputs_NLH.mean(dim=1))
+
+
+def hidden_layers(inputs: int, widths: Sequence[int], *, recompute: bool) -> Stack:
+    """[N, inputs] -> [N, widths[-1]]: linear layers, each with ReLU."""
+    sources = (inputs, *widths[:-1])
+    blocks = [nn.Sequential(nn.Linear(i, o), nn.ReLU()) for i, o in zip(sources, widths, strict=True)]
+    return Stack(blocks, recompute=recompute)
+
+
+class Recommender(nn.Module):
+    """Dense features [N, D] and indices [T, N, B] -> logits [N] (Naumov et al., arXiv 1906.00091).
+
+    The dense features become a vector like those of the tables, each the sum over a bag of rows; then come the dot
+    products of all pairs of vectors, and a second row of layers over these and the dense vector."""
+
+    def __init__(
+        self,
+        *,
+        dense_features: int,
+        rows: Sequence[int],
+        embedding: int,
+        bottom: Sequence[int],
+        top: Sequence[int],
+        sparse: bool,
+        recompute: bool,
+    ):
+        super().__init__()
+        vectors = len(rows) + 1
+        self.bottom = hidden_layers(dense_features, (*bottom, embedding), recompute=recompute)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(count, embedding, mode="sum", sparse=sparse) for count in rows)
+        first, second = torch.tril_indices(vectors, vectors, offset=-1)
+        self.pairs: torch.Tensor
+        self.register_buffer("pairs", first * vectors + second, persistent=False)
+        self.top = hidden_layers(embedding + len(self.pairs), top, recompute=recompute)
+        self.head = nn.Linear(top[-1], 1)
+
+    def forward(self, dense_ND: torch.Tensor, indices_TNB: torch.Tensor) -> torch.Tensor:
+        dense_NE = self.bottom(dense_ND)
+        looked_up = [table(indices) for table, indices in zip(self.tables, indices_TNB, strict=True)]
+        vectors_NFE = torch.cat([dense_NE, *looked_up], dim=1).unflatten(1, (-1, dense_NE.shape[1]))
+        products_NFF = torch.bmm(vectors_NFE, vectors_NFE.transpose(1, 2))
+        features = torch.cat([dense_NE, products_NFF.flatten(1).index_select(1, self.pairs)], dim=1)
+        return self.head(self.top(features)).squeeze(1)
+
+
+def with_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:
+    """[2, E] -> [2, E + nodes]: an edge from every node to itself besides."""
+    loops = torch.arange(nodes, device=edges.device).expand(2, -1)
+    return torch.cat([edges, loops], dim=1)
+
+
+def sum_by_target(values: torch.Tensor, target_E: torch.Tensor, nodes: int) -> torch.Tensor:
+    """Values [E, ...] -> [nodes, ...]: the sum over the edges that lead to each node."""
+    return values.new_zeros(nodes, *values.shape[1:]).scatter_add_(0, _like(target_E, values), values)
+
+
+def softmax_by_target(scores_EH: torch.Tensor, target_E: torch.Tensor, nodes: int) -> torch.Tensor:
+    """Over the edges that lead to the same node."""
+    most = scores_EH.new_zeros(nodes, *scores_EH.shape[1:]).scatter_reduce_(
+        0, _like(target_E, scores_EH), scores_EH.detach(), "amax", include_self=False
+    )
+    weights = (scores_EH - most.index_select(0, target_E)).exp()
+    return weights / (sum_by_target(weights, target_E, nodes) + 1e-16).index_select(0, target_E)
+
+
+def _like(target_E: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return target_E.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+
+
+class GraphConvolution(nn.Module):
+    """Nodes [V, F_in], edges [2, E] -> [V, F_out]: the neighbours' and the node's own features, each weighted by the
+    degrees of both (Kipf and Welling, arXiv 1609.02907)."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.project = nn.Linear(inputs, outputs, bias=False)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x_VF: torch.Tensor, edges_2E: torch.Tensor) -> torch.Tensor:
+        nodes = len(x_VF)
+        source, target = with_loops(edges_2E, nodes)
+        degree = sum_by_target(torch.ones(len(target), device=x_VF.device), target, nodes)
+        scale = degree.pow(-0.5)
+        weight = scale[source] * scale[target]
+        messages = weight[:, None] * self.project(x_VF).index_select(0, source)
+        return sum_by_target(messages, target, nodes) + self.bias
+
+
+class SampleConvolution(nn.Module):
+    """Nodes [V, F_in], edges [2, E] -> [V, F_out]: a linear layer of the neighbours' mean plus one of the node itself
+    (GraphSAGE: Hamilton et al., arXiv 1706.02216)."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.neighbours = nn.Linear(inputs, outputs)
+        self.own = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, x_VF: torch.Tensor, edges_2E: torch.Tensor) -> torch.Tensor:
+        nodes = len(x_VF)
+        source, target = edges_2E
+        total = sum_by_target(x_VF.index_select(0, source), target, nodes)
+        count = sum_by_target(torch.ones(len(target), device=x_VF.device), target, nodes)
+        mean = total / count.clamp(min=1)[:, None]
+        return self.neighbours(mean) + self.own(x_VF)
+
+
+class AttentionConvolution(nn.Module):
+    """Nodes [V, F_in], edges [2, E] -> [V, F_out]: each head's mean of the neighbours and the node itself, weighted by
+    a softmax over them (GAT: Velickovic et al., arXiv 1710.10903)."""
+
+    def __init__(self, inputs: int, outputs: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(inputs, outputs, bias=False)
+        self.as_source = nn.Parameter(torch.empty(1, heads, outputs // heads))
+        self.as_target = nn.Parameter(torch.empty(1, heads, outputs // heads))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        for parameter in (self.as_source, self.as_target):
+            nn.init.xavier_uniform_(parameter)
+
+    def forward(self, x_VF: torch.Tensor, edges_2E: torch.Tensor) -> torch.Tensor:
+        nodes = len(x_VF)
+        source, target = with_loops(edges_2E, nodes)
+        x_VHF = self.project(x_VF).view(nodes, self.heads, -1)
+        by_source_VH, by_target_VH = ((x_VHF * a).sum(-1) for a in (self.as_source, self.as_target))
+        scores_EH = by_source_VH.index_select(0, source) + by_target_VH.index_select(0, target)
+        weights_EH = softmax_by_target(F.leaky_relu(scores_EH, 0.2), target, nodes)
+        messages = weights_EH[:, :, None] * x_VHF.index_select(0, source)
+        return sum_by_target(messages, target, nodes).flatten(1) + self.bias
+
+
+class GraphBlock(nn.Module):
+    """A convolution, the activation, dropout."""
+
+    def __init__(self, convolution: nn.Module, activation_name: str, rate: float):
+        super().__init__()
+        self.convolution = convolution
+        self.rest = nn.Sequential(activation(activation_name), *dropout(rate))
+
+    def forward(self, x_VF: torch.Tensor, edges_2E: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.convolution(x_VF, edges_2E))
+
+
+class GraphClassifier(nn.Module):
+    """Nodes [V, F], edges [2, E] (row 0 the sources, row 1 the targets) -> logits of every node [V, classes]."""
+
+    def __init__(self, blocks: Sequence[nn.Module], hidden: int, classes: int, *, recompute: bool):
+        super().__init__()
+        self.body = Stack(blocks, recompute=recompute)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x_VF: torch.Tensor, edges_2E: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x_VF, edges_2E))
+
+
+GROUPS = 32  # of every group norm
+
+
+def double_convolution(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str) -> nn.Sequential:
+    """[N, C_in, H, W] -> [N, C_out, H, W]: twice a 3x3 convolution (without bias before a norm), norm, activation."""
+    layers: list[nn.Module] = []
+    for channels in (inputs, outputs):
+        layers.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=not batch_norm))
+        layers += [nn.BatchNorm2d(outputs)] if batch_norm else []
+        layers.append(activation(activation_name))
+    return nn.Sequential(*layers)
+
+
+def enlarge(inputs: int, outputs: int, *, transposed: bool) -> nn.Module:
+    """[N, C_in, H, W] -> [N, C_out, 2H, 2W]: a transposed 2x2 convolution, or bilinear and a 3x3 convolution."""
+    if transposed:
+        return nn.ConvTranspose2d(inputs, outputs, 2, stride=2)
+    return nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(inputs, outputs, 3, padding=1))
+
+
+class UNet(nn.Module):
+    """Images [N, C, H, W] -> logits [N, classes, H, W]. Level i of `widths` works at 1/2**i of the image's size; the
+    decoder reads the encoder's map of the same size, joined to the enlarged one (Ronneberger et al., arXiv 1505.04597,
+    with padded convolutions)."""
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        classes: int,
+        widths: Sequence[int],
+        batch_norm: bool,
+        activation_name: str,
+        transposed: bool,
+        recompute: bool,
+    ):
+        super().__init__()
+
+        def level(inputs: int, outputs: int) -> Stack:
+            block = double_convolution(inputs, outputs, batch_norm=batch_norm, activation_name=activation_name)
+            return Stack([block], recompute=recompute)
+
+        sources = (channels, *widths[:-1])
+        self.encoder = nn.ModuleList(level(i, o) for i, o in zip(sources, widths, strict=True))
+        self.shrink = nn.MaxPool2d(2)
+        steps = [(widths[i + 1], widths[i]) for i in reversed(range(len(widths) - 1))]
+        self.enlarge = nn.ModuleList(enlarge(below, here, transposed=transposed) for below, here in steps)
+        self.decoder = nn.ModuleList(level(2 * here, here) for _, here in steps)
+        self.head = nn.Conv2d(widths[0], classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for index, level in enumerate(self.encoder):
+            x = level(self.shrink(x) if index else x)
+            skips.append(x)
+        skips.pop()
+        for larger, level in zip(self.enlarge, self.decoder, strict=True):
+            x = level(torch.cat([skips.pop(), larger(x)], dim=1))
+        return self.head(x)
+
+
+class TimeEmbedding(nn.Module):
+    """Timesteps [N] -> [N, 4 * width]: sines and cosines of `width` // 2 frequencies, then two linear layers."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        half = width // 2
+        frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * (-math.log(10_000) / half))
+        self.frequencies: torch.Tensor
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.first = nn.Linear(width, 4 * width)
+        self.activation = nn.SiLU()
+        self.second = nn.Linear(4 * width, 4 * width)
+
+    def forward(self, steps_N: torch.Tensor) -> torch.Tensor:
+        angles = steps_N[:, None] * self.frequencies
+        return self.second(self.activation(self.first(torch.cat([angles.sin(), angles.cos()], dim=1))))
+
+
+class DenoisingBlock(nn.Module):
+    """[N, C_in, H, W], time [N, D] -> [N, C_out, H, W]: two normed convolutions with the time added between them, plus
+    the input (a 1x1 convolution fits it where it must); then self-attention over the map, if asked for."""
+
+    def __init__(self, inputs: int, outputs: int, time: int, *, rate: float, heads: int | None):
+        super().__init__()
+        self.norm_in = nn.GroupNorm(GROUPS, inputs)
+        self.activation_in = nn.SiLU()
+        self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.time = nn.Sequential(nn.SiLU(), nn.Linear(time, outputs))
+        self.rest = nn.Sequential(
+            nn.GroupNorm(GROUPS, outputs), nn.SiLU(), *dropout(rate), nn.Conv2d(outputs, outputs, 3, padding=1)
+        )
+        self.shortcut = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
+        self.attention = nn.Identity() if heads is None else MapAttention(outputs, heads)
+
+    def forward(self, x: torch.Tensor, time_ND: torch.Tensor) -> torch.Tensor:
+        h = self.first(self.activation_in(self.norm_in(x)))
+        h = self.rest(h + self.time(time_ND)[:, :, None, None])
+        return self.attention(self.shortcut(x) + h)
+
+
+class MapAttention(nn.Module):
+    """[N, C, H, W] -> the same: every place of the map attends to every other, plus the input."""
+
+    def __init__(self, channels: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.GroupNorm(GROUPS, channels)
+        self.query, self.key, self.value, self.out = (nn.Linear(channels, channels) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_NLC = self.norm(x).flatten(2).transpose(1, 2)
+        # [N, heads, L, C / heads], whose last dimension lies together, as the fused kernels ask for
+        query, key, value = (
+            project(x_NLC).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        mixed_NLC = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return x + self.out(mixed_NLC).transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+def enlarge_nearest(channels: int) -> nn.Sequential:
+    """[N, C, H, W] -> [N, C, 2H, 2W]: nearest neighbours and a 3x3 convolution."""
+    return nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(channels, channels, 3, padding=1))
+
+
+class DenoisingUNet(nn.Module):
+    """Noisy images [N, C, H, W] and timesteps [N] -> the noise [N, C, H, W] (Ho et al., arXiv 2006.11239).
+
+    `encoder` and `decoder` hold a `Stack` for each denoising block and a plain module where the map changes its size.
+    Every result of the encoder is read again by one block of the decoder, the last first."""
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        width: int,
+        encoder: Sequence[nn.Module],
+        middle: Stack,
+        decoder: Sequence[nn.Module],
+    ):
+        super().__init__()
+        self.time = TimeEmbedding(width)
+        self.first = nn.Conv2d(channels, width, 3, padding=1)
+        self.encoder, self.middle, self.decoder = nn.ModuleList(encoder), middle, nn.ModuleList(decoder)
+        self.last = nn.Sequential(nn.GroupNorm(GROUPS, width), nn.SiLU(), nn.Conv2d(width, channels, 3, padding=1))
+
+    def forward(self, x: torch.Tensor, steps_N: torch.Tensor) -> torch.Tensor:
+        time_ND = self.time(steps_N)
+        skips = [x := self.first(x)]
+        for part in self.encoder:
+            skips.append(x := part(x, time_ND) if isinstance(part, Stack) else part(x))
+        x = self.middle(x, time_ND)
+        for part in self.decoder:
+            x = part(torch.cat([x, skips.pop()], dim=1), time_ND) if isinstance(part, Stack) else part(x)
+        return self.last(x)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf.errors import UsageError
-from featurize.device.architecture import AttentionKernels
+from featurize.device.device_spec import AttentionKernels
 from featurize.operators.autocast import Autocast
 from featurize.operators.replacing import replaced, replaced_if_imported
 from featurize.operators.tensor_parts import is_shared
@@ -265,7 +265,7 @@ def _require_whole_rows(query: Tensor) -> None:
     ring does not merge.
 
     Args:
-        query: [N, heads, L, E], spread over ranks, within `featurize.training.ring_attention`.
+        query: [N, heads, L, E], spread over ranks, within `featurize.training.sharded_rank`.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from featurize.cudnn.signature import DTYPES, ConvolutionSignature
-from featurize.device.architecture import AMD
-from featurize.device.device_spec import DeviceSpec
+from featurize.device.device_spec import AMD, DeviceSpec
 from featurize.operators import cudnn_rnn
 from featurize.operators.table import ATTENTION, AttentionCall
 

@@ -1,12 +1,28 @@
-"""Operators of our own, with what each gives on meta tensors: kernels of libraries that need a GPU.
+"""Kernels of libraries that need a GPU, Liger's and bitsandbytes', as operators of our own on meta tensors.
 
-Start reading at `_META`: an entry adds one, which `OPS` then runs. `featurize.operators.table` prices them as any
-other.
+Start reading at `_META`: an entry adds an operator, which `OPS` then runs; `featurize.operators.table` prices them as
+any other. While a step is traced, `liger_on_gpu` replaces the autograd functions of Liger's Triton kernels by ones that
+take the same memory (arXiv 2410.10989; liger_kernel/ops, 0.8), however the package was applied. `quantize` gives linear
+layers 4- or 8-bit weights; `replace_bitsandbytes` does the same for layers that are bitsandbytes' own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from conf.errors import UsageError
+from featurize.operators.replacing import replaced_if_imported
 
 _META = {
     # bitsandbytes
@@ -44,3 +60,439 @@ for _schema, _kernel in _META.items():
     _library.define(_schema)
     _library.impl(_schema.partition("(")[0], _kernel, "Meta")
 OPS = torch.ops.gpufarm
+
+
+# Rows of partial sums of a norm's weight gradient: one for each multiprocessor, 108 on an A100 and 132 on an H100.
+MULTIPROCESSORS = 128
+
+
+@contextlib.contextmanager
+def liger_on_gpu() -> Iterator[None]:
+    """Within, Liger's autograd functions run on meta tensors, if the package is imported."""
+    with contextlib.ExitStack() as stack:
+        for (module, name), (instead, arguments) in _FUNCTIONS.items():
+            applied = functools.partial(_applied, instead=instead, arguments=arguments)
+            stack.enter_context(replaced_if_imported(f"liger_kernel.ops.{module}", f"{name}.apply", applied))
+        yield
+
+
+def _applied(
+    apply: Callable[..., Any], *, instead: type[Function], arguments: Callable[[dict[str, Any]], tuple[Any, ...]]
+) -> Callable[..., Any]:
+    """Return the `apply` of one of the package's classes on meta tensors. Results of a loss beside itself are None."""
+    function: Any = getattr(apply, "__self__")  # noqa: B009 -- a bound method of the class
+    signature = inspect.signature(function.forward)
+    results = len(inspect.signature(function.backward).parameters) - 1
+
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(value, Tensor) and value.is_meta for value in args):
+            return apply(*args, **kwargs)
+        bound = signature.bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        made = instead.apply(*arguments(bound.arguments))
+        return (made, *[None] * (results - 1)) if results > 1 and isinstance(made, Tensor) else made
+
+    return applied
+
+
+class _Norm(Function):
+    """RMS and layer norm: keep the input, the weight and the rows' statistics. RMS norm writes the input's gradient
+    over the output's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, wide: bool, in_place: bool) -> Tensor:
+        x = x.contiguous()
+        out, statistics = OPS.liger_norm(x, weight, torch.float32 if wide else x.dtype)
+        ctx.save_for_backward(x, weight, bias, statistics)
+        ctx.in_place = in_place
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, statistics = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        written = gradient if ctx.in_place else torch.empty_like(gradient)
+        OPS.liger_write_(written, [gradient, x, statistics])
+        return written, _summed(weight), _summed(bias), None, None
+
+
+def _summed(weight: Tensor | None) -> Tensor | None:
+    if weight is None or not weight.requires_grad:
+        return None
+    partial = torch.empty((MULTIPROCESSORS, weight.numel()), dtype=torch.float32, device=weight.device)
+    return partial.sum(0).to(weight.dtype).view_as(weight)
+
+
+class _Gated(Function):
+    """SwiGLU and GeGLU: keep both inputs, and write their gradients over them."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.contiguous(), b.contiguous()
+        ctx.save_for_backward(a, b)
+        return OPS.liger_gated(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        OPS.liger_write_both_(a, b, [gradients[0].contiguous()])
+        return a, b
+
+
+class _Rotated(Function):
+    """Rotary positions: written over queries and keys, and over their gradients; keeps the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_rotate(*gradients, *ctx.saved_tensors), None, None
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = (x.transpose(1, 2).contiguous() for x in (q, k))  # the kernel's layout, which projections have already
+    OPS.liger_write_both_(q, k, [cos, sin])
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+class _CrossEntropy(Function):
+    """The gradient is written over the logits in the forward pass, and is all that is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: str) -> Tensor:
+        logits = logits.detach().contiguous()
+        losses = torch.zeros(logits.shape[0], dtype=logits.dtype, device=logits.device)
+        OPS.liger_write_both_(logits, losses, [target])
+        ctx.save_for_backward(logits)
+        return losses if reduction == "none" else losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.saved_tensors[0], None, None
+
+
+class _LinearCrossEntropy(Function):
+    """Output layer and loss, some rows at a time: no more logits than the input has elements, rounded up to a power
+    of two rows. The gradients of input and weight are made in the forward pass and are all that is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        reduction: str,
+        sums: torch.dtype | None,
+        budget: int,
+    ) -> Tensor:
+        rows, width = x.shape
+        classes = weight.shape[0]
+        parts = -(-classes // (budget * width))
+        step = min(1 << (-(-rows // parts) - 1).bit_length(), rows)
+        trained = [_sums(weight, sums), _sums(bias, sums)]
+        of_x = torch.zeros_like(x)
+        losses = torch.zeros(rows, dtype=torch.float32, device=x.device)
+        dtype = torch.get_autocast_dtype("meta") if torch.is_autocast_enabled("meta") else x.dtype
+        product = weight.to(dtype)  # autocast keeps it, and casts the transposed weight anew for each part
+        aten = torch.ops.aten  # which autocast leaves alone
+        for start in range(0, rows, step):
+            part = x[start : start + step].to(dtype)
+            logits = aten.mm(part, weight.t().to(dtype))
+            if bias is not None:
+                logits.add_(bias)
+            OPS.liger_write_both_(logits, losses, [target])
+            if of_x.dtype == dtype:
+                aten.mm.out(logits, product, out=of_x[start : start + step])
+            else:
+                of_x[start : start + step].copy_(aten.mm(logits, product))
+            if trained[0] is not None:
+                if trained[0].dtype == logits.dtype:
+                    aten.addmm.out(trained[0], logits.t(), part, out=trained[0])
+                else:
+                    OPS.liger_add_product_(trained[0], logits.t(), part)
+            if trained[1] is not None:
+                trained[1].add_(logits.sum(0))
+            del logits
+        made = [g if g is None or w is None else g.to(w.dtype) for g, w in zip(trained, (weight, bias), strict=True)]
+        ctx.save_for_backward(of_x, *made)
+        return losses if reduction == "none" else losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, of_weight, of_bias = ctx.saved_tensors
+        return of_x, of_weight, None, of_bias, None, None, None
+
+
+def _sums(weight: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if weight is None or not weight.requires_grad else torch.zeros_like(weight, dtype=dtype)
+
+
+def _given_norm(given: dict[str, Any]) -> tuple[Any, ...]:
+    wide = given.get("casting_mode", "llama") not in ("none", -1)
+    return given["X"], given["W"], None, wide, given.get("in_place", True)
+
+
+def _given_linear(given: dict[str, Any]) -> tuple[Any, ...]:
+    optional = given.get("bias"), given.get("reduction", "mean"), given.get("accum_dtype")
+    return given["_input"], given["weight"], given["target"], *optional, given.get("chunk_mem_const", 1)
+
+
+# Module and class of the package -> what stands in its place, and with which of its arguments, by their names there.
+_FUNCTIONS: dict[tuple[str, str], tuple[type[Function], Callable[[dict[str, Any]], tuple[Any, ...]]]] = {
+    ("rms_norm", "LigerRMSNormFunction"): (_Norm, _given_norm),
+    ("layer_norm", "LigerLayerNormFunction"): (_Norm, lambda given: (given["X"], given["W"], given["B"], True, False)),
+    ("swiglu", "LigerSiLUMulFunction"): (_Gated, operator.itemgetter("a", "b")),
+    ("geglu", "LigerGELUMulFunction"): (_Gated, operator.itemgetter("a", "b")),
+    ("rope", "LigerRopeFunction"): (_Rotated, operator.itemgetter("q", "k", "cos", "sin")),
+    ("cross_entropy", "LigerCrossEntropyFunction"): (
+        _CrossEntropy,
+        lambda given: (given["_input"], given["target"], given.get("reduction", "mean")),
+    ),
+    ("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"): (_LinearCrossEntropy, _given_linear),
+}
+
+
+# bitsandbytes' block constants: a 32-bit scale for every block of 4-bit weights; with double quantization the scales
+# themselves are bytes, with a 32-bit scale for every block of them.
+WEIGHT_BLOCK = 64
+SCALE_BLOCK = 256
+
+
+class _Quantized(nn.Module):
+    """Parts that both formats have in common."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    weight_dtype: torch.dtype
+    keeps_input = True  # for the backward pass
+
+    def dequantize(self) -> Tensor:
+        """Return the weight as the products read it: a new tensor."""
+        return self.dequantizer()(self.weight_dtype)
+
+    def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
+        """Return what dequantizes the weight that the layer has now: a compiler puts others in its place meanwhile."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
+        """Return the layer's output, given what `dequantizer` returned."""
+        raise NotImplementedError
+
+    @property
+    def W_q(self) -> nn.Parameter:
+        """The stored weight. peft lets layers that have this attribute dequantize themselves, as DoRA wants it."""
+        return self.weight
+
+
+class _Product(torch.autograd.Function):
+    """Keeps no dequantized weight: the backward pass dequantizes it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: _Quantized, bias: Tensor | None) -> Tensor:
+        ctx.dequantize, ctx.sums_bias = layer.dequantizer(), bias is not None and bias.requires_grad
+        ctx.reads_input = isinstance(layer, Linear8Bit)
+        if layer.keeps_input:
+            ctx.save_for_backward(x)
+        return layer.product(x, bias, ctx.dequantize)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        gradient = gradients[0]
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.sums_bias else None
+        if not ctx.needs_input_grad[0]:
+            return None, None, of_bias
+        dtype = ctx.saved_tensors[0].dtype if ctx.reads_input else gradient.dtype
+        return torch.matmul(gradient.to(dtype), ctx.dequantize(dtype)), None, of_bias
+
+
+class Linear4Bit(_Quantized):
+    """A frozen linear layer of 4-bit weights: two a byte, and their block constants.
+
+    The weight is dequantized into a temporary in the forward pass, and again in the backward. The input is not saved,
+    unless `keeps_input`: bitsandbytes did so before 0.43.2, for nothing.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, *, double: bool, compute_dtype: torch.dtype | None = None, keeps_input: bool = False
+    ) -> None:
+        super().__init__()
+        self.keeps_input = keeps_input
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.compute_dtype = compute_dtype
+        stored = linear.weight.dtype if linear.weight.dtype.is_floating_point else compute_dtype
+        self.weight_dtype = stored or torch.bfloat16
+        device = linear.weight.device
+        elements = self.in_features * self.out_features
+        blocks = math.ceil(elements / WEIGHT_BLOCK)
+        packed = torch.empty((math.ceil(elements / 2), 1), dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        self.register_buffer("code", torch.empty(16, device=device), persistent=False)
+        scales = torch.empty(blocks, dtype=torch.uint8 if double else torch.float32, device=device)
+        self.register_buffer("scales", scales, persistent=False)
+        outer = torch.empty(math.ceil(blocks / SCALE_BLOCK), device=device) if double else None
+        self.register_buffer("outer_scales", outer, persistent=False)
+        self.register_buffer("offset", torch.empty((), device=device) if double else None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.dtype
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _Product.apply(x, self, bias).to(given)
+
+    def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
+        packed, stored = self.weight, self.get_buffer("scales")
+        outer, offset = self._buffers["outer_scales"], self._buffers["offset"]
+
+        def dequantize(dtype: torch.dtype) -> Tensor:
+            scales = stored
+            if outer is not None and offset is not None:
+                scales = OPS.dequantize_scales(stored, outer).add_(offset)
+            shape = (self.out_features, self.in_features)
+            return OPS.dequantize_4bit(packed, scales, shape, self.weight_dtype).to(dtype)
+
+        return dequantize
+
+    def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
+        return F.linear(x, dequantize(x.dtype), bias)
+
+
+class Linear8Bit(_Quantized):
+    """A frozen linear layer of 8-bit weights and a scale for each row (LLM.int8(), arXiv 2208.07339).
+
+    The input is quantized row by row and multiplied in integers; the backward pass multiplies by the dequantized
+    weight. The input stays alive for the backward pass. The few outlier columns are left out.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        device, stored = linear.weight.device, linear.weight.dtype
+        self.weight_dtype = stored if stored.is_floating_point else torch.float16
+        packed = torch.empty((self.out_features, self.in_features), dtype=torch.int8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        self.register_buffer("scales", torch.empty(self.out_features, device=device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(x, self, self.bias)
+
+    def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
+        packed, scales = self.weight, self.get_buffer("scales")
+        return lambda dtype: packed.to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+
+    def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
+        rows, row_scales = OPS.quantize_rows(x.to(torch.float16))
+        product = OPS.int8_product(rows, self.weight)
+        scales = self.get_buffer("scales")
+        out = OPS.dequantize_product(product, row_scales, scales, torch.float16).to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+
+def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *, keeps_inputs: bool = False) -> None:
+    """Replace the model's linear layers by quantized ones. Changes the model, which must be on meta.
+
+    Layers with trainable weights stay as they are where other weights are frozen: they are adapters. In a model that
+    is trainable throughout, every layer is replaced and so frozen.
+
+    Args:
+        model: The model, on the meta device.
+        how: One of `featurize.job.training_settings.QUANTIZATIONS`.
+        skip: Names of layers that stay, whole or their last part. None: the output layer, as in transformers.
+        keeps_inputs: Each 4-bit layer keeps its input for the backward pass, as bitsandbytes did before 0.43.2.
+
+    Raises:
+        UsageError: The model is not on meta, a name of `skip` is no linear layer's, or nothing is left to quantize.
+    """
+    layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    if any(not layer.weight.is_meta for layer in layers.values()):
+        raise UsageError("quantize= is for estimates, whose models are on meta; real models are quantized as they load")
+    candidates = without_skipped(model, layers, skip, "quantize_skip")
+    adapters = any(not p.requires_grad for p in model.parameters())
+    chosen = {name: layer for name, layer in candidates.items() if not (adapters and layer.weight.requires_grad)}
+    if not chosen:
+        raise UsageError(f"quantize={how}: the model has no linear layer to quantize")
+    made: dict[int, nn.Module] = {}
+    for name, layer in chosen.items():
+        if id(layer) not in made:
+            four = functools.partial(Linear4Bit, double=how.endswith("-dq"), keeps_input=keeps_inputs)
+            made[id(layer)] = Linear8Bit(layer) if how == "int8" else four(layer)
+        _put(model, name, made[id(layer)])
+
+
+def replace_bitsandbytes(model: nn.Module) -> None:
+    """Replace bitsandbytes' own layers, whose kernels need a GPU, by ones that take the same memory on meta."""
+    for name, module in list(model.named_modules()):
+        kind = next((c.__name__ for c in type(module).__mro__ if c.__module__.startswith("bitsandbytes.")), None)
+        if not isinstance(module, nn.Linear) or kind is None:
+            continue
+        if kind == "Linear8bitLt":
+            _put(model, name, Linear8Bit(module))
+        elif "4" in kind:
+            double = bool(getattr(module.weight, "compress_statistics", False))
+            _put(model, name, Linear4Bit(module, double=double, compute_dtype=getattr(module, "compute_dtype", None)))
+
+
+def elements(model: nn.Module) -> int:
+    """Count the model's weights; two of 4 bits are two, though they share a byte."""
+    packed = [module for module in model.modules() if isinstance(module, Linear4Bit)]
+    unpacked = sum(layer.in_features * layer.out_features - layer.weight.numel() for layer in packed)
+    return whole_elements([model]) + unpacked
+
+
+def whole_elements(models: Iterable[nn.Module], *, on_meta: bool = False) -> int:
+    """Count the elements of models' parameters: of those that ranks share, and of FSDP1's flat ones, all of them.
+
+    Args:
+        models: One that is part of another counts once.
+        on_meta: Only parameters on meta count.
+    """
+    counts: dict[int, int] = {}
+    for model in models:
+        counts |= {id(p): p.numel() for p in model.parameters() if not _is_flat(p) and (p.is_meta or not on_meta)}
+        for module in model.modules():
+            flat = getattr(vars(module).get("_handle"), "flat_param", None)
+            if flat is not None:
+                counts[id(flat)] = sum(flat._numels)
+    return sum(counts.values())
+
+
+def _is_flat(parameter: Tensor) -> bool:
+    """Return whether it is a flat parameter, or a view of one."""
+    return hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "_is_flat_param")
+
+
+def without_skipped(
+    model: nn.Module, layers: dict[str, nn.Linear], skip: tuple[str, ...] | None, setting: str
+) -> dict[str, nn.Linear]:
+    """Return the layers that do not stay as they are.
+
+    Args:
+        model: It names its output layer, or the last of the layers is that.
+        layers: Path -> linear layer.
+        skip: Names of layers that stay, whole or their last part. None: the output layer.
+        setting: What `skip` is called in messages.
+
+    Raises:
+        UsageError: A name is not a linear layer's.
+    """
+    if skip is None:
+        getter = getattr(model, "get_output_embeddings", None)
+        output = getter() if callable(getter) else None
+        output = output if output is not None else next(reversed(layers.values()), None)
+        return {path: layer for path, layer in layers.items() if layer is not output}
+    stays = {name: {path for path in layers if path == name or path.endswith(f".{name}")} for name in skip}
+    for name, paths in stays.items():
+        if not paths:
+            raise UsageError(f"{setting}: the model has no linear layer {name!r}")
+    return {path: layer for path, layer in layers.items() if not any(path in paths for paths in stays.values())}
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)

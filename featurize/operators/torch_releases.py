@@ -1,13 +1,18 @@
-"""Gaps of torch's releases that a traced step meets: filled before a trace, or refused by name.
+"""Differences between torch's releases that a job meets: gaps filled before a trace, modes refused, TF32's two APIs.
 
-Start reading at `complete`, which adds; `require_torch` refuses.
+Start reading at `complete`, which adds; `require_torch` and `refused_modes` refuse. Traces of refused modes replace
+private parts of PyTorch's wrappers, which older releases do not have; DistributedDataParallel and ZeRO are traced under
+every release. Torch is imported where it is asked about.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from conf.errors import EnvironmentProblem
+from featurize.job.layout import EXPERTS, OWN, Parallel
 
 
 def is_older_than(release: str) -> bool:
@@ -83,3 +88,79 @@ def complete_collectives() -> None:
 
 
 _kept: list[object] = []  # a library that is collected takes its kernels along
+
+
+SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
+_OTHER_STAGES = "2.15"  # from which on stages make and drop their buffers as they go: traces fall short of real ranks
+_OLDEST = {"pp": "2.13", "fsdp": SHARDS, "cp": SHARDS, "tp": SHARDS, EXPERTS: SHARDS, OWN: SHARDS}
+
+
+@functools.cache
+def refused_modes() -> Mapping[str, str]:
+    """Return each mode that is not traced under the installed release, and why, in words."""
+    refused = {}
+    for mode, oldest in _OLDEST.items():
+        try:
+            require_torch(oldest, f"parallel: {mode}")
+        except EnvironmentProblem as error:
+            refused[mode] = str(error)
+    if not is_older_than(_OTHER_STAGES):
+        refused["pp"] = f"parallel: pp is not traced under torch {_OTHER_STAGES} or newer yet; use 2.13"
+    return refused
+
+
+def refused_note(modes: Iterable[str]) -> str | None:
+    """Return one line on those of the modes that the installed release does not trace; None where it traces all."""
+    of_release: dict[str, list[str]] = {}
+    for mode in modes:
+        if mode in refused_modes():
+            of_release.setdefault(_OLDEST["pp"] if mode == "pp" else f"{SHARDS} or newer", []).append(mode)
+    if not of_release:
+        return None
+    texts = [f"{', '.join(names)} ({release})" for release, names in of_release.items()]
+    return f"torch {installed_release()} does not trace {' and '.join(texts)}"
+
+
+def require_traceable(layout: Parallel) -> None:
+    """Raise `EnvironmentProblem` for a layout with a mode that is not traced under the installed release."""
+    for mode, why in refused_modes().items():
+        if getattr(layout, mode) > 1:
+            raise EnvironmentProblem(why)
+
+
+# Since PyTorch 2.9 `fp32_precision` says so. Reading `allow_tf32` raises once a part of it was set to TF32.
+_TF32, _EXACT = "tf32", "ieee"
+
+
+def matmul_allows_tf32() -> bool:
+    """Return whether matrix products of float32 tensors on a GPU may use TF32."""
+    import torch
+
+    return _allows(torch.backends.cuda.matmul, torch.backends.cuda.matmul)
+
+
+def cudnn_allows_tf32() -> bool:
+    """Return whether convolutions of float32 tensors on a GPU may use TF32."""
+    import torch
+
+    return _allows(getattr(torch.backends.cudnn, "conv", None), torch.backends.cudnn)
+
+
+def _allows(part: object, older: Any) -> bool:
+    precision = getattr(part, "fp32_precision", None)
+    return bool(older.allow_tf32) if precision is None else precision == _TF32
+
+
+def allow_tf32(*, matmul: bool, cudnn: bool) -> None:
+    """Set whether matrix products, and whether convolutions and recurrent layers, may use TF32."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = matmul
+    torch.backends.cudnn.allow_tf32 = cudnn
+    if matmul_allows_tf32() != matmul:
+        products = getattr(torch.backends.cuda, "matmul")  # noqa: B009 -- its type has the older API only
+        products.fp32_precision = _TF32 if matmul else _EXACT
+    if cudnn_allows_tf32() != cudnn:  # the older API leaves it to `torch.backends.fp32_precision`
+        for name in ("conv", "rnn"):
+            part = getattr(torch.backends.cudnn, name)
+            part.fp32_precision = _TF32 if cudnn else _EXACT

@@ -32,9 +32,9 @@ from conf.plain_text import exception_line
 from featurize.nets.checkpointing import repeated_blocks
 from featurize.operators.own_operators import DEQUANTIZATIONS
 from featurize.operators.replacing import replaced, replaced_if_imported
+from featurize.recording.block_record import GRAPHED, CudaGraphs
 from featurize.recording.compiled_graph import GraphReplay
-from featurize.recording.cuda_graphs import GRAPHED, CudaGraphs
-from featurize.recording.wrappers import compiled_function, compiled_functions, is_compiled, uncompiled_copy
+from featurize.recording.skeleton import compiled_function, compiled_functions, is_compiled, uncompiled_copy
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node

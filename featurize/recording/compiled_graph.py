@@ -31,7 +31,7 @@ from featurize.operators.table import GATHERS, INDEXING, POINTWISE, REDUCTION, S
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-    from featurize.recording.cuda_graphs import CudaGraphs
+    from featurize.recording.block_record import CudaGraphs
     from featurize.recording.recorder import Recorder
 
 # torch/_inductor/config.py: realize_reads_threshold, of a value with several readers; realize_acc_reads_threshold.

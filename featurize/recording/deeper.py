@@ -18,9 +18,8 @@ from torch import nn
 from featurize.nets.checkpointing import CONTAINERS, repeated_blocks
 from featurize.operators import attention
 from featurize.operators.table import MULTI_TENSOR, foreach_launches
-from featurize.recording.skeleton import build_on_meta, on_meta
+from featurize.recording.skeleton import build_on_meta, compiled_modules, on_meta, remarks
 from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
-from featurize.recording.wrappers import compiled_modules, remarks
 
 _NUMBER = re.compile(r"\d+")
 

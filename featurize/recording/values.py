@@ -27,7 +27,7 @@ from featurize.operators.table import DECIDED_BY_VALUES
 from featurize.operators.tensor_parts import tensors_in
 
 if TYPE_CHECKING:
-    from featurize.recording.operator_record import Traits
+    from featurize.recording.block_record import Traits
 
 LARGEST = 2**20  # elements up to which values are kept: masks, positions, a detector's anchors
 READ = "aten::_local_scalar_dense"

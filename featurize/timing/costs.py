@@ -1,19 +1,21 @@
-"""Costs of each operator of a step on a GPU model, and what a learner reads of the whole step.
+"""Costs of each operator of a step on a GPU model, what a learner reads of the step, and what the step waits for.
 
-Start reading at `operator_costs` and `features`. Both are sums over the kernels of `featurize.timing.calls`.
+Start reading at `operator_costs` and `features`: sums over the kernels of `featurize.timing.calls`. `delays_ms` says
+how late collectives make kernels, `input_ms` what the input pipeline of a plain training loop adds.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import TrainingSettings, uses_tf32
-from featurize.recording.step_trace import StepTrace
+from featurize.recording.step_trace import Collective, StepTrace
 from featurize.timing.calls import (
     ATTENTION,
     GROUPS,
@@ -129,3 +131,61 @@ def kind_of(kind: str, group: str) -> str:
     if group != STREAM:
         return _KIND_OF_GROUP.get(group, "convolution")
     return next((name for begin, name in _BEGINNINGS.items() if kind.startswith(begin)), "elementwise")
+
+
+_BEGINS, _WAITS = 0, 1
+
+
+def delays_ms(
+    collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]
+) -> list[tuple[int, float]]:
+    """Return at which moments the kernels wait for collectives, in their order, and by how much they are late from then
+    on. Those of one dimension of the mesh run one after the other.
+
+    Args:
+        collectives: In the order in which they begin.
+        lasts_ms: How long each one runs.
+        begins_ms: When each operator would begin without any communication, and the end of the step.
+    """
+    moments = sorted(
+        (moment, kind, number)
+        for number, one in enumerate(collectives)
+        for moment, kind in ((one.after, _BEGINS), (one.before, _WAITS))
+    )
+    late_ms = 0.0  # by which kernels are late
+    delays: list[tuple[int, float]] = []
+    free_ms: dict[str, float] = defaultdict(float)  # when a communicator is done with all that came before
+    ends_ms: dict[int, float] = {}
+    for moment, kind, number in moments:
+        now_ms = begins_ms[moment] + late_ms
+        if kind == _BEGINS:
+            axis = collectives[number].axis
+            free_ms[axis] = ends_ms[number] = max(now_ms, free_ms[axis]) + lasts_ms[number]
+        else:
+            late_ms += max(ends_ms[number] - now_ms, 0.0)
+            delays.append((moment, late_ms))
+    return delays
+
+
+def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
+    """Return when each operator begins, and the end of the step: in proportion to the GPU's own time."""
+    ends = np.cumsum([0.0, *(cost.seconds for cost in operator_costs(trace, spec, settings))])
+    return (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()
+
+
+def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
+    """Return what a plain training loop adds to each traced step, in ms: see `python_loader_ms`.
+
+    `batch_size` is of one micro-step; each loads a batch.
+    """
+    nbytes = trace.batch_bytes
+    return micro_steps * python_loader_ms(batch_size, nbytes // micro_steps)
+
+
+def python_loader_ms(samples: int, nbytes: int) -> float:
+    """Return what a plain training loop adds to each step, in ms.
+
+    A `DataLoader` without workers collates `samples`, the pageable batch of `nbytes` is copied, Python runs between the
+    steps. Fitted on one machine: elsewhere a first guess.
+    """
+    return 1.45 + 1.0e-3 * samples + 0.36e-6 * nbytes

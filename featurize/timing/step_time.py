@@ -26,20 +26,24 @@ from featurize.timing.activity import (
     StepActivity,
     TimedKernels,
     kernel_activity,
+    kernel_load,
+    load_power,
     occupied_on,
     step_activity,
+    under_limit,
 )
 from featurize.timing.calls import Calls, kernel_calls
-from featurize.timing.host import framework_of, host_ms, machines_of
 from featurize.timing.packaged import FILE, damage_named, packaged_text
-from featurize.timing.power import kernel_load, load_power, under_limit
 from featurize.timing.times import (
     GROUP_VALUES,
     SINGLE_VALUES,
     UNIT_VALUES,
     Parameters,
     call_seconds,
+    framework_of,
+    host_ms,
     kernels_on,
+    machines_of,
     traffic_s,
 )
 

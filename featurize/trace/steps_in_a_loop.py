@@ -1,17 +1,42 @@
-"""How steps that were traced without a loop's variables go in a usual loop: the same operators, some memory for longer.
+"""Steps after the first, made of its record: on the same batch, on batches of other shapes, with a loop's variables.
 
-Start reading at `StepsInALoop.looped`. A usual loop copies a batch to the device for each step, while the last one's is
-alive, and holds output and loss until it assigns the next ones. So a trace without them shows both.
+Start reading at `SecondStep`: the passes are repeated from the record, and the optimizer runs. A model that keeps
+something from step to step runs its second step, too: the first one changes what the model or the loss holds
+(`state_of`), draws a number, reads a value that the step computes, or leaves more memory behind than gradients and what
+a loop holds. `StepSequence.play` runs each shape of batches once. `StepsInALoop.looped` makes of steps that were traced
+without a loop's variables those of a usual loop, which copies a batch to the device while the last one's is alive, and
+holds output and loss until it assigns the next ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import ctypes
+import functools
+import os
+import random
+import site
+import sys
+import sysconfig
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from conf.files.disk_cache import PACKAGES
+from featurize.operators.tensor_parts import plain_parts
 from featurize.recording.batches import tensors_of
-from featurize.recording.step_trace import Event, StepTrace
+from featurize.recording.block_record import RecordMoment, Stretch
+from featurize.recording.recorder import Recorder
+from featurize.recording.step_trace import Event, Operator, StepTrace
+from featurize.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from featurize.recording.block_record import BlockRecord
@@ -121,3 +146,439 @@ class StepsInALoop:
 def _is_late(step: _Step, index: int, block: int) -> bool:
     """Return whether a loop gives back later what the step gives back at that moment."""
     return block in step.held or any(begin <= index < end for begin, end in step.drops)
+
+
+_MOMENTS = ("forward", "held", "optimizer", "updated", "end")
+
+
+class TraceAgain(Exception):
+    """The trace must be made anew, on a model that was not run before, with more of its request known."""
+
+    def __init__(self, **request: Any) -> None:
+        super().__init__("the trace must be made anew")
+        self.request = request
+
+
+class SecondStep:
+    """Follows the first step, and then stands for the second.
+
+    Args:
+        recorder: Sees the steps.
+        step: The training step. It accumulates no gradients, and frees them before it begins.
+        loop: Hears of both steps; None: they run in a loop themselves.
+        before: What `kept_by` gives as the first step begins.
+    """
+
+    def __init__(self, recorder: Recorder, step: TrainingStep, loop: StepsInALoop | None, before: State | None) -> None:
+        self._recorder, self._step, self._loop, self._before = recorder, step, loop, before
+        self._decided = recorder.decided
+        self._marks: list[RecordMoment] = []
+        self._stretches: list[Stretch] = []  # until the model's output is held, the optimizer, its end, the step's end
+
+    def reached(self, moment: str) -> None:
+        """Note where the first step is: at one of `_MOMENTS`."""
+        recorder = self._recorder
+        if moment != _MOMENTS[len(self._marks)]:  # an average is updated in a phase of its own
+            return
+        if moment == "optimizer":
+            self._decided -= recorder.decided
+            recorder.log.keep_operators = False  # the second step's counts
+        if self._marks:
+            self._stretches.append(recorder.memory.since(self._marks[-1]))
+        self._marks.append(recorder.memory.mark())
+
+    def goes_alike(self) -> bool:
+        """Return whether the first step shows that passes of the second one are the same."""
+        recorder = self._recorder
+        gradients = self._gradients()
+        if self._decided or self._before is None or any(gradient.is_sparse for gradient in gradients):
+            return False
+        forward, rest, _update, end = self._stretches
+        left = {*forward.leaving, *rest.leaving}
+        given_back = {*forward.entering, *rest.entering, *end.entering}
+        kept = recorder.memory.blocks_in(gradients) | self._held()
+        memory = given_back <= left and left - given_back == kept and not end.leaving
+        return memory and self._before.stays(kept_by(self._step))
+
+    def run(self, batch: tuple[Tensor, ...]) -> None:
+        """Note the second step. `batch` is copied to the device before; of a batch that stays there, it is empty.
+
+        Raises `TraceAgain` where somebody whom `goes_alike` does not see holds what the loop lets go of.
+        """
+        recorder, step = self._recorder, self._step
+        forward, rest, _update, end = self._stretches
+        recorder.memory.step, recorder.memory.phase, begins = 2, "forward", len(recorder.memory.events)
+        if batch:
+            recorder.new_batch(batch)
+        for block in dict.fromkeys(map(recorder.memory.block_of, self._gradients())):
+            recorder.memory.give_back(block)
+        passes = len(recorder.memory.events)
+        known = recorder.memory.repeat(forward, {})
+        held = [recorder.memory.storage_of(block) for block in self._held()]
+        step.hold()
+        if any(recorder.memory.block_in(storage) is not None for storage in held):
+            raise TraceAgain(repeats=False)
+        known |= recorder.memory.repeat(rest, known)
+        recorder.log.keep_operators = True
+        with recorder:
+            step.update()
+        updated = len(recorder.memory.events)
+        recorder.memory.repeat(end, {block: known[block] for block in end.entering})
+        if self._loop is not None:
+            self._loop.repeat(begins, known, self._moved(known, passes, updated))
+
+    def _held(self) -> set[int]:
+        """Return the blocks that a loop's variables hold, also within objects, as caches of keys and values are."""
+        held = state_of(self._step.held)
+        tensors = () if held is None else (tensor for one in held.tensors if (tensor := one()) is not None)
+        return self._recorder.memory.blocks_in(tensors)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._step.model.parameters() if p.grad is not None]
+
+    def _moved(self, known: Mapping[int, int], passes: int, updated: int) -> Callable[[int], int]:
+        """Return what gives, for the number of an event of the first step, the number of the second step's.
+
+        Args:
+            known: Block of the first step -> the second step's; none for those that are taken once.
+            passes: Number of the event at which the second step's passes begin.
+            updated: Of the one after its update.
+        """
+        first, after = self._marks[0].events, self._marks[-2].events
+        events = (*self._stretches[0].events, *self._stretches[1].events)
+        before = list(accumulate((event.block in known for event in events), initial=0))
+        return lambda at: passes + before[at - first] if at < after else updated + at - after
+
+
+def kept_by(step: TrainingStep) -> State | None:
+    """Return what the model and the loss of a step keep."""
+    return state_of(step.model, step.loss)
+
+
+Left: TypeAlias = tuple[tuple[str, str, str], ...]  # kind, operator and module of each block that a step leaves alive
+
+
+class StepsDiffer(RuntimeError):
+    """A step finds other tensors alive of the step before it than when it was recorded."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One step that ran: what it did to memory, and the blocks alive before and after it, by kind and age.
+
+    born_bytes   most bytes alive at once of what the step itself made
+    """
+
+    shape: int
+    stretch: Stretch
+    before: Sequence[int]
+    after: Sequence[int]
+    born_bytes: int
+    operators: tuple[Operator, ...]
+
+
+class StepSequence:
+    """Plays the steps of a training job whose batches have several shapes.
+
+    A step runs once for each shape, after the first step, which makes the optimizer's state. It runs again only where
+    the step before it leaves blocks of other kinds alive. What a step leaves alive (gradients, the held output, its
+    batch) has the sizes of its own shape, and ends when the next step gives it back.
+    """
+
+    def __init__(self, recorder: Recorder, run: Callable[[int, int], None]) -> None:
+        """`run(number, shape)` runs one step on the batch of that shape."""
+        self._memory, self._log, self._run = recorder.memory, recorder.log, run
+        self._alive = self._after(self._memory.since(RecordMoment(0, 0)), ())
+        self._recorded: dict[tuple[int, Left], _Run] = {}
+        self._ran_last: _Run | None = None
+        self._sequence: list[_Run] = []
+
+    def play(self, shapes: Sequence[int]) -> int:
+        """Play a step for each of the shapes, in order, then two of the longest. Return the longest: the shape whose
+        step needs the most memory.
+
+        The first shape is met again before those two, where it was met in the first step only.
+        """
+        for shape in shapes if shapes[0] in shapes[1:] else [*shapes, shapes[0]]:
+            self._step(shape)
+        longest = max(self._recorded.values(), key=lambda run: run.born_bytes).shape
+        for _ in range(2):
+            self._step(longest)
+        return longest
+
+    @property
+    def shapes(self) -> tuple[int, ...]:
+        """The shape of each step."""
+        return tuple(run.shape for run in self._sequence)
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """Those of the last step."""
+        return self._sequence[-1].operators
+
+    def _step(self, shape: int) -> None:
+        left = self._left(self._alive)
+        run = self._recorded.get((shape, left))
+        if run is not None:
+            self._memory.step = len(self._sequence) + 1
+            known = self._memory.repeat(run.stretch, dict(zip(run.before, self._alive, strict=True)))
+            self._alive = [known[block] for block in run.after]
+        elif not self._sequence:
+            run = self._ran(shape)
+        else:
+            run = self._recorded[shape, left] = self._ran_after(left, shape)
+        self._sequence.append(run)
+
+    def _ran_after(self, left: Left, shape: int) -> _Run:
+        """Run a step after one that left such blocks: where the last one that ran left others, this one runs before."""
+        memory = self._memory
+        if self._left(self._held()) != left:
+            alive, mark = self._alive, memory.mark()
+            self._ran(self._sequence[-1].shape)
+            del memory.events[mark.events :]
+            self._alive = alive
+        if self._left(self._held()) != left:
+            raise StepsDiffer("the steps of different batch shapes leave tensors behind that cannot be matched")
+        for held, block in zip(self._held(), self._alive, strict=True):
+            if held != block:
+                memory.hold_in(memory.storage_of(held), block)
+        return self._ran(shape)
+
+    def _held(self) -> Sequence[int]:
+        """Return the blocks that the last step that ran left alive, by kind and age."""
+        assert self._ran_last is not None, "the first step runs"
+        return self._ran_last.after
+
+    def _ran(self, shape: int) -> _Run:
+        """Run a step."""
+        before, mark = self._alive, self._memory.mark()
+        self._run(len(self._sequence) + 1, shape)
+        stretch = self._memory.since(mark)
+        self._alive = after = self._after(stretch, before)
+        self._ran_last = _Run(shape, stretch, before, after, _born_bytes(stretch), tuple(self._log.operators))
+        return self._ran_last
+
+    def _after(self, stretch: Stretch, before: Sequence[int]) -> Sequence[int]:
+        """Return the blocks alive, by kind and age: optimizer state made in the first step stands where it stands
+        later."""
+        alive = {*before, *stretch.leaving}.difference(stretch.entering)
+        return sorted(alive, key=lambda block: (self._memory.kind_of(block), block))
+
+    def _left(self, blocks: Sequence[int]) -> Left:
+        return tuple((self._memory.kind_of(block), *self._memory.maker_of(block)) for block in blocks)
+
+
+def _born_bytes(stretch: Stretch) -> int:
+    """The most bytes alive at once of the blocks that a stretch takes."""
+    live = most = 0
+    for event in stretch.events:
+        if event.block not in stretch.entering:
+            live += event.nbytes
+            most = max(most, live)
+    return most
+
+
+_INSTALLED = tuple(
+    {
+        os.path.realpath(path) + os.sep
+        for path in (
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+            *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+        )
+    }
+)
+
+
+@functools.cache
+def is_installed(module: types.ModuleType | None) -> bool:
+    """Return whether a module is this project's, an installed library's or Python's."""
+    if module is None or module.__name__ == "__main__":
+        return False
+    if module.__name__.partition(".")[0] in PACKAGES:
+        return True
+    path = getattr(module, "__file__", None)
+    return module.__name__ in sys.builtin_module_names or (
+        path is not None and os.path.realpath(path).startswith(_INSTALLED)
+    )
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Return all names that a function and those within it look up."""
+    inner = [names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+MOST_PARTS = 2_000_000  # of one state; a module has some 40
+_LARGEST = 2**16  # bytes of a tensor or array on the host up to which its values are compared
+_VALUES = frozenset(
+    {
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        range,
+        types.NoneType,
+        types.EllipsisType,
+        types.NotImplementedType,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        types.ModuleType,
+        types.CodeType,
+        types.WrapperDescriptorType,
+        types.MethodDescriptorType,
+        types.ClassMethodDescriptorType,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+    }
+)
+_MAPPINGS = frozenset({dict, OrderedDict})
+_COLLECTIONS = frozenset({list, tuple, set, frozenset, deque, *_MAPPINGS})
+_OF_PYTHON = frozenset({"__annotations__", "__doc__", "__abstractmethods__", "_abc_impl"})
+_CACHED = type(functools.cache(lambda: None))
+
+
+class State:
+    """All that objects hold at a moment, and the states of random generators. Tensors count by where they lie."""
+
+    def __init__(self) -> None:
+        self.parts: list[object] = []
+        self.tensors: list[weakref.ref[Tensor]] = []
+
+    def stays(self, later: State | None) -> bool:
+        """Return whether a later state is the same."""
+        # A tensor that ended meanwhile may have left its address to another one.
+        return later is not None and self.parts == later.parts and all(one() is not None for one in self.tensors)
+
+
+def state_of(*roots: object) -> State | None:
+    """Return the state of objects and of all that they hold; None where it is too large, or cannot be told.
+
+    Of code that no library holds, the globals that it names count, too.
+    """
+    state = State()
+    parts, waiting = state.parts, list[Any](roots)
+    seen: dict[int, int] = {}
+    made: list[object] = []  # on the way: what ended now would leave its address to another
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        parts.append(kind)
+        if kind in _VALUES:
+            parts.append(value)
+            continue
+        if kind in _COLLECTIONS and not value:  # most of a module's mappings
+            continue
+        if (place := seen.get(id(value))) is not None:
+            parts.append(place)
+            continue
+        seen[id(value)] = len(seen)
+        if len(parts) > MOST_PARTS:
+            return None
+        if kind in _COLLECTIONS:
+            parts.append(len(value))
+            waiting += value
+            if kind in _MAPPINGS:
+                waiting += value.values()
+        elif isinstance(value, nn.Module):
+            own = vars(value)
+            parts += own
+            waiting.append(kind)
+            waiting += own.values()
+        else:
+            try:
+                held = _held_by(value, kind, state)
+            except Exception:  # somebody's object may raise anything as it tells what it holds
+                return None
+            made.append(held)
+            waiting += held
+    # PyTorch's generator on the CPU, Python's, and NumPy's: a model may draw which of its layers run.
+    of_numpy: Any = np.random.get_state()
+    parts += (torch.default_generator.get_state().numpy().tobytes(), random.getstate())
+    parts += (part.tobytes() if isinstance(part, np.ndarray) else part for part in of_numpy)
+    return state
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Leave the random generators as they were, whatever is drawn within."""
+    drawn = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=()):
+        try:
+            yield
+        finally:
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
+
+
+def _held_by(value: Any, kind: type, state: State) -> list[object]:
+    """Return what an object holds, and note what it is besides."""
+    parts = state.parts
+    if isinstance(value, Tensor):
+        return _of_tensor(value, state)
+    if isinstance(value, type):
+        parts.append(value)
+        return [] if is_installed(sys.modules.get(value.__module__)) else [*value.__bases__, *_own(vars(value))]
+    if kind is types.FunctionType:
+        parts.append(value.__code__)
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        return [cells, value.__defaults__, value.__kwdefaults__, vars(value), *_globals_of(value)]
+    if kind is types.MethodType:
+        return [value.__func__, value.__self__]
+    if kind in (types.BuiltinFunctionType, types.MethodWrapperType):
+        parts.append(value.__name__)
+        return [value.__self__]
+    if kind is _CACHED:
+        parts += (value.cache_info().misses, value.cache_info().currsize)
+        return [value.__wrapped__]
+    if isinstance(value, property):
+        return [value.fget, value.fset]
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if kind is types.MappingProxyType:
+        return [dict(value)]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if kind is np.ndarray:
+        if value.nbytes > _LARGEST or value.dtype.hasobject:
+            raise ValueError("its values are too many to compare")
+        parts += (value.shape, value.dtype, value.tobytes())
+        return []
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):  # a global of that name
+        return []
+    _make, arguments, *more = reduced
+    content, items, pairs = (*more, None, None, None)[:3]
+    return [kind, arguments, content, list(items or ()), list(pairs or ())]
+
+
+def _of_tensor(value: Tensor, state: State) -> list[object]:
+    for part in plain_parts(value):
+        state.parts += (part.shape, part.dtype, part.requires_grad)
+        storage = part.untyped_storage()
+        if part.is_cpu and storage.nbytes() <= _LARGEST:
+            state.parts.append(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
+            continue
+        state.tensors.append(weakref.ref(part))
+        state.parts += (id(part), storage._cdata, None if part.is_meta or part.is_inference() else part._version)
+    return [vars(value), value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)]
+
+
+def _own(values: Mapping[str, object]) -> list[object]:
+    """Return what the code of a class holds."""
+    return [value for name, value in values.items() if name not in _OF_PYTHON]
+
+
+def _globals_of(function: types.FunctionType) -> list[object]:
+    """Return the globals that a function names, and those of its modules' that it names, of the user's own code."""
+    if is_installed(sys.modules.get(function.__module__)):
+        return []
+    names, within = names_in(function.__code__), function.__globals__
+    named = [within[name] for name in names if name in within]
+    modules = [vars(one) for one in named if type(one) is types.ModuleType and not is_installed(one)]
+    return [*named, *(module[name] for module in modules for name in names if name in module)]

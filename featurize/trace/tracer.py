@@ -1,8 +1,9 @@
 """The execution trace: which operators one training step runs, and when its memory is taken and given back.
 
-Start reading at `trace_step`; `featurize.recording.step_trace` has what it gives. Facts only, of no particular GPU
-model: `featurize.memory.replay` places the memory, `featurize.timing` times the kernels. All runs on the meta
-device, so nothing that the job needs is taken.
+Start reading at `trace_step`, then `Tracing`: the model on meta, its wrapper and training step, the recorded steps.
+`featurize.recording.step_trace` has what comes out. Facts only, of no particular GPU model: `featurize.memory.replay`
+places the memory, `featurize.timing` times the kernels. All runs on the meta device, so nothing that the job needs is
+taken.
 """
 
 from __future__ import annotations
@@ -10,26 +11,55 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from conf.errors import CommandError, kept_from_exit
+from conf.errors import CommandError, UsageError, kept_from_exit
 from conf.plain_text import exception_line
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from featurize.job.layout import Parallel
-from featurize.job.trial_config import TrialConfig
+from featurize.job.training_settings import Training, TrainingSettings, TrialConfig
+from featurize.operators import attention
+from featurize.operators.cuda_policy import as_on_cuda
+from featurize.operators.own_operators import replace_bitsandbytes
 from featurize.operators.replacing import without_collection
 from featurize.operators.torch_releases import complete
-from featurize.recording.batches import Inputs
-from featurize.recording.module_stack import origin
-from featurize.recording.step_trace import StepTrace
+from featurize.recording.batches import (
+    Inputs,
+    arguments,
+    as_meta,
+    call,
+    mapped,
+    named_tensors,
+    own_loss,
+    shape_of,
+    tensors_of,
+)
+from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
+from featurize.recording.compiled import CompiledRegions
+from featurize.recording.recorder import Recorder
+from featurize.recording.skeleton import BuiltOnMeta, build_on_meta, compiled_modules, on_meta, remarks, unwrapped
+from featurize.recording.step_trace import BatchMix, StepTrace
+from featurize.recording.values import name_tensor
 from featurize.trace.light_imports import compiler_aside
-from featurize.trace.second_step import TraceAgain
-from featurize.trace.tracing import Tracing
-from featurize.training.repeated_passes import DoesNotRepeat
-from featurize.training.training_step import Training, TrainingSettings
+from featurize.trace.steps_in_a_loop import SecondStep, State, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
+from featurize.training.play_rank import played_rank, settings_of_ranks
+from featurize.training.rank import Rank
+from featurize.training.stages import DoesNotRepeat
+from featurize.training.training_step import (
+    AUTOCAST_DTYPES,
+    PRICED,
+    TrainingStep,
+    multiplies_8_bits,
+    refuse_odd_tokens,
+    require_8_bits,
+    targets_for,
+)
 
 
 class TraceError(Exception):
@@ -103,14 +133,14 @@ def trace_step(
                leaves nothing behind, as in the farm's own trials.
     batches    the inputs of each step, in order, instead of `inputs` (None): a job whose batches have several shapes.
                Each shape is traced once, and the trace holds all these steps, then two on the longest batch; see
-               `featurize.trace.step_mix`. Batches of a single shape are one of `inputs`
+               `featurize.trace.steps_in_a_loop`. Batches of a single shape are one of `inputs`
     parallel   one rank of a job on several GPUs: the trace holds what its wrapper takes, and what the ranks send. Such
                a job has batches of a single shape
     rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
                the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
                trace is that of the one with the most bytes alive (`featurize.training.pipeline`)
     every_pass  of a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
-               `featurize.training.repeated_passes.DoesNotRepeat` where they are not. None: the latter, where it goes
+               `featurize.training.stages.DoesNotRepeat` where they are not. None: the latter, where it goes
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.operators.library_calls` notes what
@@ -188,3 +218,297 @@ def _traced_once(model: nn.Module | Callable[[], nn.Module], **request: Any) -> 
         except Exception as error:  # a model may raise anything
             operator, module = origin(error)
             raise TraceError(tracing.doing, operator, module, error) from error
+
+
+COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
+STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
+
+
+@dataclass(kw_only=True)
+class Tracing:
+    """One trace. `build`, `run` and `result` are called once each, in this order; `doing` says what fails meanwhile.
+
+    Args:
+        entered: Holds what is replaced in the process until the trace ends. All else as
+            `featurize.trace.tracer.trace_step` has it.
+        targets: Of each shape of batches, where a model that was tried for them was changed by that; None: not known.
+        repeats: The second step may be made of the first.
+    """
+
+    inputs: Tensor | Inputs | Callable | None
+    target: Tensor | None
+    loss: Callable[..., Tensor] | None
+    settings: TrainingSettings
+    spec: DeviceSpec
+    training_loop: bool
+    batches: Sequence[Tensor | Inputs | Callable]
+    parallel: Parallel | None
+    rank: int
+    every_pass: bool
+    entered: contextlib.ExitStack
+    targets: Sequence[Tensor | None] | None = None
+    repeats: bool = True
+
+    def __post_init__(self) -> None:
+        self.doing = "the model cannot be built on the meta device"
+        self._notes: dict[str, None] = {}
+        self._compiled: dict[str, None] = {}
+        self._heads = [0]
+        self._kept: State | None = None  # what the model and its loss keep, where that is known before the first step
+
+    def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
+        """Build or copy the model on meta, with its training step. Raises what the model raises."""
+        training = self._training = settings_of_ranks(self.parallel, self.settings)
+        rank = played_rank(self.parallel, training, self.rank, every_pass=self.every_pass)
+        self._rank = self.entered.enter_context(rank)
+        if self._rank.needs_factory and isinstance(model, nn.Module):
+            raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
+        built = self._on_meta(model)
+        self._step = self._training_step(built)
+        _require_trainable(self._step.model)  # quantized weights are frozen
+        refuse_odd_tokens(self._step.model)
+        recorder = self._recorder = self._regions.recorder = Recorder(self._step.model)
+        recorder.memory.graphs = self._graphs
+        self._rank.attach(recorder)
+
+    def run(self) -> None:
+        """Wrap the model, and run its steps."""
+        recorder = self._recorder
+        # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
+        given = [batch_on_meta(one, self.target, self._rank) for one in self.batches or (self.inputs,)]
+        shapes: dict[Hashable, int] = {}
+        self._order = [shapes.setdefault(shape_of(one), len(shapes)) for one in given]
+        self._met_at = [self._order.index(shape) for shape in range(len(shapes))]
+        heads = self._heads
+        policy = as_on_cuda(
+            AUTOCAST_DTYPES.get(self._training.precision),
+            self.spec.architecture.attention,
+            recorder.values.assume,
+            attends=lambda width: heads.append(int(width)),
+        )
+        self.doing = "the model cannot be traced: it fails"
+        training = self._step.settings
+        alone = self.parallel is None and not self._compiled and len(shapes) == training.accumulation == 1
+        alone = alone and training.zero_grad == "before_forward"
+        # The trace shows how its steps go in a usual loop, too.
+        shows_a_loop = alone and not self.training_loop and training.holds_output
+        self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
+        self.repeats &= alone and training.set_to_none and not training.optimizer_in_backward
+        with recorder.modules(), policy as enter_policy, self._rank.intercept():
+            of_shape = self._with_targets([given[at] for at in self._met_at])
+            self._wrap(*of_shape[0])
+            self._play(of_shape, enter_policy)
+            recorder.stop()
+
+    def result(self) -> StepTrace:
+        """Return what the steps showed."""
+        recorder, graphs = self._recorder, self._graphs
+        blocks = recorder.memory.final_blocks()
+        events, operators, mix = tuple(recorder.memory.events), tuple(recorder.log.operators), None
+        if self._sequence is not None:
+            operators = self._sequence.operators
+            steps = tuple(self._met_at[shape] for shape in self._sequence.shapes)
+            mix = BatchMix(
+                given=len(self._order), shapes=len(self._met_at), longest=self._met_at[self._longest], order=steps
+            )
+        self._notes.update(dict.fromkeys([PRICED] * multiplies_8_bits(operators)))
+        mixed = [COMPILED_SHAPES] if mix is not None and self._compiled else ()
+        trace = StepTrace(
+            operators=operators,
+            events=events,
+            blocks=blocks,
+            parameters=self._rank.parameters,
+            parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
+            compute_capability=self.spec.compute_capability,
+            widest_head=None if self._compiled else max(self._heads),  # a compiler need not call Python
+            assumed=tuple(recorder.values.assumed),
+            notes=(*self._regions.notes(), *self._notes, *mixed),
+            mix=mix,
+            graph_input_bytes=graphs.input_bytes if graphs is not None else None,
+            collectives=self._rank.collectives(),
+            pipeline=self._rank.part(),
+        )
+        return trace if self._in_a_loop is None else replace(trace, in_a_loop=self._in_a_loop.looped(trace))
+
+    # -- the model
+
+    def _on_meta(self, model: nn.Module | Callable[[], nn.Module]) -> Any:
+        """Return the model on meta: without wrappers, whose remarks are noted."""
+
+        def noted(one: nn.Module) -> nn.Module:
+            """A copy of the model does not tell any more."""
+            self._notes.update(dict.fromkeys(remarks(one)))
+            self._compiled.update(dict.fromkeys(compiled_modules(one)))
+            return one
+
+        def factory() -> Any:
+            made: Any = model()
+            return noted(made) if isinstance(made, nn.Module) else made
+
+        if isinstance(model, nn.Module):
+            built = on_meta(noted(model))
+        elif isinstance(model, BuiltOnMeta) and (taken := model.taken()) is not None:
+            built = noted(taken)
+        else:
+            built = attention.building(lambda: build_on_meta(factory))
+        if not isinstance(built, nn.Module):
+            return built
+        _require_trainable(built)
+        built = unwrapped(built)
+        replace_bitsandbytes(built)
+        return self._rank.prepare(built)
+
+    def _training_step(self, model: nn.Module) -> TrainingStep:
+        training = self._training
+        if training.float8 is not None:
+            require_8_bits(self.spec)
+        if training.compile:
+            self._compiled[""] = None
+        self._notes.update(dict.fromkeys([AUTOTUNED] * training.autotunes))
+        self._graphs = CudaGraphs() if training.runs_graphs else None
+        alone = training.checkpointing is not None or self._rank.divides_graphs
+        self._regions = CompiledRegions(
+            model, self._compiled, blocks_alone=alone, graphs=self._graphs, buckets=self._rank.bucket_limits
+        )
+        loss = self._regions.loss(self.loss)
+        return TrainingStep(model, training, "meta", loss=loss, holds_output=self.training_loop)
+
+    # -- the steps
+
+    def _with_targets(self, batches: Sequence[tuple[Inputs, Tensor | None]]) -> Sequence[tuple[Inputs, Tensor | None]]:
+        """Return batches with targets: what suits the model's output, where none is given and the output holds no loss.
+
+        The model runs for that, and where its parameters are lazy, without gradients and unrecorded. Raises
+        `TraceAgain` where this changes what it keeps.
+        """
+        if self.targets is not None:
+            return [(inputs, target) for (inputs, _), target in zip(batches, self.targets, strict=True)]
+        step = self._step
+        lazy = any(map(is_lazy, step.model.parameters()))  # the first forward pass makes them
+        if not lazy and not any(self._needs_target(*batch) for batch in batches):
+            return batches
+        before = self._kept = kept_by(step)
+        with torch.no_grad(), undrawn(), self._recorder.watched():
+            made = [(inputs, self._tried(inputs, target)) for inputs, target in batches]
+        if before is not None and not before.stays(kept_by(step)):
+            raise TraceAgain(targets=[target for _, target in made])
+        return made
+
+    def _needs_target(self, inputs: Inputs, target: Tensor | None) -> bool:
+        """Return whether no target is given, and no labels with which the output holds a loss."""
+        labels = self.loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None
+        return target is None and not labels
+
+    def _tried(self, inputs: Inputs, target: Tensor | None) -> Tensor | None:
+        """Run the model, and return the target: the given one, or one that suits the output."""
+        recorder, step = self._recorder, self._step
+        recorder.values.learn(step.model.buffers())
+        recorder.values.learn(tensors_of(inputs), default=1)
+        output = call(step.model, step.converted(inputs))
+        if not self._needs_target(inputs, target) or (self.loss is None and own_loss(output) is not None):
+            return target
+        return targets_for(output, self.loss)
+
+    def _wrap(self, inputs: Inputs, target: Tensor | None) -> None:
+        """Wrap the model as its job does, and note what exists before the first step."""
+        recorder, step = self._recorder, self._step
+        self._rank.wrap(step, inputs)
+        recorder.hold(step.model.parameters(), "parameter")
+        recorder.hold(step.model.buffers(), "buffer")
+        recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
+        self._rank.begin(step, inputs, target)
+        recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
+
+    def _play(self, of_shape: Sequence[tuple[Inputs, Tensor | None]], enter_policy: Callable[[str], None]) -> None:
+        """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
+        recorder, step = self._recorder, self._step
+        self._enter_policy, self._trained = enter_policy, list(step.model.parameters())
+        step.on_phase = self._enter
+        step.on_hold, step.on_updated = self._hold, self._updated
+        self._sequence: StepSequence | None = None
+        self._second: SecondStep | None = None
+        if len(of_shape) == 1:
+            second = None
+            if self.repeats:
+                second = SecondStep(recorder, step, self._in_a_loop, self._kept or kept_by(step))
+            self._second = second
+            keeps = second is not None or self._rank.keeps_operators
+            self._run_step(1, *of_shape[0], keep_operators=keeps)
+            if second is not None and second.goes_alike():
+                second.run(tuple(tensors_of(of_shape[0])) if self.training_loop else ())
+                recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
+            else:
+                self._run_step(STEPS, *of_shape[0])
+            return
+        self._sequence = StepSequence(
+            recorder, lambda number, shape: self._run_step(number, *of_shape[shape], mixed=True)
+        )
+        self._longest = self._sequence.play(self._order)
+
+    def _enter(self, phase: str) -> None:
+        """Tell all that follow the step of a phase that begins."""
+        if self._in_a_loop is not None and phase == "backward":
+            self._in_a_loop.dropped()
+        self._reached(phase)
+        self._rank.begin_phase(phase)
+        self._recorder.begin_phase(phase)
+        self._enter_policy(phase)
+        if phase == "optimizer":
+            self._recorder.memory.name((p.grad for p in self._trained if p.grad is not None), "gradient")
+
+    def _hold(self, inputs: Inputs, *variables: object) -> None:
+        """The step's model has run, or, with its output and loss as `variables`, its loss."""
+        if self._in_a_loop is not None:
+            self._in_a_loop.hold(inputs, *variables)
+        if not variables:
+            self._reached("held")
+
+    def _updated(self) -> None:
+        if self._in_a_loop is not None:
+            self._in_a_loop.drops()
+        self._reached("updated")
+
+    def _reached(self, moment: str) -> None:
+        if self._second is not None and self._recorder.memory.step == 1:
+            self._second.reached(moment)
+
+    def _run_step(
+        self, number: int, inputs: Inputs, target: Tensor | None, *, keep_operators: bool = True, mixed: bool = False
+    ) -> None:
+        """Run one step. Each step of `mixed` shapes brings its own batch, whatever the loop."""
+        recorder, step = self._recorder, self._step
+        batch = self._rank.held(inputs, target)
+        if self.training_loop:
+            step.on_batch = lambda: recorder.new_batch(batch)
+        recorder.begin_step(number, keep_operators=keep_operators)
+        self._rank.begin_step()
+        if self._in_a_loop is not None:
+            self._in_a_loop.begin()
+        if number == 1 or self.training_loop or mixed:
+            recorder.new_batch(batch)
+        with recorder:
+            self._rank.run(inputs, target)
+        if self._in_a_loop is not None:
+            self._in_a_loop.dropped()
+        self._reached("end")
+        recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
+
+
+def _require_trainable(model: nn.Module) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
+
+
+def batch_on_meta(
+    inputs: Tensor | Inputs | Callable | None, target: Tensor | None, rank: Rank
+) -> tuple[Inputs, Tensor | None]:
+    """Return inputs and target on meta, with names and small values; of ranks that share a batch, this one's part."""
+    made: object = inputs
+    if callable(inputs):
+        with torch.device("meta"):
+            made, target = inputs("meta")
+    made, target = rank.part_of(arguments(made), target)
+    given, wanted = arguments(mapped(made, as_meta)), None if target is None else as_meta(target)
+    for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
+        name_tensor(tensor, name)
+    return given, wanted

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from conf.errors import EnvironmentProblem, unknown_name
-from featurize.job.trial_config import OPTIMIZERS
+from featurize.job.training_settings import OPTIMIZERS
 from featurize.nets.vision import import_library
 from featurize.operators.autocast import replaced
 from featurize.operators.tensor_parts import mesh_of

@@ -33,11 +33,21 @@ from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAli
 from featurize.timing.collectives import SEND
 from featurize.timing.pipeline_time import AXIS, noted_micro_batches, orders_of, schedule_class
 from featurize.training.data_parallel import Replica
-from featurize.training.repeated_passes import BACKWARD, FORWARD, LOSS, DoesNotRepeat, RepeatedPasses
-from featurize.training.sharded_rank import ShardedRank
+from featurize.training.sharded_rank import ShardedRank, ShardStates
 from featurize.training.sharding import DTYPES, shard_units, split_modules, units
-from featurize.training.shards_on_meta import ShardStates
-from featurize.training.stages import Stage, Survey, cut, like, starts_of, surveyed
+from featurize.training.stages import (
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    DoesNotRepeat,
+    RepeatedPasses,
+    Stage,
+    Survey,
+    cut,
+    like,
+    starts_of,
+    surveyed,
+)
 from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
 

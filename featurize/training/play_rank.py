@@ -9,8 +9,8 @@ from dataclasses import replace
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training, TrainingSettings, training_of
+from featurize.operators.torch_releases import require_traceable
 from featurize.training.rank import Rank, ReplicatedRank
-from featurize.training.releases import require_traceable
 
 
 @contextlib.contextmanager
@@ -32,8 +32,7 @@ def played_rank(
         if parallel is None:
             yield Rank()
         elif parallel.zero == 3:
-            from featurize.training.zero3 import ZeroShardedRank
-            from featurize.training.zero3_gathering import frugal_linear
+            from featurize.training.zero3 import ZeroShardedRank, frugal_linear
 
             stack.enter_context(frugal_linear())
             yield ZeroShardedRank(parallel, rank, training)

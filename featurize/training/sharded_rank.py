@@ -1,37 +1,60 @@
 """One rank of a job whose wrapper is PyTorch's own, in a trace: `fully_shard` itself runs, on meta tensors.
 
-Start reading at `ShardedRank`, which works within `pretended_ranks`.
+Start reading at `ShardedRank`, which works within `pretended_ranks`. `shards_on_meta` lets `fully_shard` and FSDP1 work
+on meta tensors, and tells a recorder what their memory is for; what it replaces is private to PyTorch, and real ranks
+test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py). `ring_attention` is
+context parallelism, for real ranks too: keys and values are gathered or rotated, and partial outputs merged by their
+log-sum-exp, by torch.distributed.tensor.experimental.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import _flat_param as flat
+from torch.distributed.fsdp import _fully_shard as package
+from torch.distributed.fsdp import _init_utils as flat_init
+from torch.distributed.fsdp import _runtime_utils as runtime
+from torch.distributed.fsdp import fully_sharded_data_parallel as wrapper
+from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_init as init
+from torch.distributed.fsdp._fully_shard import _fsdp_param as param
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
+from torch.distributed.fsdp._fully_shard import _fsdp_state as state
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import _dispatch as dispatch
+from torch.distributed.tensor import _op_schema as op_schema
+from torch.distributed.tensor import _random as random
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
-from featurize.job.layout import Parallel
+from featurize.job.layout import ROTATIONS, Parallel
+from featurize.operators.replacing import replaced
 from featurize.operators.tensor_parts import is_shared
-from featurize.recording.batches import Inputs
-from featurize.recording.module_stack import origin
+from featurize.recording.batches import Inputs, mapped, named_tensors
+from featurize.recording.block_record import origin
 from featurize.recording.recorder import Recorder
-from featurize.recording.step_trace import Collective
-from featurize.training.experts import expert_mesh
-from featurize.training.rank import ReplicatedRank
-from featurize.training.ranks import Ranks
-from featurize.training.ring_attention import part_of_sequence, ring_attention, sequence_length, sequence_mesh
+from featurize.recording.step_trace import COMMUNICATION, GATHERED, UNREDUCED, Collective
+from featurize.training.experts import axes_of_groups, expert_mesh, mesh_of_sizes, pretended_mesh
+from featurize.training.rank import Ranks, ReplicatedRank
 from featurize.training.sharding import shard
-from featurize.training.shards_on_meta import shards_on_meta
 from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
-from featurize.training.world import axes_of_groups, pretended_mesh
 
 _lock = threading.RLock()  # groups and replacements are the process's: one trace at a time
 
@@ -156,3 +179,342 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
+
+
+_LENGTH = 1  # the dimension of inputs and targets that holds the sequence
+_HEADS_FIRST = 2  # that of queries, keys and values [N, heads, L, E]
+_TOKENS = "input_ids"
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def sequence_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
+    """Return the ranks that share a batch's sequence with this one. Every rank of the job has to call it."""
+    sizes = {"batches": parallel.ranks // (parallel.cp * parallel.tp), "cp": parallel.cp, "tp": parallel.tp}
+    return mesh_of_sizes(mesh, sizes)["cp"]
+
+
+@contextlib.contextmanager
+def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
+    """While entered, `scaled_dot_product_attention` attends to the sequence of all ranks.
+
+    Args:
+        mesh: Of the ranks that share the sequence, as `sequence_mesh` returns it.
+        parallel: The job's layout.
+
+    Raises:
+        UsageError: Attention with a mask, or of another kind than `cp_load_balance` goes with; no attention at all.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring  # takes a while to import
+
+    method = ring._RotateMethod.ALL_TO_ALL if parallel.cp_rotate == ROTATIONS[1] else ring._RotateMethod.ALL_GATHER
+    local, calls = getattr(F, _ATTENTION), 0
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        nonlocal calls
+        calls += 1
+        _require_attention_of_a_ring(attn_mask, is_causal, balanced=_is_balanced(parallel))
+        shared = (DTensor.from_local(one, mesh, [Shard(_HEADS_FIRST)], run_check=False) for one in (query, key, value))
+        more = {"enable_gqa": True} if enable_gqa else {}
+        out = local(*shared, None, dropout_p, is_causal, scale=scale, **more)
+        assert isinstance(out, DTensor)
+        return out.to_local()
+
+    with (
+        replaced(ring._cp_options, "rotate_method", method),
+        replaced(ring._cp_options, "enable_load_balance", _is_balanced(parallel)),
+        replaced(F, _ATTENTION, attend),
+    ):
+        ring._enable_context_parallel_dispatcher()
+        try:
+            yield
+        finally:
+            ring._disable_context_parallel_dispatcher()
+    if not calls:
+        raise UsageError(
+            f"parallel: cp: the model does not call torch.nn.functional.{_ATTENTION}, which is what PyTorch runs over "
+            "several ranks; of transformers' models attn_implementation=sdpa does; leave cp out otherwise"
+        )
+
+
+def sequence_length(inputs: object) -> int:
+    """Return the length of a batch's sequences: that of `input_ids`, or of the first tensor with two dimensions. Raises
+    `UsageError` where there is none."""
+    named = dict(named_tensors(inputs))
+    first = named.get(_TOKENS) if _TOKENS in named else next((t for t in named.values() if t.dim() > _LENGTH), None)
+    if first is None or first.dim() <= _LENGTH:
+        raise UsageError("parallel: cp: no input has a sequence in its second dimension, as [batch, length] has")
+    return first.shape[_LENGTH]
+
+
+def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, parallel: Parallel) -> tuple:
+    """Return this rank's part of a batch: of each tensor that has the sequence's length in its second dimension.
+
+    Args:
+        inputs: The batch of the ranks that share it.
+        target: Likewise; None is none.
+        mesh: As `sequence_mesh` returns it.
+        parallel: The job's layout.
+
+    Raises:
+        UsageError: As `sequence_length`; the parts are not of the same length.
+    """
+    length, parts = sequence_length(inputs), parallel.cp * (2 if _is_balanced(parallel) else 1)
+    if length % parts:
+        why = "two parts for each rank" if _is_balanced(parallel) else "a part for each rank"
+        shorter, longer = length - length % parts, length - length % parts + parts
+        lengths = f"the next lengths that do are {shorter} and {longer}" if shorter else f"the shortest one is {longer}"
+        raise UsageError(
+            f"parallel: cp={parallel.cp}: a sequence of {length} does not divide into {parts} parts ({why}); {lengths}"
+        )
+    place = mesh.get_local_rank()
+    chosen = [place, parts - 1 - place] if _is_balanced(parallel) else [place]
+
+    def part(tensor: Tensor) -> Tensor:
+        if tensor.dim() <= _LENGTH or tensor.shape[_LENGTH] != length:
+            return tensor
+        chunks = tensor.detach().chunk(parts, dim=_LENGTH)
+        return torch.cat([chunks[at] for at in chosen], dim=_LENGTH).requires_grad_(tensor.requires_grad)
+
+    return mapped(inputs, part), None if target is None else part(target)
+
+
+def _is_balanced(parallel: Parallel) -> bool:
+    return parallel.cp_load_balance is not False
+
+
+def _require_attention_of_a_ring(mask: Tensor | None, causal: bool, *, balanced: bool) -> None:
+    if mask is not None:
+        raise UsageError(
+            "parallel: cp: attention with a mask does not run over several ranks in PyTorch, is_causal=True does; "
+            "leave the attention mask out of the inputs"
+        )
+    if balanced and not causal:
+        raise UsageError(
+            "parallel: cp: balanced parts of the sequence are of causal attention only; give cp_load_balance=false"
+        )
+
+
+_META = torch.device("meta")
+
+
+@contextlib.contextmanager
+def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[None]:
+    """While entered, meshes stand for GPUs on which meta tensors lie.
+
+    Args:
+        streams: Of the GPU. Its recorder hears of storages that are resized, and of what blocks are for.
+        device: What meta tensors say that they lie on.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: object, name: str, value: object) -> None:
+            stack.enter_context(replaced(owner, name, value))
+
+        def hear(owner: object, name: str, heard: Callable[..., None]) -> None:
+            replace(owner, name, _heard(getattr(owner, name), heard))
+
+        def resized(_: object, storage: torch.UntypedStorage, nbytes: int) -> None:
+            if streams.recorder is not None:
+                streams.recorder.memory.resized(storage, nbytes)
+
+        hear(torch.UntypedStorage, "resize_", resized)
+        _replace_sharding(replace, hear, streams, device)
+        _replace_flat(replace, hear, streams, device)
+        yield
+
+
+def _replace_sharding(
+    replace: Callable[..., None], hear: Callable[..., None], streams: Streams, device: torch.device
+) -> None:
+    """Let `fully_shard` and DTensor work on meta."""
+    for module in (init, group, state, collectives):
+        replace(module, "_get_device_handle", lambda *_: streams)
+    for module in (init, package._fully_shard):
+        replace(module, "_get_device_from_mesh", lambda _: device)
+    replace(group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
+    replace(group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None)
+    replace(param.FSDPParam, "all_gather_inputs", _copied_from_host())
+    hear(
+        param.FSDPParam,
+        "init_all_gather_outputs",
+        lambda _, made, *__: streams.name(made.all_gather_outputs, GATHERED),
+    )
+    hear(collectives.DefaultAllGather, "allocate", lambda buffer, *_: streams.name([buffer], COMMUNICATION))
+    replace(group, "foreach_reduce", _naming_gradients(streams))
+    if hasattr(collectives, "record_grad_output_stream"):  # from 2.15 on; it does nothing on CUDA
+        replace(collectives, "record_grad_output_stream", lambda *_: None)
+    name = "_propagate_tensor_meta_non_cached"
+    replace(ShardingPropagator, name, _unseen(getattr(ShardingPropagator, name)))
+    replace(op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape)
+    for module in (dispatch, random):  # there are no random numbers to agree on
+        replace(module, "is_rng_supported_mesh", lambda _: False)
+
+
+def _replace_flat(
+    replace: Callable[..., None], hear: Callable[..., None], streams: Streams, device: torch.device
+) -> None:
+    """Make FSDP1's flat parameters on meta stand for those on a GPU."""
+
+    def init_device_handle(state: Any, *_: object) -> Any:
+        state._device_handle = streams
+        return state
+
+    def name_parts(_: object, handle: Any) -> None:
+        kinds = {"_full_param_padded": GATHERED, "_full_prec_full_param_padded": GATHERED, "_mp_shard": COMMUNICATION}
+        for name, kind in kinds.items():
+            if (tensor := getattr(handle.flat_param, name, None)) is not None:
+                streams.name([tensor], kind)
+
+    reduce = runtime._post_backward_hook
+
+    @functools.wraps(reduce)
+    def post_backward_hook(state: Any, handle: Any, *args: Any) -> None:
+        if handle.flat_param.grad is not None:
+            streams.name([handle.flat_param.grad], UNREDUCED)
+        reduce(state, handle, *args)
+
+    replace(_FSDPDeviceHandle, "from_device", lambda _: streams)
+    replace(wrapper, "_init_device_handle", init_device_handle)
+    replace(flat_init, "_need_to_materialize_module", lambda *_: (False, False))
+    for module in (flat, runtime):
+        replace(module, "_no_dispatch_record_stream", streams.use)
+    replace(flat_init, "_get_compute_device", lambda *_: device)
+    # The norm is kept, and no operator makes it.
+    hear(
+        wrapper.FullyShardedDataParallel,
+        "clip_grad_norm_",
+        lambda _, model, *__: streams.name([model._zero_scalar], "buffer"),
+    )
+    # Tensors without memory have no addresses: their storages are compared.
+    replace(flat, "_same_storage", _same_storage)
+    replace(flat, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0)
+    replace(runtime, "_catch_all_reshard", _catch_all_reshard)
+    hear(flat.FlatParamHandle, "init_flat_param_attributes", name_parts)
+    replace(runtime, "_post_backward_hook", post_backward_hook)
+    hear(runtime, "_get_reduce_scatter_tensors", lambda made, *_: streams.name(made[:1], COMMUNICATION))
+
+
+def _heard(function: Callable[..., Any], heard: Callable[..., None]) -> Callable[..., Any]:
+    """Return a function after which `heard(result, *arguments)` is called."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        heard(out, *args)
+        return out
+
+    return call
+
+
+def _naming_gradients(streams: Streams) -> Callable[..., Any]:
+    reduce = group.foreach_reduce
+
+    @functools.wraps(reduce)
+    def foreach_reduce(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        streams.name(gradients, UNREDUCED)
+        on_host = [one for one in params if one.offload_to_cpu]
+        for one in on_host:
+            one.offload_to_cpu = False  # there are no values to copy
+        try:
+            out = reduce(params, gradients, *args, **kwargs)
+        finally:
+            for one in on_host:
+                one.offload_to_cpu, one.sharded_param.grad = True, None
+        streams.name([out[0]], COMMUNICATION)  # which is kept until it was sent
+        return out
+
+    return foreach_reduce
+
+
+def _copied_from_host() -> property:
+    inputs: property = vars(param.FSDPParam)["all_gather_inputs"]
+
+    def all_gather_inputs(self: param.FSDPParam) -> list[torch.Tensor]:
+        if not self.offload_to_cpu:
+            return inputs.__get__(self)
+        kept = self._sharded_param_data
+        self._sharded_param_data = kept.clone()
+        try:
+            return inputs.__get__(self)
+        finally:
+            self._sharded_param_data = kept
+
+    return property(all_gather_inputs)
+
+
+def _of_shape(value: Any) -> Any:
+    """Return what DTensor asks for shapes: on meta, also where the mesh is of GPUs, which this PyTorch may not know."""
+    tensor = value.tensor_meta
+    return torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype, device=_META)
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """DTensor asks for the shapes of whole results: no kernels of this rank."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _catch_all_reshard(state: Any) -> None:
+    """Free what no hook of the backward pass has freed, such as a frozen unit whose inputs need no gradient."""
+    handle = state._handle
+    if handle is None:
+        return
+    is_shard = _same_storage(handle.flat_param, handle.flat_param._local_shard)
+    if not is_shard or handle._skipped_use_sharded_views:
+        runtime._reshard(state, handle, runtime._should_free_in_backward(state, handle))
+
+
+class ShardStates:
+    """The state of a model's shards.
+
+    Args:
+        model: With modules that `fully_shard` wrapped, or none.
+        recorder: Hears nothing of what `bring_to` does.
+        streams: Likewise.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder, streams: Streams) -> None:
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._recorder, self._streams = recorder, streams
+
+    def now(self) -> Hashable:
+        """Return the state of each module's parameters."""
+        return tuple(tuple(group._sharded_state for group in _groups(module)) for module in self._modules)
+
+    def bring_to(self, state: Hashable) -> None:
+        """Gather or free parameters, as they are in another state."""
+        if state == self.now():
+            return
+        assert isinstance(state, tuple), "it was `now` before"
+        recorder, paused = self._streams.recorder, self._recorder.paused
+        self._streams.recorder, self._recorder.paused = None, True
+        try:
+            for module, wanted in zip(self._modules, state, strict=True):
+                if ShardedState.UNSHARDED in wanted:
+                    module.unshard()
+                else:
+                    module.reshard()
+        finally:
+            self._streams.recorder, self._recorder.paused = recorder, paused
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    return module._get_fsdp_state()._fsdp_param_groups

@@ -23,11 +23,10 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
 from featurize.training.data_parallel import dense_parameters
-from featurize.training.float8 import is_converted
 from featurize.training.optimizers import run_step, state_tensors
 from featurize.training.rank import Rank
 from featurize.training.streams import OneStream, Streams
-from featurize.training.training_step import TrainingStep
+from featurize.training.training_step import TrainingStep, is_float8
 
 _ALIGNMENT = 2  # elements, of each rank's part: nccl_start_alignment_factor
 
@@ -134,7 +133,7 @@ class ZeroRank(Rank):
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        if any(map(is_converted, model.modules())):
+        if any(map(is_float8, model.modules())):
             raise UsageError(
                 f"parallel: zero={self._parallel.zero} does not go with float8: the model holds linear layers that "
                 "torchao converted; leave either out"

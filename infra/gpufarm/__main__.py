@@ -32,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own_packages = _own_packages()
     own_packages.put_working_folder_last()
     own_packages.require_own_packages()
-    from conf.cli.commands import COMMANDS
-    from conf.cli.extras import missing_from
+    from conf.cli.commands import COMMANDS, missing_from
 
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "help"):

@@ -1,7 +1,7 @@
 """A recorded allocator history beside our trace of the same job, block by block: which of the two is off, and why.
 
 Start reading at `compare_blocks`; `workers.probes.histories` records the histories on a GPU, `read_history` reads one,
-`featurize.memory.allocator_history` replays one through the allocator simulator.
+`featurize.memory.replay` replays one through the allocator simulator.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from conf.plain_text import counted
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import DeviceSpec, known_device, load_device
-from featurize.memory.allocator_history import replay_history
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.memory.replay import replay
+from featurize.memory.replay import replay, replay_history
 from featurize.operators.library_calls import CUBLAS, workspace_bytes
 from featurize.recording.step_trace import StepTrace
 

@@ -23,7 +23,7 @@ from learn.estimation.notes import RESIDENT
 from warehouse.reading.pairing import Pair, Shift, summed_up
 
 if TYPE_CHECKING:
-    from warehouse.reading.reader import WarehouseConnection
+    from warehouse.reading.connection import WarehouseConnection
 
 TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the packaged models
 _COLUMNS = (
@@ -262,7 +262,7 @@ def _estimates(
     run: Mapping[str, Any], device: DeviceSpec, data: str | os.PathLike[str], *, is_profiled: bool
 ) -> tuple[dict[str, Estimate], dict[str, float]]:
     """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
-    from featurize.configs.row_config import config_of_row
+    from featurize.configs.trial import config_of_row
     from featurize.timing.costs import operator_costs
     from learn.estimation.answers import answered
     from learn.estimation.requests import request_of

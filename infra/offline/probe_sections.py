@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import CommandError, UsageError
-from conf.files.json_file import read_json
+from conf.files.outputs import read_json
 from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import (
     Block,
@@ -35,12 +35,10 @@ from conf.reports.blocks import (
     Tiles,
     table,
 )
-from conf.reports.charts import Axis, Margins, Plot, against
+from conf.reports.charts import Axis, Margins, Plot, Svg, against
 from conf.reports.page_text import MISSING, count_of, duration
-from conf.reports.svg import Svg
 from conf.units import MIB
-from featurize.device.device_spec import DeviceSpec
-from featurize.device.machine import CURRENT, EAGER, PARTS, MachineProfile
+from featurize.device.device_spec import CURRENT, EAGER, PARTS, DeviceSpec, MachineProfile
 from infra.offline.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
 from learn.calibrate import Calibration, calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for

@@ -1,45 +1,303 @@
-"""Runs steps of the plan on a lent machine, within a call's minutes, and keeps results that the next call continues.
+"""Runs the steps of thirty minutes on a lent GPU, within a call's minutes; the next call continues from the results.
 
-Start reading at `run`. Each step is a program of its own; this process watches the time and packs the work folder.
+Start reading at `STEPS`, the plan, then at `run`. Each step is a program of its own; this process watches the time and
+packs the work folder. `Call` is the call at work: its rows, how it packs what is measured, and the summary that it ends
+with.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import platform
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import duckdb
+
 from conf.children.containment import die_with_parent
-from conf.cli.arguments import exit_code
-from conf.cli.command_line import EXIT_INTERRUPTED
+from conf.cli.command_line import EXIT_INTERRUPTED, exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from conf.plain_text import bounded, exception_line, one_line
+from conf.reports.page_text import count_of
 from farm.queue.jobs import Queue
 from featurize.families import family_names
+from infra.collect import count_lines, run_counts
 from infra.offline import results
-from infra.offline.call import ERRORS, Call
-from infra.offline.plan import DEVICES, SOURCE, STEPS, Place, Step
-from infra.offline.results import Series
+from infra.offline.probes import EXIT_LEFT, EXIT_NOT_HERE
+from infra.offline.results import FULL_BYTES, Archive, Series
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
 from workers.devices import DeviceChoice, choose_device, make_device
 from workers.devices.discovery import discover_gpus
+
+SOURCE = Path(__file__).resolve().parents[2]
+DEVICES = ("cuda", "cpu", "simulated")
+# Of the benchmark: a minute of each of two families, since the published way takes more than a minute a trial, and
+# all adaptive runs come before the first of them.
+_BENCH = {
+    "cuda": ("families=[cnn,gpt]", "seconds=60", "repeats=2"),
+    "cpu": ("families=[mlp]", "seconds=1", "repeats=2", "n=1"),
+}
+_TIMEOUT_S = 60  # of a trial, so that none outlasts a call
+_WINDOW_S = 10  # of a run at most, for the same reason; steady ones end sooner
+_PROBES: dict[str, Any] = {"keeps_time": True, "ended": {EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}}
+ERRORS = (CommandError, OSError, sqlite3.Error, duckdb.Error)  # of a work folder: a row's reason, not the call's end
+_LEAST_PACK_S = 2.0
+_LOG_BYTES = 2**18  # of the log that comes back beside the slices; all of it is in them
+_SUMMARY_LINES = 40
+_PACK_EVERY_S = 30.0
+_TICK_S = 0.25
+_START_S = 5.0  # for a program to start in, before it counts its own seconds
+_LEAST_FINISH_S = 5.0  # for a program to finish what runs; one that runs trials also gets the longest one's time
+_STOP_S = 60.0  # to finish in, at most
+_REPORT = "tests.xml"  # of pytest, in the work folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a step runs.
+
+    Args:
+        work: The work folder.
+        device: One of `DEVICES`.
+        gpus: How many devices there are.
+        families: Those to measure, none for each step's own.
+        n: Trials of each family, None for each step's own number.
+    """
+
+    work: Path
+    device: str
+    gpus: int
+    families: tuple[str, ...] = ()
+    n: int | None = None
+
+    @property
+    def cluster(self) -> str:
+        """Ray's, where several GPUs are to be filled and it is installed; one GPU is driven by this process."""
+        return "local" if self.device == "cuda" and self.gpus > 1 and importlib.util.find_spec("ray") else "inline"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the plan.
+
+    Args:
+        minutes: That it takes in the plan.
+        commands: Returns the arguments of Python for each program that it runs; `seconds` are the step's.
+        not_here: Returns why it cannot run in this place, None if it can.
+        is_left: Returns whether a program that ended by itself has left some of it.
+        uses_queue: Whether it runs trials of the farm, in the one data folder.
+        keeps_time: Whether its programs end by themselves within the seconds that they are given.
+        ended: Outcome by exit code, beside 0.
+    """
+
+    minutes: float
+    commands: Callable[[Place, float], list[list[str]]]
+    not_here: Callable[[Place], str | None] = lambda place: None
+    is_left: Callable[[Place], bool] = lambda place: False
+    uses_queue: bool = False
+    keeps_time: bool = False
+    ended: Mapping[int, str] = field(default_factory=dict)
+
+
+def _test(place: Place, seconds: float) -> list[list[str]]:
+    report = f"--junitxml={place.work / 'tests.xml'}"
+    # The step allocator has the other tests' cases, and runs of every family come with the step collect.
+    tests = [str(SOURCE / "tests" / "gpu" / "test_cuda.py"), "-k", "not every_family"]
+    return [
+        ["-m", "farm.doctor", f"device={place.device}"],
+        ["-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider", report, *tests],
+    ]
+
+
+def _probes(*names: str) -> Callable[[Place, float], list[list[str]]]:
+    def commands(place: Place, seconds: float) -> list[list[str]]:
+        own = ["-m", "infra.offline.probes", f"probes=[{','.join(names)}]", f"out={place.work / 'probes'}"]
+        return [[*own, f"device={place.device}", f"seconds={seconds:.0f}"]]
+
+    return commands
+
+
+def _bench(place: Place, seconds: float) -> list[list[str]]:
+    return [
+        [
+            "-m",
+            "tests.bench.bench_gpu",
+            "protocols=[adaptive,published]",
+            *_BENCH[place.device],
+            *([f"families=[{','.join(place.families)}]"] if place.families else []),
+            f"device={place.device}",
+            f"minutes={seconds / 60:.3f}",
+            f"data={place.work / 'data'}",
+            f"out={place.work / 'bench.json'}",
+        ]
+    ]
+
+
+def _bench_left(place: Place) -> bool:
+    try:
+        return not json.loads((place.work / "bench.json").read_text())["plan"]["complete"]
+    except (FileNotFoundError, ValueError):  # a killed call's file may be torn
+        return True
+
+
+def _farm(measured: str, n: int) -> Callable[[Place, float], list[list[str]]]:
+    def commands(place: Place, seconds: float) -> list[list[str]]:
+        shortened = measured != "power" and place.device == "cuda"
+        return [
+            [
+                "-m",
+                "infra.collect",
+                f"measure={measured}",
+                f"n={place.n or n}",
+                "export=false",
+                f"device={place.device}",
+                f"cluster={place.cluster}",
+                f"timeout_s={_TIMEOUT_S}",
+                f"data={place.work / 'data'}",
+                *([f"families=[{','.join(place.families)}]"] if place.families else []),
+                *([f"overrides=[window.max_seconds={_WINDOW_S}]"] if shortened else []),
+            ]
+        ]
+
+    return commands
+
+
+def _needs_hardware(place: Place) -> str | None:
+    return "device=simulated cannot run this step" if place.device == "simulated" else None
+
+
+def _needs_gpus(place: Place) -> str | None:
+    if place.device != "cuda":
+        return None
+    if place.gpus < 2:
+        return "it needs two GPUs, and there is one"
+    return None if place.cluster == "local" else "several GPUs need Ray, which is not installed"
+
+
+STEPS = {
+    "test": Step(2, _test, _needs_hardware),
+    "calibrate": Step(3, _probes("contexts", "questions", "workspaces"), _needs_hardware, **_PROBES),
+    "allocator": Step(3, _probes("histories"), _needs_hardware, **_PROBES),
+    "bench": Step(6, _bench, _needs_hardware, _bench_left, uses_queue=True, keeps_time=True),
+    "collect": Step(8, _farm("runs", 420), uses_queue=True),
+    "kernels": Step(3, _farm("kernels", 20), uses_queue=True),
+    "pairs": Step(3, _farm("pairs", 40), uses_queue=True),
+    "ranks": Step(3, _farm("ranks", 20), _needs_gpus, uses_queue=True),
+    "power": Step(2, _farm("power", 4), uses_queue=True),
+}
+
+
+@dataclass(kw_only=True)
+class Call:
+    """A call at work: its folders, what it packed, and a row for each step of this call and those before it."""
+
+    place: Place
+    results: Path
+    rows: list[dict[str, Any]]
+    archive: Archive | None = None
+    pack_s: float = _LEAST_PACK_S  # that packing took, at most
+    packed_at_s: float = 0.0
+    step_began_s: float = 0.0
+    problem: str | None = None  # of the last counting and packing
+    failed_packs: int = 0  # one after another
+    note: str = ""  # of the results that it continues
+    signalled: bool = False
+    counts: list[dict[str, Any]] = field(default_factory=list)  # as `run_counts` has them
+
+    @property
+    def runs(self) -> int:
+        return sum(counted["runs"] for counted in self.counts)
+
+    @property
+    def is_full(self) -> bool:
+        """Return True if no more trials may run, as their results would not come back."""
+        return self.failed_packs > 1 or (self.archive is not None and self.archive.bytes > FULL_BYTES)
+
+    def count(self) -> None:
+        """Count the runs; where they cannot be read the former counts stay."""
+        try:
+            self.counts = run_counts(DataFolder.resolve(self.place.work / results.DATA))
+        except ERRORS as error:
+            self.problem = f"runs cannot be counted: {exception_line(error)}"
+
+    def pack(self) -> None:
+        """Write rows, work folder and summary into the results, and time it."""
+        began_s = time.monotonic()
+        self.problem = None
+        self.count()
+        try:
+            lines = "".join(json.dumps(row) + "\n" for row in self.rows)
+            write_bytes(self.place.work / "calls.jsonl", lines.encode())
+            self.archive = results.pack(self.place.work, self.results)
+            results.write_beside(self.results, self.summary(), self.place.work / "log.txt", _LOG_BYTES)
+            self.failed_packs = 0
+        except ERRORS as error:  # the older results are still there
+            self.problem = f"not packed: {exception_line(error)}"
+            self.failed_packs += 1
+        self.packed_at_s = time.monotonic()
+        self.pack_s = max(self.pack_s, self.packed_at_s - began_s)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json says."""
+        return {
+            "calls": self.rows,
+            "runs": self.counts,
+            "left": self.left(),
+            "slices": [] if self.archive is None else [path.name for path in self.archive.slices],
+            "bytes": 0 if self.archive is None else self.archive.bytes,
+            "problem": self.problem,
+            "note": self.note,
+        }
+
+    def lines(self, before: int, wall_s: float) -> list[str]:
+        """Return the last lines of a call: its steps (rows from `before` on), runs, files, and what is left."""
+        summary, place = self.summary(), self.place
+        gpus = "" if place.device == "cpu" else f" ({count_of(place.gpus, 'GPU')})"
+        lines = [f"{wall_s:.0f} s on device={place.device}{gpus}"]
+        if summary["note"]:
+            lines.append(f"continued: {summary['note']}")
+        for row in summary["calls"][before:]:
+            counted = ", ".join(f"{name} {count}" for name, count in row["counts"].items() if count)
+            why = f": {row['reason']}" if row["reason"] else ""
+            lines.append(
+                f"{row['step']}: {row['outcome']} after {row['wall_s']:.0f} s{why}{f' ({counted})' if counted else ''}"
+            )
+        last = []
+        if summary["slices"]:
+            files = count_of(len(summary["slices"]), "file")
+            last.append(f"{summary['bytes'] / 2**20:.2f} MiB in {files}; packing took at most {self.pack_s:.1f} s")
+        if summary["problem"]:
+            last.append(summary["problem"])
+        last.append(f"still to do: {', '.join(summary['left']) or 'nothing'}")
+        runs = count_lines(summary["runs"])
+        room = max(2, _SUMMARY_LINES - len(lines) - len(last))
+        if len(runs) > room:
+            runs[room - 2 : -1] = [f"{len(runs) - room + 1} more families"]
+        return [*lines, *runs, *last]
+
+    def left(self) -> list[str]:
+        """Return the steps of the plan that are not done, in order."""
+        done = {row["step"] for row in self.rows if row["outcome"] in ("done", "not here")}
+        return [name for name in STEPS if name not in done]
+
 
 USAGE = f"""usage: python -m infra.offline.steps STEP[,STEP...] results=DIR [KEY=VALUE ...]
 
@@ -53,12 +311,6 @@ STEP: {", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items(
 
 All of the plan in three calls of ten minutes, each with minutes=9 and the results of the one before as previous=:
   test,calibrate,allocator      bench,kernels      collect,pairs,power"""
-_PACK_EVERY_S = 30.0
-_TICK_S = 0.25
-_START_S = 5.0  # for a program to start in, before it counts its own seconds
-_LEAST_FINISH_S = 5.0  # for a program to finish what runs; one that runs trials also gets the longest one's time
-_STOP_S = 60.0  # to finish in, at most
-_REPORT = "tests.xml"  # of pytest, in the work folder
 
 
 @dataclass(frozen=True, kw_only=True)

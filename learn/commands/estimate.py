@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError
 from conf.reports.page_text import MISSING
-from featurize.configs.own_code import config_of_user
-from featurize.configs.trial import TrialConfig, config_from_mapping
-from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device, device_from_mapping, device_names
-from featurize.device.machine import DESCRIBED
+from featurize.configs.trial import TrialConfig, config_from_mapping, config_of_user
+from featurize.device.device_spec import (
+    DEFAULT_DEVICE,
+    DESCRIBED,
+    DeviceSpec,
+    describe_device,
+    device_from_mapping,
+    device_names,
+)
 from featurize.job.code_names import parse_trust
 from featurize.job.layout import Parallel, names_network_only, parse_parallel
 from featurize.job.training_settings import (
@@ -29,10 +34,10 @@ from featurize.job.training_settings import (
     FLOAT8_RECIPES,
     FRAMEWORKS,
     IMPLEMENTATIONS,
+    OPTIMIZERS,
     QUANTIZATIONS,
     TrainingKeywords,
 )
-from featurize.job.trial_config import OPTIMIZERS
 from learn.estimation.estimate_view import PastRun, bound_name, coverage_text, known_to, load_run, print_notes, rate
 from learn.estimation.estimating import (
     BOUND,

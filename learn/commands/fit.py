@@ -5,7 +5,7 @@ Start reading at `entry`; `learn.fitting.fit_call` does the work.
 
 from __future__ import annotations
 
-from conf.cli.bars import StepBar
+from conf.cli.command_line import StepBar
 from learn.fitting.fit_call import FitSettings, fit
 from learn.rows.targets import SLOWDOWN
 

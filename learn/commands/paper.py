@@ -15,10 +15,8 @@ import numpy as np
 
 from conf.errors import UsageError
 from conf.files.outputs import write_output
-from conf.reports.blocks import Block, Callout, Drawn, Lead, Legend, Page, Section
-from conf.reports.charts import Axis, Margins, Plot
-from conf.reports.render import write_page
-from conf.reports.svg import LETTER_PX
+from conf.reports.blocks import Block, Callout, Drawn, Lead, Legend, Page, Section, write_page
+from conf.reports.charts import LETTER_PX, Axis, Margins, Plot
 from learn.commands.benchmark_rows import NEVER_FITTED_ON
 from learn.judging.benchmark_view import OTHERS, TableText, print_table, table_blocks
 from learn.judging.report import colours_of

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from conf.cli.bars import StepBar
+from conf.cli.command_line import StepBar
 from conf.cli.settings import group, key
 from conf.errors import UsageError
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec

@@ -15,15 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.cli.extras import naming_the_extra
+from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.disk_cache import keep, recall
 from conf.units import MIB
-from featurize.device.architecture import AMD
-from featurize.device.device_spec import DeviceSpec, UnsuitableDevice
-from featurize.device.machine import MACHINES, MachineProfile
+from featurize.configs.features import is_current
+from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, MachineProfile, UnsuitableDevice
 from featurize.job.training_settings import TrainingSettings, training_of
-from featurize.job.version import is_current
 from featurize.operators.replacing import without_collection
 from featurize.timing.model_flops import seconds_at_peak
 from learn.estimation.job_estimate import (
@@ -63,7 +61,7 @@ from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.recording.step_trace import BatchMix, StepTrace
-    from featurize.timing.simulate import SimulatedStep
+    from featurize.timing.overlap import SimulatedStep
     from featurize.trace.trace_cache import Traces
     from learn.estimation.job_estimate import RankGroup
     from learn.estimation.known_runs import KnownRun
@@ -487,7 +485,7 @@ class _Answer:
 
     def _priced(self, traced: TracedStep, loop: str) -> SimulatedStep:
         """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
-        from featurize.timing.simulate import simulate
+        from featurize.timing.overlap import simulate
 
         if loop != PIPELINE:
             return traced.step

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from conf.errors import UsageError
 from conf.plain_text import one_line
 from conf.reports.page_text import MISSING, count_of
-from featurize.configs.row_config import UnreadableConfig, config_of_row, printable
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import TrialConfig, UnreadableConfig, config_of_row, printable
 from learn.estimation.notes import (
     TARGETS,
     WARNING,
@@ -301,7 +300,7 @@ def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun
     """One run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
 
     The row is data: what its config names is not imported, but for the modules in `trust`
-    (`featurize.configs.own_code`)."""
+    (`featurize.configs.trial`)."""
     import warehouse
 
     columns = ["peak_memory_mib", "smact", "smocc", "drama", "step_time_ms"]

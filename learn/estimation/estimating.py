@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from conf.cli.bars import terminal_bar
+from conf.cli.command_line import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.files.disk_cache import keep
 from conf.plain_text import first_line
 from featurize.configs.trial import TrialConfig, config_from_mapping
-from featurize.device.device_spec import DEFAULT_DEVICE, device_names
-from featurize.device.machine import CURRENT
+from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
 from learn.estimation.platforms import platform_of
@@ -70,7 +69,7 @@ def estimate(
             batches, each as `inputs` (which is left out); or of sequence lengths, or a mapping of lengths to their
             shares, to which the second dimension of `inputs` is set. `peak_memory_mib` is of the whole mix,
             fragmentation included; utilization and step time are of the longest batch.
-        optimizer: A name of `featurize.job.trial_config.OPTIMIZERS`; `adam` by default. A trial config has its own
+        optimizer: A name of `featurize.job.training_settings.OPTIMIZERS`; `adam` by default. A trial config has its own
             optimizer, precision, cudnn_benchmark and channels_last; another value is an error.
         precision: `fp32` (the default), `tf32`, `bf16` or `fp16` (autocast), `bf16-true` or `fp16-true` (weights).
         cudnn_benchmark: Whether cuDNN searches for its fastest algorithms; False by default.

@@ -23,13 +23,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
+from featurize.configs.features import is_current
 from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
-from featurize.device.architecture import NVIDIA
-from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, plain_device
-from featurize.device.machine import DESCRIBED, MachineProfile, machine
+from featurize.device.device_spec import (
+    DEFAULT_DEVICE,
+    DESCRIBED,
+    NVIDIA,
+    DeviceSpec,
+    MachineProfile,
+    machine,
+    plain_device,
+)
 from featurize.families import get_family, layers_of
 from featurize.job.layers import rough_memory_mib
-from featurize.job.version import is_current
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import (
     MAY_RUN_OUT,
@@ -442,7 +448,7 @@ _LAUNCHES = 5  # of a layer, in a step
 
 def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
     """Fit, judge on held-out groups, fit on all rows, and write the artifact."""
-    from featurize.job.version import FEATURES_STAMP
+    from featurize.configs.features import FEATURES_STAMP
     from learn.estimators.tabular import case_columns
     from learn.fitting.artifacts import FORMAT, environment, stamped
     from learn.judging.evaluate import hold_out

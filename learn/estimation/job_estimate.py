@@ -16,14 +16,12 @@ import numpy as np
 
 from conf.errors import UsageError
 from conf.units import MIB
-from featurize.device.architecture import AMD
-from featurize.device.device_spec import DeviceSpec
-from featurize.device.machine import CURRENT, DESCRIBED, EAGER
+from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
 from learn.estimation.notes import BOUND, INFO, Note
 from learn.estimators.protocol import LEVEL, Held, MemoryBound, bound_shares, least_held
 
 if TYPE_CHECKING:
-    from featurize.device.machine import MachineProfile
+    from featurize.device.device_spec import MachineProfile
     from featurize.operators.library_calls import LibraryCall
     from learn.job.traced import TracedStep
 
@@ -109,7 +107,7 @@ def score_at(coverage: float) -> float:
 
 def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
     """Return how far above its figure the memory of a traced step may lie, which is placed on a machine."""
-    from featurize.memory.workspace_scenarios import SETTLED, reserved_by_scenario
+    from featurize.memory.cudnn_workspaces import SETTLED, reserved_by_scenario
 
     largest, most_live = _workspaces(traced, device)
     reserved_mib = traced.step.peak_reserved_mib
@@ -377,7 +375,7 @@ class Estimate(Energy, Timing, Activity, Memory):
 
     parameters    of the model
     device        the GPU model's name
-    machine       the profile that says what lies outside the allocator; see `featurize.device.machine`
+    machine       the profile that says what lies outside the allocator; see `featurize.device.device_spec`
     notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
     estimator     those that gave the figures
     answered_by   target -> estimator and version that gave the figure

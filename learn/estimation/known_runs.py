@@ -21,7 +21,7 @@ import numpy as np
 from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, device_names, known_device, plain_device
-from featurize.job.trial_config import TRAINING_FIELDS, TrialConfig
+from featurize.job.training_settings import TRAINING_FIELDS, TrialConfig
 from learn.estimation.job_estimate import (
     NEIGHBOUR,
     Estimate,
@@ -412,7 +412,7 @@ def _has_measured(folder: DataFolder, family: str, _changed_ns: int) -> bool:
 def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: TrialConfig) -> list[MeasuredRow]:
     """Return what was measured of a job, at any batch size on any GPU model. Raises `CommandError`."""
     import warehouse
-    from featurize.configs.row_config import UnreadableConfig, config_of_row
+    from featurize.configs.trial import UnreadableConfig, config_of_row
 
     same_fields, values = _same_fields(config)
     query = f"SELECT device_name, config, peak_memory_mib {_OF_FAMILY}{same_fields}"

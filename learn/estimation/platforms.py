@@ -1,8 +1,8 @@
 """The platform of a training job: the GPU model, the machine around it, the allocator, the release of PyTorch, and what
 communication between several GPUs takes.
 
-Start reading at `Platform`; `platform_of` makes one of what a user says. `featurize.device.machine` describes machines,
-`learn.calibrate` fits one. `ranks_of` says what each rank holds; `featurize.training` has the models.
+Start reading at `Platform`; `platform_of` makes one of what a user says. `featurize.device.device_spec` describes
+machines, `learn.calibrate` fits one. `ranks_of` says what each rank holds; `featurize.training` has the models.
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.units import MIB
-from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, device_names, device_of_user
-from featurize.device.machine import CURRENT, MACHINES, MachineProfile, machine, read_machine
+from featurize.device.device_spec import (
+    CURRENT,
+    DEFAULT_DEVICE,
+    MACHINES,
+    DeviceSpec,
+    MachineProfile,
+    device_names,
+    device_of_user,
+    machine,
+    read_machine,
+)
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training, training_of
 from featurize.memory.allocator_settings import AllocatorSettings
@@ -194,7 +203,7 @@ def machine_for(given: str | os.PathLike[str] | MachineProfile | None, device: D
     """Return the machine that an estimate is for.
 
     Args:
-        given: A profile, a name of `featurize.device.machine.MACHINES`, or the path of a profile's file. None: the
+        given: A profile, a name of `featurize.device.device_spec.MACHINES`, or the path of a profile's file. None: the
             profile that was calibrated in the data folder, else `current`.
 
     Raises:

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypedDict, U
 
 from conf.errors import UsageError, kept_from_exit, unknown_name
 from conf.files.outputs import checked_report, write_output
-from featurize.configs.own_code import trusting
-from featurize.configs.trial import TrialConfig, config_from_mapping
+from featurize.configs.trial import TrialConfig, config_from_mapping, trusting
 from featurize.job.code_names import parse_trust
 from featurize.job.deepspeed_config import hidden_size_of
 from featurize.job.layout import parse_parallel
-from featurize.job.training_settings import Training, TrainingKeywords, training_of
-from featurize.job.trial_config import TRAINING_FIELDS
+from featurize.job.training_settings import TRAINING_FIELDS, Training, TrainingKeywords, training_of
 from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs
 from learn.estimation.notes import LOOPS
 from learn.estimation.platforms import Platform, platform_of
@@ -34,8 +32,7 @@ from warehouse.files.folder import DataFolder
 if TYPE_CHECKING:
     import torch
 
-    from featurize.device.device_spec import DeviceSpec
-    from featurize.device.machine import MachineProfile
+    from featurize.device.device_spec import DeviceSpec, MachineProfile
     from featurize.job.layout import Parallel
     from featurize.memory.allocator_settings import AllocatorSettings
 

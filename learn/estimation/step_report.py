@@ -39,12 +39,12 @@ from conf.reports.blocks import (
     Tile,
     Tiles,
     Tree,
+    render_for_notebook,
     table,
+    write_page,
 )
-from conf.reports.charts import Axis, Margins, Plot
+from conf.reports.charts import Axis, Drawing, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.render import render_for_notebook, write_page
-from conf.reports.svg import Drawing, Svg
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of

@@ -20,7 +20,6 @@ import torch
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import EAGER
 from featurize.timing.calls import ATTENTION, GROUPS, STREAM, Calls
-from featurize.timing.host import host_ms
 from featurize.timing.step_time import OVERLAP, overlapped
 from featurize.timing.times import (
     GROUP_VALUES,
@@ -31,6 +30,7 @@ from featurize.timing.times import (
     Kernels,
     Parameters,
     call_seconds,
+    host_ms,
     kernels_on,
     units_names,
 )
@@ -218,7 +218,7 @@ _SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
-_HOST_FACTOR = 1.0  # of the time that `featurize.timing.host` gives a launch: hosts differ
+_HOST_FACTOR = 1.0  # of the time that `featurize.timing.times` gives a launch: hosts differ
 _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
 TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
 _DESCENT = Descent(

@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, Unpack
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of, version_of
-from featurize.configs.row_config import printable
+from featurize.configs.features import FEATURES_STAMP, is_current
+from featurize.configs.trial import printable
 from featurize.device.device_spec import plain_device, same_device
-from featurize.job.version import FEATURES_STAMP, is_current
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
 from learn.rows.targets import check_target, get_target
 
@@ -485,8 +485,9 @@ def require_current(artifact: Artifact) -> Artifact:
 def default_artifact(target: str) -> Artifact | None:
     """The model that comes with the project (`learn/default_models`), or None for a target without one.
 
-    It is used also where this code's features have moved on since it was fitted: `featurize.job.version.is_current`
-    then rejects `Artifact.meta["feature_version"]`, and whoever shows its figures says so.
+    It is used also where this code's features have moved on since it was fitted:
+    `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and whoever shows its
+    figures says so.
     """
     path = DEFAULT_MODELS / get_target(target).name
     try:

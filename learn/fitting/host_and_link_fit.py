@@ -2,7 +2,7 @@
 
 Start reading at `fitted_hosts` and at `fitted_links`. Launches are fitted to vTrain's steps under Megatron and to
 Zeus' under eager PyTorch, and how far machines differ to the steps that Megatron's own tests take on each of them;
-the formula is `featurize.timing.host.host_ms`. Links are fitted to measured all-reduces and judged on GPU models and
+the formula is `featurize.timing.times.host_ms`. Links are fitted to measured all-reduces and judged on GPU models and
 counts left out; the formula is `featurize.timing.collectives.collective_s`.
 """
 
@@ -19,14 +19,14 @@ from statistics import NormalDist
 import numpy as np
 
 from conf.errors import UsageError
-from featurize.configs.opgraph import DTYPE_BYTES
+from featurize.configs.step_features import DTYPE_BYTES
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import EAGER, MEGATRON, Training
 from featurize.timing.calls import Calls, kernel_calls
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
-from featurize.timing.host import HostTime, host_ms
 from featurize.timing.step_time import LearnedEfficiencies, overlapped, timed_kernels
+from featurize.timing.times import HostTime, host_ms
 from learn.estimators.kernel_fitting import held_out_by, judged_by_splits
 from learn.fitting.kernel_formulas import score_of
 from learn.fitting.kernel_rows import RowLeftOut, described, queried, read_each

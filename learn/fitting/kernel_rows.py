@@ -19,15 +19,14 @@ import torch
 import warehouse
 from conf.errors import UsageError
 from conf.files.identity import canonical_json
-from featurize.configs.row_config import UnreadableConfig, config_of_one_gpu
+from featurize.configs.trial import UnreadableConfig, config_of_one_gpu
 from featurize.device.device_spec import DeviceSpec, load_device
 from featurize.families import gpt
-from featurize.job.training_settings import Training, uses_tf32
-from featurize.job.trial_config import TrialConfig
+from featurize.job.training_settings import Training, TrialConfig, uses_tf32
 from featurize.nets.vision import import_library
 from featurize.recording.step_trace import Operator, StepTrace
 from featurize.timing.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, product
-from featurize.timing.input_pipeline import input_ms
+from featurize.timing.costs import input_ms
 from featurize.trace.tracer import TraceError, trace_config, trace_step
 from learn.estimators.kernel_fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, layer_calls, mpt_config, mpt_loss

@@ -1,7 +1,7 @@
 """Fit what kernels draw and keep busy, and judge it on held-out jobs: power under several limits, activity and
 occupancy of SMs.
 
-Start reading at `fitted_power` and at `ActivityFit.fitted`. The formulas are `featurize.timing.power.kernel_power`
+Start reading at `fitted_power` and at `ActivityFit.fitted`. The formulas are `featurize.timing.activity.kernel_power`
 and `featurize.timing.activity.kernel_activity`, on torch tensors; the times of the kernels are those that are known
 before.
 """
@@ -25,15 +25,17 @@ from featurize.timing.activity import (
     CLASSES,
     STEP_VALUES,
     ActivityParameters,
+    KernelLoad,
     Occupied,
+    PowerParameters,
     kernel_activity,
+    kernel_power,
+    load_power,
     occupied_on,
 )
 from featurize.timing.calls import Calls
-from featurize.timing.host import HostTime, host_ms
-from featurize.timing.power import KernelLoad, PowerParameters, kernel_power, load_power
 from featurize.timing.step_time import LearnedEfficiencies, overlapped, timed_kernels
-from featurize.timing.times import call_seconds, kernels_on
+from featurize.timing.times import HostTime, call_seconds, host_ms, kernels_on
 from learn.estimators.kernel_fitting import (
     Descent,
     Values,

@@ -19,7 +19,7 @@ import numpy as np
 import warehouse
 from conf.errors import CommandError, UsageError
 from featurize.configs.features import group_key
-from featurize.configs.row_config import config_of_row
+from featurize.configs.trial import config_of_row
 from learn.estimators.protocol import LEVEL, Estimator, get_estimator, require_target, to_space
 from learn.fitting.artifacts import Artifact, DataPlace, StaleArtifact, newest, require_current, save_judged, versions
 from learn.fitting.fit_call import remarks

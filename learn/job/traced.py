@@ -29,13 +29,13 @@ from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.trace import trace_cache
-from featurize.trace.installed import is_installed, names_in
+from featurize.trace.steps_in_a_loop import is_installed, names_in
 from learn.job.training_job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:
     from featurize.memory.replay import MemoryProfile
     from featurize.recording.step_trace import StepTrace
-    from featurize.timing.simulate import SimulatedStep
+    from featurize.timing.overlap import SimulatedStep
     from featurize.trace.trace_cache import Traces
     from featurize.trace.tracer import TraceError
 
@@ -87,8 +87,7 @@ def step_of(
     `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
     """
     from featurize.memory.replay import outside_mib, replay
-    from featurize.timing.overlap import ranks_of_stages
-    from featurize.timing.simulate import simulate
+    from featurize.timing.overlap import ranks_of_stages, simulate
 
     spec = describe_device(device)
     benchmark = job.settings.cudnn_benchmark
@@ -120,7 +119,7 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
     """
     from featurize.trace import trace_cache
     from featurize.trace.tracer import TraceError, trace_step
-    from featurize.training.float8 import multiplies_8_bits, require_8_bits
+    from featurize.training.training_step import multiplies_8_bits, require_8_bits
 
     trace = None if job.recorded is None else job.recorded()
     if trace is None:

@@ -117,8 +117,7 @@ class TrainingJob:
 
 def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
     """Raise `UsageError` for what several ranks do not go with."""
-    from featurize.job.training_settings import training_of
-    from featurize.job.trial_config import sharing_problem
+    from featurize.job.training_settings import sharing_problem, training_of
 
     training = training_of(job.settings)
     by_stages = {
@@ -259,8 +258,7 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     Raises:
         UsageError: There is no such module or attribute, or it cannot be called.
     """
-    from featurize.nets.near_names import library_names, near_modules, near_names
-    from featurize.nets.vision import mending
+    from featurize.nets.vision import library_names, mending, near_modules, near_names
 
     module_name, colon, attribute = str(text).partition(":")
     if not (module_name and colon and attribute):

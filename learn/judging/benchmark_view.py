@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from conf.cli.bars import terminal_bar
+from conf.cli.command_line import terminal_bar
 from conf.files.outputs import write_output
 from conf.reports.blocks import (
     Block,

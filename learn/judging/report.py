@@ -14,11 +14,23 @@ from pathlib import Path
 
 import numpy as np
 
-from conf.reports.blocks import Block, Callout, Chart, Charts, Drawn, Facts, Fold, Heading, Legend, Page, Section, table
-from conf.reports.charts import Axis, Margins, Plot
-from conf.reports.heat_map import DARK_SHADE, SHADES, GridCell, draw_grid
+from conf.reports.blocks import (
+    Block,
+    Callout,
+    Chart,
+    Charts,
+    Drawn,
+    Facts,
+    Fold,
+    Heading,
+    Legend,
+    Page,
+    Section,
+    page_bytes,
+    table,
+)
+from conf.reports.charts import DARK_SHADE, SHADES, Axis, GridCell, Margins, Plot, draw_grid
 from conf.reports.page_text import count_of
-from conf.reports.render import page_bytes
 from learn.judging.evaluate import PUBLISHED, TEST, Evaluation
 from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, signed_errors, told_classes
 

@@ -22,7 +22,7 @@ from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
-from conf.cli.extras import advice_for
+from conf.cli.commands import advice_for
 from conf.errors import CommandError
 from conf.plain_text import exception_line
 from featurize.device.device_spec import DeviceSpec, describe_device
@@ -45,7 +45,7 @@ from learn.rows.data import Rows
 from learn.rows.step_store import StepStore
 
 if TYPE_CHECKING:
-    from featurize.timing.simulate import SimulatedStep
+    from featurize.timing.overlap import SimulatedStep
 
 
 NO_BOUND = "no bound is calibrated: it gives a point, not a guarantee"

@@ -24,7 +24,7 @@ from featurize.job.layout import (
     parse_parallel,
 )
 from featurize.job.training_settings import Training
-from featurize.training.releases import refused_modes, refused_note
+from featurize.operators.torch_releases import refused_modes, refused_note
 
 if TYPE_CHECKING:
     from torch import nn

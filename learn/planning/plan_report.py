@@ -12,11 +12,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from conf.reports.blocks import Block, Callout, Drawn, Fold, Lead, Legend, Outcome, Page, Section, Tile, Tiles, table
-from conf.reports.charts import Axis, Margins, Plot
+from conf.reports.blocks import (
+    Block,
+    Callout,
+    Drawn,
+    Fold,
+    Lead,
+    Legend,
+    Outcome,
+    Page,
+    Section,
+    Tile,
+    Tiles,
+    table,
+    write_page,
+)
+from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.render import write_page
-from conf.reports.svg import LETTER_PX, Svg
 from featurize.job.layout import Parallel
 from learn.estimation.estimate_view import rate
 from learn.planning.meshes import mesh_text

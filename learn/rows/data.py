@@ -24,9 +24,7 @@ import numpy as np
 
 from conf.errors import CommandError, UsageError
 from conf.units import MIB_PER_GIB
-from featurize.configs.own_code import refusal
-from featurize.configs.row_config import config_of_one_gpu, printable
-from featurize.configs.trial import TrialConfig
+from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
 from featurize.device.device_spec import DEFAULT_DEVICE, plain_device, same_device
 from learn.job.training_job import Case
 from learn.rows.step_store import StepStore
@@ -253,7 +251,7 @@ def load_rows(
     """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
     With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change. Rows are data:
-    code that a config names is not imported (`featurize.configs.own_code`), but for modules in `trust`; such a row is
+    code that a config names is not imported (`featurize.configs.trial`), but for modules in `trust`; such a row is
     kept, and its features are those that are stored.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
@@ -411,7 +409,7 @@ def _too_few(
 def _read_configs(
     rows: Sequence[Mapping[str, Any]], target: Target, trust: Sequence[str]
 ) -> tuple[list[LabelledRow], list[tuple[str, str]], list[tuple[str, str]]]:
-    """Read the config of each row as data (`featurize.configs.row_config`); `trust` names modules whose code may run.
+    """Read the config of each row as data (`featurize.configs.trial`); `trust` names modules whose code may run.
 
     Returns:
         The rows that could be read; run id and reason of those that could not; and of those whose code is not run.
@@ -552,7 +550,7 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
     """Return the rows of memory with a doubt for each label that nothing explains; rows of other targets as they are.
 
     Suspect is a label that lies more than 1 GiB, and a tenth, below the job's own tensors; one that differs by more
-    than 1 GiB, and by more than assumptions about workspaces (`featurize.memory.workspace_scenarios`) move the trace,
+    than 1 GiB, and by more than assumptions about workspaces (`featurize.memory.cudnn_workspaces`) move the trace,
     from what the same network shows at other batches; and, in a network of which at least as many rows are in doubt as
     are not, one that lies 1 GiB, a tenth and what workspaces can make up off its trace.
 

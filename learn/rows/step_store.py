@@ -24,13 +24,13 @@ import numpy as np
 from conf.errors import CommandError
 from conf.files.disk_cache import DiskCache, libraries
 from conf.plain_text import exception_line
-from featurize.configs.own_code import refusal
+from featurize.configs.features import FEATURES_VERSION
+from featurize.configs.trial import refusal
 from featurize.job.code_names import NotTrusted
-from featurize.job.version import FEATURES_VERSION
 from learn.job.training_job import Case
 
 if TYPE_CHECKING:
-    from featurize.configs.opgraph import OpGraph
+    from featurize.configs.step_features import OpGraph
     from featurize.device.device_spec import DeviceSpec
     from learn.job.traced import TracedStep
     from learn.job.training_job import TrainingJob
@@ -46,10 +46,10 @@ _TRACED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms", "power":
 class StepRecord:
     """Features of one case before it runs. `error`: why its step could not be traced; there is nothing else then.
 
-    values   `featurize.configs.step_features.step_features` graph    the forward pass as
-    `featurize.configs.opgraph.OpGraph` arrays, packed, or what packs it; see `operator_graph` seconds  what it took to
-    compute passing  the error says nothing of the case: its code may not run here, or cannot be imported. It is never
-    stored
+    values   `featurize.configs.step_features.step_features`
+    graph    the forward pass as arrays of an `OpGraph`, packed, or what packs it; see `operator_graph`
+    seconds  what it took to compute
+    passing  the error says nothing of the case: its code may not run here, or cannot be imported. It is never stored
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -123,8 +123,7 @@ def compute(case: Case) -> StepRecord:
 def record_of(traced: TracedStep, job: TrainingJob, spec: DeviceSpec) -> StepRecord:
     """Return the record of a traced step that was replayed with the default allocator. Its graph is packed when
     somebody reads it."""
-    from featurize.configs.opgraph import opgraph
-    from featurize.configs.step_features import step_features
+    from featurize.configs.step_features import opgraph, step_features
 
     values = step_features(
         traced.trace, traced.memory, spec, job.settings, batch_size=job.batch_size, training_loop=job.training_loop

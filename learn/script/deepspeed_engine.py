@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from featurize.job.deepspeed_config import DeepSpeedFile, read_deepspeed, settings_of
 from featurize.job.training_settings import Training
-from featurize.operators.quantized import elements
+from featurize.operators.own_operators import elements
 from featurize.training.optimizers import make_optimizer, state_tensors
 from learn.script.containment import is_ready_for_its_absence
 from learn.script.fake_cuda import CUDA, giving

@@ -24,17 +24,16 @@ from torch.utils._pytree import tree_map
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
 from featurize.operators.replacing import replace_attribute, replaced
-from featurize.operators.torch_releases import complete_collectives, require_torch
+from featurize.operators.torch_releases import SHARDS, complete_collectives, refused_modes, require_torch
 from featurize.recording.step_trace import BUCKET, Collective
 from featurize.recording.values import remember
 from featurize.training.data_parallel import Replica, limits_of
-from featurize.training.releases import SHARDS, refused_modes
 from learn.script.command_line import ScriptCommand
 from learn.script.fake_cuda import CUDA, giving, on_the_gpu
 from learn.script.script_recorder import ScriptRecorder
 
 if TYPE_CHECKING:
-    from featurize.training.ranks import Ranks
+    from featurize.training.rank import Ranks
     from featurize.training.streams import Streams
     from featurize.training.zero import ZeroRank
 
@@ -66,7 +65,7 @@ class RankZero:
         own wrappers run on meta tensors where the release allows that."""
         if self._streams is not None:
             return
-        from featurize.training.ranks import Ranks  # their imports are heavy
+        from featurize.training.rank import Ranks  # their imports are heavy
         from featurize.training.streams import Streams
 
         complete_collectives()
@@ -75,7 +74,7 @@ class RankZero:
         self._ranks = Ranks(streams, {})
         self.recorder.among_ranks = self._ranks.ran
         if "fsdp" not in refused_modes():
-            from featurize.training.shards_on_meta import shards_on_meta
+            from featurize.training.sharded_rank import shards_on_meta
 
             self._entered.enter_context(shards_on_meta(streams, CUDA))
 
@@ -118,7 +117,7 @@ class RankZero:
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
-        from featurize.training.ranks import own_axis
+        from featurize.training.rank import own_axis
 
         return "" if group is None or self._streams is None else own_axis(group.group_name)
 

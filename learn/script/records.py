@@ -27,7 +27,7 @@ from conf.files.disk_cache import code_version, recall, user_cache
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel, parse_parallel
 from featurize.recording.step_trace import StepTrace
-from featurize.trace.stored_trace import (
+from featurize.trace.trace_cache import (
     LARGEST_INT,
     BadRecord,
     count_of,

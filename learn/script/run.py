@@ -28,20 +28,18 @@ from conf.cli.own_packages import PACKAGES, ROOT
 from conf.errors import CommandError
 from conf.plain_text import first_line
 from featurize.device.device_spec import device_from_mapping
-from featurize.device.tf32 import matmul_allows_tf32
 from featurize.job.training_settings import GRAPH_MODES
 from featurize.memory.cudnn_workspaces import search_settings
 from featurize.nets.vision import mend_torchvision
 from featurize.operators.autocast import Autocast
 from featurize.operators.cuda_policy import as_on_cuda
 from featurize.operators.replacing import replace_attribute, stands_for
-from featurize.operators.torch_releases import complete
+from featurize.operators.torch_releases import complete, matmul_allows_tf32
+from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
-from featurize.recording.cuda_graphs import AUTOTUNED, CudaGraphs
-from featurize.recording.module_stack import origin
 from featurize.recording.step_trace import StepTrace
 from featurize.timing.model_flops import precision_in_words
-from featurize.trace.tracing import STEPS
+from featurize.trace.tracer import STEPS
 from featurize.training.training_step import AUTOCAST_DTYPES
 from learn.script.command_line import ScriptCommand
 from learn.script.containment import DISTRIBUTED, contain

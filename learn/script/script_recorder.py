@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from featurize.operators.quantized import whole_elements
+from featurize.operators.own_operators import whole_elements
 from featurize.operators.replacing import replaced
 from featurize.operators.tensor_parts import local_tensor, wrap_others
-from featurize.recording.operator_record import Traits, traits_of
+from featurize.recording.block_record import Traits, traits_of
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BATCH
 from featurize.recording.values import ALL_KEPT, READ, UnknownValue

@@ -19,7 +19,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils import checkpoint
 
 from featurize.operators.replacing import stands_for
-from featurize.trace.tracing import STEPS
+from featurize.trace.tracer import STEPS
 from learn.script.process_group import RankZero
 from learn.script.records import Setting
 from learn.script.script_recorder import ScriptRecorder

@@ -36,7 +36,7 @@ MOST_READ_SMALL = 10_000  # runs: of more, readers take minutes until the small 
 COMPACT = """
 import re, sys, time
 from pathlib import Path
-from warehouse.compact import compact
+from warehouse.files.compaction import compact
 from warehouse.files.folder import DataFolder
 started = time.perf_counter()
 report = compact(DataFolder.resolve(sys.argv[1]), now_s=time.time() + float(sys.argv[2]))

@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli.arguments import exit_code
-from conf.cli.command_line import EXIT_USAGE
+from conf.cli.command_line import EXIT_USAGE, exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.working import work
 from farm.queue.jobs import Queue
-from farm.work import work
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceUnavailable

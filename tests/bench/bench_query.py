@@ -17,7 +17,7 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
 import warehouse
-from warehouse.compact import ROW_GROUP_ROWS
+from warehouse.files.compaction import ROW_GROUP_ROWS
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import COMPRESSION
 from warehouse.files.merged import Listing, listing_file, new_merged_name

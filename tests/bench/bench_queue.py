@@ -10,8 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from farm.queue.jobs import Job, Queue
-from farm.queue.queue_values import device_key, text_of_config, text_of_settings
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import Job, device_key, text_of_config, text_of_settings
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings

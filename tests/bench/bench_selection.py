@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from selection_curves import compared
 
+from farm.sampling.coverage import Known
+from farm.sampling.dimensions import Space
 from farm.sampling.forecast import Forecaster, Outlook
-from farm.sampling.known_runs import Known
 from farm.sampling.selection import CandidatePool, candidates, choose, joined
-from farm.sampling.space import Space, space_of_mapping
+from farm.sampling.space import space_of_mapping
 from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import load_device
 from learn.estimators.protocol import from_space, to_space
@@ -262,13 +263,13 @@ def _nights(labelled: Labelled, policy: str, first, order, sizes, seed) -> list[
 
 
 def _by_true_error(labelled: Labelled, chosen, order, n: int, seed: int) -> np.ndarray:
-    from farm.sampling.active import drawn
+    from farm.sampling.selection import draw
 
     target = labelled.judged[0]
     asked = labelled.of(target, rest := np.setdiff1d(order, chosen))
     rest = rest[np.isfinite(labelled.labels[target][rest])]
     gap = _gap(asked, _told(labelled, "lightgbm", target, chosen, asked))
-    return rest[drawn(np.maximum(np.abs(gap), 1e-4) ** 2, n, seed)]
+    return rest[draw(np.maximum(np.abs(gap), 1e-4) ** 2, n, seed)]
 
 
 def _gap(rows: Rows, point: np.ndarray) -> np.ndarray:

@@ -15,12 +15,10 @@ import pyarrow as pa
 
 from farm.dispatch.dispatcher import Dispatcher
 from farm.dispatch.executors import Completion
-from farm.dispatch.progress import Progress
-from farm.monitoring.events import Events, LogSettings
-from farm.monitoring.metrics import FarmMetrics
-from farm.monitoring.service import Service
-from farm.queue.jobs import Job, Queue
-from farm.queue.queue_values import text_of_settings
+from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, Service
+from farm.dispatch.working import Progress
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
 from featurize.families import get_family
 from warehouse.files.folder import DataFolder

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from conf.cli.overrides import load_settings
 from conf.files.identity import mapping_hash
-from farm.queue.jobs import Job, Queue
-from farm.queue.queue_values import device_key
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import Job, device_key
 from farm.sampling.draws import NO_LIMITS, Limits, sample
 from farm.submission.settings import SubmitSettings
 from featurize.configs.trial import TrialConfig, canonical_json

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.cli import command_line as cli
-from conf.cli.extras import EXTRAS, advice_for, missing_from
+from conf.cli.commands import EXTRAS, advice_for, missing_from
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -21,8 +21,15 @@ import pytest
 import yaml
 
 from conf.cli.commands import COMMANDS, settings_class
-from conf.cli.keys import documented_choice, documented_keys, flat, group_options, groups
-from conf.cli.overrides import load_config, plain_values
+from conf.cli.overrides import (
+    documented_choice,
+    documented_keys,
+    flat,
+    group_options,
+    groups,
+    load_config,
+    plain_values,
+)
 from conf.cli.settings import groups_of, kinds_of
 
 SEED, CASES = 11, 500

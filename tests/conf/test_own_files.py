@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from conf.files.own_files import open_own_file, open_own_folder
+from conf.files.outputs import open_own_file, open_own_folder
 
 
 @pytest.fixture

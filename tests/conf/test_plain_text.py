@@ -60,7 +60,7 @@ def test_of_a_group_of_exceptions_it_is_the_last():
 def test_hostile_text_is_read_in_linear_time():
     from conf.device_names import split_slice
     from featurize.memory.allocator_settings import AllocatorSettings
-    from warehouse.exchange.public_rows import scrubbed
+    from warehouse.exchange.dataset import scrubbed
 
     began = time.process_time()
     for text in ("1" * 100_000, "a_" * 50_000, "/a" * 50_000, " " * 100_000, "act" * 30_000, " MIG " * 20_000):

@@ -8,10 +8,9 @@ import jinja2
 import pytest
 
 from conf.reports import blocks as b
-from conf.reports.charts import Axis, nice_step
+from conf.reports.blocks import _environment, render_for_notebook, render_page
+from conf.reports.charts import Axis, Drawing, nice_step
 from conf.reports.page_text import clean_text
-from conf.reports.render import _environment, render_for_notebook, render_page
-from conf.reports.svg import Drawing
 from tests.parsed_page import ParsedPage
 
 EVIL = "</title></style><script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;{{ 7 * 7 }}"
@@ -122,7 +121,8 @@ def test_no_module_outside_the_templates_writes_html():
         str(path)
         for room in ("conf", "warehouse", "featurize", "workers", "learn", "farm")
         for path in root.joinpath(room).rglob("*.py")
-        if path.name != "svg.py" and any(tag in path.read_text() for tag in ("</p>", "</td>", "</div>", "</svg>"))
+        if path.parts[-2:] != ("reports", "charts.py")
+        and any(tag in path.read_text() for tag in ("</p>", "</td>", "</div>", "</svg>"))
     ]
     assert not wrong
 

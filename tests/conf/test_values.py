@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.cli.overrides import literal, load_config, load_settings
-from conf.cli.settings import Checked, key
-from conf.cli.values import Kind, problems_of
+from conf.cli.settings import Checked, Kind, key, problems_of
 from conf.errors import UsageError
 from conf.plain_text import bounded, one_line, printable, shown
 

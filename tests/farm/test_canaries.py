@@ -15,8 +15,9 @@ from farm.nights.machine import Machine
 from farm.nights.operator_families import OPERATORS, OTHER, operator_of_kind, operators_of
 from farm.nights.settings import NEED_LIBRARIES
 from farm.nights.watch import watch
+from farm.sampling.dimensions import default_space
 from farm.sampling.draws import Limits, sample
-from farm.sampling.space import default_space, parse_space
+from farm.sampling.space import parse_space
 from featurize.configs.trial import config_hash
 from featurize.device.device_spec import load_device
 from featurize.families import family_names, get_family, layers_of

@@ -4,7 +4,8 @@ days."""
 import pytest
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, runs, submit
 
-from farm.dispatch.dispatcher import LEASE_S, Dispatcher, reconcile
+from farm.dispatch.dispatcher import LEASE_S, Dispatcher
+from farm.dispatch.working import reconcile
 from farm.queue.jobs import MAX_BACKOFF_S
 
 HOUR_S = 3600.0

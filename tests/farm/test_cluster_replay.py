@@ -14,16 +14,20 @@ import pytest
 from conf.errors import UsageError
 from conf.reports.blocks import Tiles
 from farm.replaying import view
-from farm.replaying.catalogue import ESTIMATORS, JobType, estimated_mib, load_catalogue
-from farm.replaying.contention import Contention
-from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Standing
-from farm.replaying.generators import GENERATORS, generate_trace
-from farm.replaying.page import replay_page
+from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, ReplaySettings, Standing
 from farm.replaying.policies import POLICIES, make_policy
-from farm.replaying.settings import ReplaySettings
-from farm.replaying.simulator import ClusterRules, replay
-from farm.replaying.traces import ClusterTrace, read_trace
-from farm.replaying.view import as_mapping
+from farm.replaying.simulator import ClusterRules, Contention, replay
+from farm.replaying.traces import (
+    ESTIMATORS,
+    GENERATORS,
+    ClusterTrace,
+    JobType,
+    estimated_mib,
+    generate_trace,
+    load_catalogue,
+    read_trace,
+)
+from farm.replaying.view import as_mapping, replay_page
 from featurize.timing.shared_gpu import SHARING
 from learn.sharing.admitting import MemoryNeed
 from learn.sharing.profile import JobProfile

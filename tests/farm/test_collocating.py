@@ -13,18 +13,23 @@ from conf.cli import command_line as cli
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
 from farm import submit as submit_module
-from farm.dispatch.dispatcher import reconcile
+from farm.dispatch.dispatcher import RunsAlone, accepted, lost_run
 from farm.dispatch.executors import Completion
-from farm.dispatch.runs_alone import RunsAlone
-from farm.dispatch.task_runs import accepted, lost_run
+from farm.dispatch.working import reconcile
 from farm.grow import entry as grow_entry
-from farm.nights.cycle import Left, NightWork
+from farm.nights.cycle import Left, NightStop, NightWork
 from farm.nights.journal import Journal
 from farm.nights.settings import GrowSettings
-from farm.nights.stop import NightStop
-from farm.queue.job_records import UnreadableTask
-from farm.queue.jobs import Job, Queue
-from farm.queue.queue_values import configs_of_text, device_key, text_of_config, text_of_group, text_of_settings
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import (
+    Job,
+    UnreadableTask,
+    configs_of_text,
+    device_key,
+    text_of_config,
+    text_of_group,
+    text_of_settings,
+)
 from farm.sampling.collocating import BEYOND_MEMORY_EVERY, Groups, PoolMember
 from featurize.families import get_family
 from tests.warehouse.warehouse_rows import ask

@@ -15,8 +15,7 @@ from conf.errors import UsageError
 from farm import compare as compare_module
 from farm.comparison import run as run_module
 from farm.comparison.operators import compare_operators, traced
-from farm.comparison.pairs import RunSet, compare_runs
-from farm.comparison.sides import Environment, Recorded, code_folder, side_of
+from farm.comparison.pairs import Environment, Recorded, RunSet, code_folder, compare_runs, side_of
 from farm.comparison.traced_operators import summary_of
 from farm.comparison.view import percent
 from featurize.configs.trial import config_from_mapping, config_hash

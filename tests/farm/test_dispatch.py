@@ -7,11 +7,11 @@ import pytest
 
 from conf.errors import EnvironmentProblem
 from farm.dispatch.cluster_settings import ClusterSettings
-from farm.dispatch.dispatcher import Dispatcher, lost_run, make_executor, reconcile
+from farm.dispatch.dispatcher import Dispatcher, lost_run, make_executor
 from farm.dispatch.executors import Completion
-from farm.queue.jobs import Job
+from farm.dispatch.working import reconcile
 from farm.queue.lock import DispatcherBusy, DispatcherLock
-from farm.queue.queue_values import text_of_settings
+from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
 from featurize.families import get_family
 from tests.warehouse.warehouse_rows import ask

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, where
 
-from farm.nights.drift import EVERYTHING, drift_of, remeasure
 from farm.nights.operator_families import operators_of
+from farm.nights.watch import EVERYTHING, drift_of, remeasure
+from farm.sampling.dimensions import default_space
 from farm.sampling.draws import sample
-from farm.sampling.space import default_space, parse_space
+from farm.sampling.space import parse_space
 from featurize.configs.trial import config_hash
 from learn.rows.data import load_rows
 from warehouse.files.stale import write_marks

@@ -25,9 +25,8 @@ from farm.serving.settings import LimitSettings
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.parsed_page import ParsedPage
 from tests.warehouse.warehouse_rows import ask, collocations, kernels, run_row, samples
-from warehouse.explorer.filters import NULL, Filters
+from warehouse.explorer.filters import LISTINGS, NULL, RUNS, Filters
 from warehouse.explorer.limited_query import PAGE, QueryLimits, run_limited
-from warehouse.explorer.listings import LISTINGS, RUNS
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.tables.run import Run
@@ -179,7 +178,7 @@ def test_a_group_of_jobs_has_an_address(service):
 
 
 def test_a_device_shows_how_far_its_estimates_are_off(service, place):
-    from featurize.configs.row_config import config_of_row
+    from featurize.configs.trial import config_of_row
     from learn.estimation.estimating import estimate_many
 
     ((name,),) = ask(place, "SELECT device_name FROM runs WHERE source = 'measured' AND status = 'ok' LIMIT 1")

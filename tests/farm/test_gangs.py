@@ -7,13 +7,13 @@ import pytest
 
 import farm.dispatch.ray_executor
 from conf.errors import EnvironmentProblem, UsageError
-from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.dispatcher import make_executor
-from farm.dispatch.layouts import gpu_problem, require_gpus, with_layouts
-from farm.sampling.space import own_space
+from farm.sampling.dimensions import own_space
+from farm.submission.settings import require_gpus, with_layouts
 from featurize.families import get_family
 from featurize.job.layout import Parallel
-from featurize.training import releases
+from featurize.operators import torch_releases
 from workers.devices import DeviceChoice, Slot
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -53,7 +53,7 @@ def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monke
         with pytest.raises(UsageError, match="16 ranks fill 2 nodes of 8, and a trial runs on one"):
             require_gpus(sixteen, choice, ClusterSettings())
     require_gpus(sixteen, DeviceChoice(backend="simulated"), ClusterSettings())
-    monkeypatch.setattr("farm.dispatch.layouts.make_device", lambda choice: FakeGpus())
+    monkeypatch.setattr("farm.submission.settings.make_device", lambda choice: FakeGpus())
     with pytest.raises(UsageError, match="parallel=ddp=4 needs 4 GPUs of one node, and the largest node has 3"):
         require_gpus(with_layouts(own_space("mlp"), [None, "ddp=4"]), CUDA, ClusterSettings())
     require_gpus(with_layouts(own_space("mlp"), "ddp=3"), CUDA, ClusterSettings())
@@ -75,7 +75,7 @@ def test_some_modes_run_on_simulated_gpus_only(mode):
 
 
 def test_a_simulated_layout_that_torch_is_too_old_for_is_refused_before_it_is_queued(monkeypatch):
-    monkeypatch.setattr(releases, "refused_modes", lambda: {"pp": "parallel: pp needs torch 2.13 or newer"})
+    monkeypatch.setattr(torch_releases, "refused_modes", lambda: {"pp": "parallel: pp needs torch 2.13 or newer"})
     space = with_layouts(own_space("mlp"), [None, "ddp=2", "pp=2"])
     with pytest.raises(EnvironmentProblem, match=r"pp needs torch 2\.13 or newer"):
         require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())

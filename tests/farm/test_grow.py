@@ -20,9 +20,8 @@ from conf.errors import UsageError
 from farm.dispatch import dispatcher as dispatch
 from farm.dispatch.executors import InlineExecutor
 from farm.grow import entry
+from farm.nights.cycle import NightStop, notify
 from farm.nights.journal import STEPS, Journal
-from farm.nights.notify import notify
-from farm.nights.stop import NightStop
 from farm.queue.jobs import Queue
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
@@ -124,8 +123,9 @@ def test_what_waits_in_the_queue_is_not_chosen_again(root):
     assert grow(root, "n=4") == 0
     # The plan of the first night, queued once more by hand and not run.
     with Queue.open(root / "queue.sqlite") as queue:
+        from farm.sampling.dimensions import default_space
         from farm.sampling.draws import sample_range
-        from farm.sampling.space import default_space, parse_space
+        from farm.sampling.space import parse_space
         from featurize.configs.trial import canonical_json
 
         job = queue.jobs()[0]
@@ -312,11 +312,11 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
 
 def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
     from farm.dispatch.cluster_settings import ClusterSettings
-    from farm.monitoring.service import Service
+    from farm.dispatch.monitoring import Service
+    from farm.dispatch.working import TimedStop, run_job
     from farm.nights.machine import machine_of, submit_listed
     from farm.queue.lock import DispatcherLock
     from farm.queue.queue_values import device_key
-    from farm.work import TimedStop, run_job
     from featurize.families import get_family
     from workers.devices import DeviceChoice
     from workers.settings import TrialSettings, WindowSettings
@@ -332,7 +332,7 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
             (task,) = queue.lease("another", 1, 0.0, 60.0, device=device_key(machine.choice))
             queue.finish(task, "ok", 1.0)
 
-        monkeypatch.setattr("farm.work.time.sleep", the_other_one_works)
+        monkeypatch.setattr("farm.dispatch.working.time.sleep", the_other_one_works)
         assert run_job(folder, queue, inline, "grow-00000000", TimedStop(None), Service())
 
 
@@ -483,7 +483,7 @@ def test_a_message_that_cannot_be_told_is_said_and_costs_nothing(root, capsys):
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("farm.nights.notify._COMMAND_S", 1.0)
+    monkeypatch.setattr("farm.nights.cycle._COMMAND_S", 1.0)
     pid_file = tmp_path / "pid"
     (problem,) = notify({"outcome": "done"}, f"sh -c 'echo $$ >{pid_file}; exec sleep 600' | cat", None)
     assert problem == "notify.command took longer than 1 s and was killed"

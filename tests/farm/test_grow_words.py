@@ -1,6 +1,6 @@
 """The names that a growth cycle gives its runs, and the words of its plan."""
 
-from farm.sampling.plan_summary import Summary
+from farm.nights.plan import Summary
 
 SUMMARY = Summary(
     policy="coverage",

@@ -9,8 +9,7 @@ import re
 import pytest
 from growth_nights import DEVICE, ENVIRONMENT, Nights, canaries_payload, compared, learned, next_plan
 
-from conf.reports.charts import Curve, columns, curves
-from conf.reports.heat_map import Grid, heat_map
+from conf.reports.charts import Curve, Grid, columns, curves, heat_map
 from conf.reports.page_text import figure
 from farm.nights.report_page import write_report
 from farm.nights.report_rows import GROUPS_SHOWN, LOG_CHARACTERS

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, run_with, submit
 
+from farm.dispatch.dispatcher import accepted
 from farm.dispatch.executors import Completion
-from farm.dispatch.task_runs import accepted
 from farm.queue.jobs import ERROR_CHARACTERS
 from tests.warehouse.warehouse_rows import ask
 from warehouse.tables.schema import TELEMETRY_SCHEMA

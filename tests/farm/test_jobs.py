@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.queue.jobs import Added, Job, Queue, QueueError, UnreadableTask, job_id_for
-from farm.queue.queue_values import device_key, text_of_config, text_of_settings
+from farm.queue.jobs import Queue
+from farm.queue.queue_file import QueueError
+from farm.queue.queue_values import Added, Job, UnreadableTask, device_key, job_id_for, text_of_config, text_of_settings
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings

@@ -7,16 +7,17 @@ import pytest
 from test_grow import cycles, grow, runs
 
 from conf.errors import EnvironmentProblem
-from farm.nights.journal import Journal, plain
-from farm.nights.journal_payloads import (
+from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,
+    Journal,
     LandPayload,
     LearnPayload,
     Payload,
     ReportPayload,
     RunPayload,
     payload_of,
+    plain,
 )
 from warehouse.files.folder import DataFolder
 

@@ -439,7 +439,7 @@ def test_the_manifests_name_what_the_service_has():
 
 
 def test_the_manifests_arguments_are_keys_of_the_commands():
-    from conf.cli.keys import documented_keys
+    from conf.cli.overrides import documented_keys
 
     for name, command in (("gpufarm", "serve"), ("gpufarm-kueue", "kueue")):
         container = manifests()["Deployment", name]["spec"]["template"]["spec"]["containers"][0]

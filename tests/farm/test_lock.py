@@ -17,10 +17,9 @@ from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import alive, identity
 from farm import status
-from farm.queue.leftovers import make_folder, record_processes
+from farm.queue.leftovers import SESSION_VARIABLE, make_folder, record_processes, sweep_orphans
 from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
-from farm.queue.sweep import SESSION_VARIABLE, sweep_orphans
-from warehouse.compact import compaction_lock
+from warehouse.files.compaction import compaction_lock
 from warehouse.files.folder import DataFolder
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"

@@ -11,11 +11,12 @@ from test_dispatch import DEVICE, SETTINGS, submit, work
 from conf.cli.command_line import run
 from conf.files.identity import canonical_json
 from farm import status
-from farm.dispatch.dispatcher import reconcile
-from farm.queue.jobs import MIXED_FAMILY, Job, Queue
+from farm.dispatch.working import reconcile
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import MIXED_FAMILY, Job
 from featurize.families import get_family
 from tests.warehouse.warehouse_rows import ask
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.presence import compare, landed_tasks
 
 NOW_S = 4_000_000_000.0

@@ -7,9 +7,8 @@ import urllib.request
 
 import pytest
 
-from farm.monitoring.health import Pulse
-from farm.monitoring.metrics import FarmMetrics, MetricsSettings
-from farm.monitoring.server import LIMITS, MetricsServer
+from farm.dispatch.metrics_server import LIMITS, MetricsServer
+from farm.dispatch.monitoring import FarmMetrics, MetricsSettings, Pulse
 
 PATIENCE_S = 30.0
 

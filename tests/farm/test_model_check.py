@@ -12,7 +12,8 @@ from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import grow as grow_module
 from farm import submit as submit_module
-from farm.sampling.space import own_space, parse_space
+from farm.sampling.dimensions import own_space
+from farm.sampling.space import parse_space
 from farm.submission import model_check
 from farm.submission.model_check import problem_of, require_models
 from warehouse.files.folder import DataFolder

@@ -12,7 +12,7 @@ import pytest
 
 from conf.cli import command_line as cli
 from farm import grow as grow_module
-from featurize.configs.own_code import config_of_user
+from featurize.configs.trial import config_of_user
 from featurize.families import zoo
 from learn import benchmark as benchmark_module
 from learn.commands import estimate as estimate_module

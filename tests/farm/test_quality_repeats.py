@@ -8,11 +8,12 @@ import pytest
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, run_with, submit
 
 from conf.errors import UsageError
-from farm.dispatch.dispatcher import Dispatcher, reconcile
+from farm.dispatch.dispatcher import Dispatcher
 from farm.dispatch.executors import Completion
+from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
 from tests.warehouse.warehouse_rows import ask
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.writer import RunWriter
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult

@@ -9,10 +9,10 @@ import threading
 import psutil
 import pytest
 
-from farm.dispatch import ray_head
+from farm.dispatch import ray_cluster
 from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, HeadWatch, JoinedHead, OwnHead
 from farm.dispatch.ray_executor import RayExecutor
-from farm.dispatch.ray_head import EXIT_CLUSTER_LOST, ClusterLost, HeadWatch, JoinedHead, OwnHead
 from workers.devices import DeviceChoice
 
 PATIENCE_S = 30.0
@@ -79,7 +79,7 @@ def test_an_error_of_a_call_is_its_callers(watch):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(ray_head, "_PATIENCE_AT_START_S", 0.05)
+    monkeypatch.setattr(ray_cluster, "_PATIENCE_AT_START_S", 0.05)
 
 
 def test_a_main_thread_that_waits_inside_of_ray_is_not_waited_for(impatient, capsys):
@@ -129,7 +129,7 @@ def test_a_joined_cluster_that_refuses_connections_is_lost_after_seconds():
         now[0] = 100.0
         assert head.lost() is None
     assert head.lost() is None, "it may be starting again"
-    now[0] += ray_head._REFUSED_FOR_S
+    now[0] += ray_cluster._REFUSED_FOR_S
     assert f"{host}:{port} no longer answers" in head.lost()
 
 

@@ -12,8 +12,8 @@ from test_dispatch import submit, work
 from conf.cli.command_line import run
 from farm import grow, status
 from farm.nights.journal import Journal
-from farm.queue.jobs import Queue, QueueError
-from farm.queue.queue_copy import queue_to_read
+from farm.queue.jobs import Queue, queue_to_read
+from farm.queue.queue_file import QueueError
 from warehouse.files.folder import DataFolder
 
 

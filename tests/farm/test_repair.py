@@ -14,11 +14,10 @@ from farm import doctor
 from farm.queue.lock import DispatcherBusy, DispatcherLock
 from farm.queue.repair import repair
 from tests.warehouse.warehouse_rows import ask, flip
-from warehouse.compact import CompactionSettings, compact
-from warehouse.files.checksum import write_sealed
-from warehouse.files.compaction import compaction_lock
+from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.integrity import examine
+from warehouse.files.layout import write_sealed
 from warehouse.files.merged import Listing, listing_file
 from warehouse.files.presence import compare, landed_tasks
 from warehouse.files.snapshots import take_snapshot

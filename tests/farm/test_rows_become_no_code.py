@@ -9,10 +9,10 @@ from conf.errors import UsageError
 from farm.nights.machine import submit_listed
 from farm.nights.plan import code_names, read_plan
 from farm.queue.jobs import Queue
+from farm.sampling.coverage import known_runs
 from farm.sampling.draws import sample
-from farm.sampling.known_runs import known_runs
 from farm.sampling.space import parse_space
-from featurize.configs.row_config import code_problem, config_of_row
+from featurize.configs.trial import code_problem, config_of_row
 from featurize.families import mlp, zoo
 from featurize.job.code_names import CodeName
 from warehouse.files.folder import DataFolder

@@ -9,13 +9,22 @@ import numpy as np
 import pytest
 
 from conf.errors import UsageError
-from farm.sampling.active import chance_to_fit, distances, doubts, drawn, worth
-from farm.sampling.coverage import DIMENSIONS, Map, fill
+from farm.nights.plan import summary
+from farm.sampling.coverage import DIMENSIONS, Known, Map, fill, known_runs, thinned
 from farm.sampling.draws import Limits
 from farm.sampling.forecast import Forecaster
-from farm.sampling.known_runs import Known, known_runs, thinned
-from farm.sampling.plan_summary import summary
-from farm.sampling.selection import POLICIES, CandidatePool, candidates, choose, joined
+from farm.sampling.selection import (
+    POLICIES,
+    CandidatePool,
+    candidates,
+    chance_to_fit,
+    choose,
+    draw,
+    estimate_doubts,
+    joined,
+    nearest_distances,
+    worth,
+)
 from farm.sampling.space import parse_space
 from featurize.configs.trial import canonical_json, config_hash
 from featurize.device.device_spec import load_device
@@ -243,9 +252,9 @@ def test_doubt_needs_rows_and_is_where_they_are_few():
     )
     known = known[(known[:, 0] < 0) | (np.arange(200) < 12)]
     labels = np.exp(2.0 * (known[:, 0] > 0) * known[:, 1])
-    doubt = doubts("memory", table, np.ones(400), known, np.ones(len(known)), labels)
+    doubt = estimate_doubts("memory", table, np.ones(400), known, np.ones(len(known)), labels)
     assert doubt.score[table[:, 0] > 0.3].mean() > 2 * doubt.score[table[:, 0] < -0.3].mean()
-    assert doubts("memory", table, np.ones(400), known[:19], np.ones(19), labels[:19]) is None
+    assert estimate_doubts("memory", table, np.ones(400), known[:19], np.ones(19), labels[:19]) is None
 
 
 def test_rare_bins_and_doubt_draw_rows_to_themselves():
@@ -254,7 +263,7 @@ def test_rare_bins_and_doubt_draw_rows_to_themselves():
 
     def share_of_rare(score):
         return np.mean(
-            [cell[drawn(worth({"smact": score}, {"smact": cell}, fits), 50, seed)].mean() for seed in range(20)]
+            [cell[draw(worth({"smact": score}, {"smact": cell}, fits), 50, seed)].mean() for seed in range(20)]
         )
 
     assert 0.2 < share_of_rare(np.ones(1000)) < 0.35  # roots: 10 of 10 + 30
@@ -275,8 +284,8 @@ def test_memory_counts_as_much_as_how_the_gpu_is_driven_whatever_the_scales():
 
 def test_a_draw_takes_nobody_twice_and_those_of_worth_first():
     value = np.array([1e-6, 1.0, 1e6])
-    assert drawn(value, 3, seed=0).tolist() == [2, 1, 0]
-    assert sorted(drawn(np.ones(7), 100, seed=1)) == list(range(7))
+    assert draw(value, 3, seed=0).tolist() == [2, 1, 0]
+    assert sorted(draw(np.ones(7), 100, seed=1)) == list(range(7))
 
 
 def test_what_will_probably_not_fit_is_rarely_worth_a_run(pool):
@@ -292,8 +301,8 @@ def test_what_will_probably_not_fit_is_rarely_worth_a_run(pool):
 
 def test_distances_are_to_the_nearest_known_or_earlier_row():
     rows = np.array([[0.0, 3.0], [0.0, 0.0], [0.0, 1.0]])
-    assert distances(rows, np.array([[4.0, 0.0]])).tolist() == [5.0, 3.0, 1.0]
-    assert distances(rows, np.zeros((0, 2))).tolist() == [np.inf, 3.0, 1.0]
+    assert nearest_distances(rows, np.array([[4.0, 0.0]])).tolist() == [5.0, 3.0, 1.0]
+    assert nearest_distances(rows, np.zeros((0, 2))).tolist() == [np.inf, 3.0, 1.0]
 
 
 def test_active_without_rows_says_that_it_covers(pool):

@@ -19,14 +19,12 @@ from conf.cli.overrides import load_settings
 from conf.errors import UsageError
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.dispatcher import StopRequest, lost_run
-from farm.dispatch.ray_nodes import NodeWatch
-from farm.monitoring.events import Events, LogSettings
-from farm.monitoring.health import Pulse
-from farm.monitoring.metrics import FarmMetrics, MetricsSettings
-from farm.monitoring.server import MetricsServer
-from farm.monitoring.service import Service
+from farm.dispatch.metrics_server import MetricsServer
+from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSettings, Pulse, Service
+from farm.dispatch.ray_cluster import NodeWatch
+from farm.dispatch.working import TimedStop, work
 from farm.queue.lock import DispatcherLock
-from farm.work import TimedStop, WorkSettings, work
+from farm.work import WorkSettings
 from featurize.families import get_family
 from warehouse.tables.run import Run
 from workers.settings import TrialSettings, WindowSettings

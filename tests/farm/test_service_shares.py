@@ -7,10 +7,7 @@ import sqlite3
 
 import pytest
 
-from farm.serving.gate import CLIENT, Gate, GateRules
-from farm.serving.request_log import RequestLog
-from farm.serving.service_metrics import ServiceMetrics
-from farm.serving.shares import Places
+from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, ServiceMetrics
 from farm.serving.trace_store import DONE, QUEUED, QuestionLimits, TraceStore
 
 LIMITS = QuestionLimits(waiting=100, stored_bytes=4 * 2**20, fresh_s=60.0)

@@ -23,12 +23,11 @@ from hypothesis import strategies as st
 from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem
 from farm import serve
+from farm.serving.bodies import EstimateRequest
 from farm.serving.problems import Problem
 from farm.serving.questions import Policy, estimate_question
-from farm.serving.requests import EstimateRequest
-from farm.serving.trace_pool import TracePool
+from farm.serving.trace_pool import TraceLimits, TracePool, _reply
 from farm.serving.trace_store import QuestionLimits, TraceStore
-from farm.serving.tracing import TraceLimits, _reply
 from learn import Estimate, JobProfile, estimate, estimate_many
 from learn.client import Client, Refused
 from learn.commands import estimate as estimate_command
@@ -537,7 +536,7 @@ def test_a_killed_trace_is_traced_again(service):
 
 def test_traces_go_on_when_the_process_that_they_are_forked_from_is_killed(service):
     for server in psutil.Process(service.process.pid).children():
-        if "farm.serving.tracing:prepare" in server.cmdline():
+        if "farm.serving.trace_pool:prepare" in server.cmdline():
             server.kill()
     with service.client() as client:
         done = client.estimate(config={**MLP, "depth": 7}, method="full")
@@ -548,7 +547,7 @@ def kill_trace(service) -> bool:
     """Kill the child that traces, as soon as there is one."""
     me = psutil.Process(service.process.pid)
     for _ in range(10_000):
-        servers = [one for one in me.children() if "farm.serving.tracing:prepare" in one.cmdline()]
+        servers = [one for one in me.children() if "farm.serving.trace_pool:prepare" in one.cmdline()]
         for child in [child for server in servers for child in server.children()]:
             with contextlib.suppress(psutil.Error):
                 child.kill()

@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from conf.errors import UsageError
-from farm.sampling.space import Choice, Constant, Range, parse_space, space_of_mapping
-from farm.sampling.space_limits import require_within_limits
+from farm.sampling.dimensions import Choice, Constant, Range
+from farm.sampling.space import parse_space, require_within_limits, space_of_mapping
 from featurize.families import family_names
-from featurize.job.trial_config import OPTIMIZERS
+from featurize.job.training_settings import OPTIMIZERS
 
 ARCH = sorted((Path(__file__).parents[2] / "conf" / "arch").glob("*.yaml"))
 

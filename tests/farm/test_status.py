@@ -7,8 +7,9 @@ import pytest
 
 from conf.cli.command_line import run
 from farm import cancel, status
-from farm.queue.jobs import Job, Queue, RunDoubt
+from farm.queue.jobs import Queue
 from farm.queue.lock import DispatcherLock
+from farm.queue.queue_values import Job, RunDoubt
 from farm.sampling.space import parse_space
 from farm.status import _print_table
 from warehouse.files.folder import DataFolder

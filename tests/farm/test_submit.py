@@ -21,9 +21,9 @@ from farm import submit as submit_module
 from farm import work as work_module
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.queue.jobs import Queue
-from farm.submission.large_submissions import queue_bytes
+from farm.submission.submitting import _shown, queue_bytes
 from featurize.families import family_names
-from featurize.job.trial_config import OPTIMIZERS
+from featurize.job.training_settings import OPTIMIZERS
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -125,7 +125,7 @@ def test_the_farm_takes_every_optimizer_that_estimates_know(data):
     ],
 )
 def test_an_optimizer_that_cannot_run_is_refused_before_anything_is_queued(data, capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr("farm.dispatch.layouts.version_of", lambda package: None)
+    monkeypatch.setattr("farm.submission.settings.version_of", lambda package: None)
     assert submit(data, "n=2", *arguments) == 2
     assert words in capsys.readouterr().err and not data.exists()
 
@@ -220,8 +220,7 @@ def test_it_works_on_ray_with_several_simulated_gpus(data):
 
 @pytest.fixture
 def asks_above_three(monkeypatch):
-    for module in ("farm.submission.large_submissions", "farm.submit"):
-        monkeypatch.setattr(f"{module}.ASK_ABOVE", 3)
+    monkeypatch.setattr("farm.submission.submitting.ASK_ABOVE", 3)
 
 
 def on_terminal(monkeypatch, answer):
@@ -313,7 +312,7 @@ def queued(data):
 def test_a_bar_is_drawn_while_many_trials_are_queued():
     drawn = []
     bar = types.SimpleNamespace(update=lambda *figures: drawn.append(figures))
-    assert len(list(submit_module._shown(((i, "{}") for i in range(1000, 6000)), bar, 1000, 6000))) == 5000
+    assert len(list(_shown(((i, "{}") for i in range(1000, 6000)), bar, 1000, 6000))) == 5000
     assert drawn == [("queuing", 2000, 5000), ("queuing", 4000, 5000)]
 
 

@@ -12,12 +12,10 @@ from test_dispatch import DEVICE, SETTINGS, Clock, ScriptedExecutor, run_with
 from conf.errors import UsageError
 from farm.dispatch import submitted_code
 from farm.dispatch.submitted_code import SubmittedCode, record_code, record_submitted
-from farm.queue.jobs import Job
-from farm.queue.queue_values import configs_of_text
+from farm.queue.queue_values import Job, configs_of_text
 from farm.sampling.draws import sample_range
 from farm.sampling.space import parse_space
-from featurize.configs.own_code import code_marks
-from featurize.configs.trial import canonical_json, config_from_mapping
+from featurize.configs.trial import canonical_json, code_marks, config_from_mapping
 from tests.warehouse.warehouse_rows import ask
 
 OWN = "mine.nets:build"

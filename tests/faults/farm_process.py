@@ -9,7 +9,7 @@ import threading
 
 import psutil
 
-from farm.queue.sweep import SESSION_VARIABLE
+from farm.queue.leftovers import SESSION_VARIABLE
 from warehouse.reading.connection import connect
 
 SUBMIT = (

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from farm_process import SUBMIT, Farm, await_, check_complete, kill
 
-from farm.dispatch.ray_session import own_session_environment
+from farm.dispatch.ray_cluster import own_session_environment
 
 TASKS = 120
 NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}

@@ -21,7 +21,7 @@ import pytest
 from conf.errors import EnvironmentProblem
 from infra.offline import bundle as bundles
 from infra.offline import results
-from infra.offline.wheels import brought_by_torch
+from infra.offline.bundle import brought_by_torch
 from tests.warehouse.warehouse_rows import ask
 
 pytestmark = pytest.mark.slow

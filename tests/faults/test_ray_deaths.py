@@ -11,8 +11,7 @@ import psutil
 import pytest
 from farm_process import SUBMIT, Farm, await_, check_complete, kill
 
-from farm.dispatch.ray_head import EXIT_CLUSTER_LOST
-from farm.dispatch.ray_session import own_session_environment
+from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, own_session_environment
 
 TASKS = 60
 pytestmark = pytest.mark.slow

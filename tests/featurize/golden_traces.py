@@ -35,7 +35,7 @@ def release() -> str:
 
 def figures_of(config: Mapping[str, Any]) -> dict[str, float]:
     """Return what the step runs and takes on one GPU model."""
-    from featurize.configs.own_code import config_of_user
+    from featurize.configs.trial import config_of_user
     from featurize.device.device_spec import load_device
     from featurize.memory.replay import outside_mib, replay
     from featurize.trace.tracer import trace_config

@@ -19,7 +19,7 @@ from featurize.job.layout import Parallel
 from featurize.nets.prenorm import SelfAttention
 from featurize.timing.pipeline_time import schedule_class
 from featurize.training.experts import expert_mesh
-from featurize.training.ring_attention import part_of_sequence, ring_attention, sequence_mesh
+from featurize.training.sharded_rank import part_of_sequence, ring_attention, sequence_mesh
 from featurize.training.sharding import shard_units, split_modules
 from featurize.training.training_step import Training, TrainingStep
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featurize.memory.allocator import CachingAllocator, OutOfMemory
-from featurize.memory.allocator_history import replay_history
 from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.replay import replay_history
 
 MIB = 2**20
 

@@ -8,13 +8,11 @@ from torch import nn
 
 from conf.device_names import resolve_device
 from conf.errors import UsageError
-from featurize.device.architecture import AMD
-from featurize.device.device_spec import device_features, device_from_mapping, device_names, load_device
-from featurize.device.machine import machine
+from featurize.device.device_spec import AMD, device_features, device_from_mapping, device_names, load_device, machine
 from featurize.job.training_settings import Training
 from featurize.memory.replay import replay
 from featurize.operators.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
-from featurize.timing.simulate import simulate
+from featurize.timing.overlap import simulate
 from featurize.timing.step_time import time_step
 from featurize.trace.tracer import trace_step
 from learn.script.records import ScriptRecord, read_record, write_record

@@ -7,9 +7,9 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
-from featurize.recording.cuda_graphs import AUTOTUNED, GRAPHED
-from featurize.timing.host import packaged_hosts
+from featurize.recording.block_record import AUTOTUNED, GRAPHED
 from featurize.timing.step_time import time_step
+from featurize.timing.times import packaged_hosts
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from learn import estimate

@@ -14,7 +14,7 @@ from featurize.job.layout import Parallel
 from featurize.memory.replay import replay
 from featurize.recording.step_trace import Collective
 from featurize.timing.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
-from featurize.timing.delays import delays_ms
+from featurize.timing.costs import begin_moments_ms, delays_ms
 from featurize.timing.overlap import communication_of
 from featurize.trace.tracer import trace_step
 from featurize.training.data_parallel import assigned, limits_of
@@ -171,6 +171,13 @@ def test_waiting_is_what_computation_does_not_hide():
     assert late_ms([hidden, hidden], [4.0, 4.0], begins) == 2.0  # one after the other
     first = Collective(BROADCAST, 8, 0, 0)
     assert late_ms([first, hidden], [1.0, 6.0], begins) == 1.0
+
+
+def test_the_moments_of_a_step_end_with_it():
+    trace = traced()
+    moments = begin_moments_ms(trace, A100, Training(), 5.0)
+    assert moments == sorted(moments) and len(moments) == len(trace.operators) + 1
+    assert moments[0] == 0 and moments[-1] == pytest.approx(5.0)
 
 
 def test_a_step_waits_longer_over_pcie_and_across_nodes():

@@ -8,7 +8,7 @@ from featurize.device.device_spec import describe_device
 from featurize.job.layout import Parallel
 from featurize.memory.replay import replay
 from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
-from featurize.timing.simulate import simulate
+from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 

@@ -19,7 +19,7 @@ from featurize.configs.features import group_key
 from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import load_device
 from featurize.families import dlrm
-from featurize.timing.simulate import simulate
+from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training, TrainingStep
 

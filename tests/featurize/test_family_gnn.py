@@ -14,7 +14,7 @@ from plan_checks import (
 from torch import nn
 
 from featurize.families import gnn
-from featurize.nets.graph_convolutions import AttentionConvolution, GraphConvolution, SampleConvolution
+from featurize.nets.modules import AttentionConvolution, GraphConvolution, SampleConvolution
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training
 

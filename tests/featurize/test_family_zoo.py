@@ -14,8 +14,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from farm.sampling.draws import sample
 from farm.sampling.space import parse_space
 from featurize.configs.features import group_key, scalar_features
-from featurize.configs.own_code import named_by_user
-from featurize.configs.trial import config_from_mapping
+from featurize.configs.trial import config_from_mapping, named_by_user
 from featurize.families import timm, zoo
 from featurize.job.layers import totals
 from featurize.nets import vision

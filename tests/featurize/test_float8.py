@@ -17,9 +17,8 @@ from featurize.timing.calls import FP8, TENSOR, as_calls, product
 from featurize.timing.model_flops import model_flops
 from featurize.timing.step_time import load_efficiencies, timed_kernels
 from featurize.trace.tracer import trace_step
-from featurize.training.float8 import convert
 from featurize.training.sharding import shard
-from featurize.training.training_step import Training, TrainingStep
+from featurize.training.training_step import Training, TrainingStep, convert_float8
 from learn import devices_that_fit, estimate
 
 WIDTH, HIDDEN, BATCH, CLASSES = 64, 160, 32, 5
@@ -290,7 +289,7 @@ def test_tokens_may_be_any_number_where_no_8_bit_product_sums_over_them():
 def test_zero_refuses_a_model_that_comes_converted_as_it_does_the_setting():
     def converted():
         model = Net()
-        convert(model, "tensorwise")
+        convert_float8(model, "tensorwise")
         return model
 
     with pytest.raises(UsageError, match=r"zero=2 does not go with float8: .* torchao converted"):

@@ -13,11 +13,11 @@ from featurize.device.device_spec import load_device
 from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, Training
 from featurize.recording.step_trace import GATHERED, Block, Collective
 from featurize.timing import packaged
+from featurize.timing.activity import load_power
 from featurize.timing.calls import as_calls, product, stream
 from featurize.timing.collectives import packaged_links
-from featurize.timing.host import HostTime, framework_of, host_ms, packaged_hosts
-from featurize.timing.power import load_power
 from featurize.timing.step_time import time_step
+from featurize.timing.times import HostTime, framework_of, host_ms, packaged_hosts
 from featurize.trace.tracer import trace_step
 
 A100 = load_device("A100-SXM4-80GB")

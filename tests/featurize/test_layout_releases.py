@@ -8,8 +8,8 @@ from torch import nn
 
 from conf.errors import EnvironmentProblem
 from featurize.job.layout import Parallel
+from featurize.operators import torch_releases
 from featurize.trace.tracer import trace_step
-from featurize.training import releases
 from learn.planning.meshes import meshes_of, modes_of
 
 
@@ -17,11 +17,11 @@ from learn.planning.meshes import meshes_of, modes_of
 def release(monkeypatch):
     def install(version):
         monkeypatch.setattr(torch, "__version__", version)
-        releases.refused_modes.cache_clear()
+        torch_releases.refused_modes.cache_clear()
 
     yield install
     monkeypatch.undo()
-    releases.refused_modes.cache_clear()
+    torch_releases.refused_modes.cache_clear()
 
 
 def never_built():

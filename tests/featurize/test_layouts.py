@@ -10,8 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.configs.row_config import UnreadableConfig, config_of_one_gpu, config_of_row
-from featurize.configs.trial import canonical_json, config_from_mapping, config_hash
+from featurize.configs.trial import (
+    UnreadableConfig,
+    canonical_json,
+    config_from_mapping,
+    config_hash,
+    config_of_one_gpu,
+    config_of_row,
+)
 from featurize.families import get_family
 from featurize.job.layout import Parallel, apt_settings, parse_parallel
 from featurize.training.sharding import wrapped

@@ -6,9 +6,8 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from featurize.device.device_spec import DeviceSpec, load_device
-from featurize.memory.allocator_history import replay_history
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.memory.replay import MemoryProfile, replay
+from featurize.memory.replay import MemoryProfile, replay, replay_history
 from featurize.recording.step_trace import StepTrace
 from featurize.trace.tracer import trace_step
 

@@ -5,9 +5,9 @@ import torch
 from small_configs import small_config
 from torch import nn
 
-from featurize.operators import meta_results
-from featurize.operators.meta_results import meta_result
 from featurize.recording import recorder
+from featurize.recording import recorder as meta_results
+from featurize.recording.recorder import meta_result
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training
 from tests.family_cases import FAMILIES

@@ -8,7 +8,7 @@ import torch
 from small_configs import small_config
 from torch import nn
 
-from featurize.configs.opgraph import opgraph, product_dims
+from featurize.configs.step_features import opgraph, product_dims
 from featurize.device.device_spec import load_device
 from featurize.job.training_settings import Training
 from featurize.operators.table import VOCABULARY, category

@@ -27,7 +27,7 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import TraceError, trace_step
-from featurize.training.repeated_passes import DoesNotRepeat
+from featurize.training.stages import DoesNotRepeat
 from featurize.training.training_step import Training
 
 pytestmark = pytest.mark.needs_mode("pp")

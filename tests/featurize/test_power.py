@@ -14,7 +14,7 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.device.device_spec import DeviceSpec, device_from_mapping, device_names, device_of_user, load_device
 from featurize.job.training_settings import Training
-from featurize.timing.power import KernelLoad, load_power, under_limit
+from featurize.timing.activity import KernelLoad, load_power, under_limit
 from featurize.timing.step_time import TimedStep, time_step
 from featurize.trace.tracer import trace_step
 

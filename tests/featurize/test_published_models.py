@@ -11,7 +11,7 @@ from published_models import BATCH, MODELS
 from torch import nn
 
 from featurize.nets.vision import mend_torchvision
-from featurize.operators import detection
+from featurize.operators import cuda_policy
 from featurize.operators.library_calls import LIBRARY_CALLS
 from featurize.operators.replacing import replaced
 from featurize.recording.batches import arguments, call, own_loss, tensors_of
@@ -116,7 +116,7 @@ def test_a_detectors_samples_reach_their_limits(name):
     assert heads["roi_heads.box_head.fc6"] == BATCH * 512
     if name == "mask_rcnn":
         assert heads["roi_heads.mask_head.0.0"] == BATCH * 128  # the quarter that matches an object
-    assert {detection.PROPOSALS, detection.MATCHES} <= set(trace.assumed)
+    assert {cuda_policy.PROPOSALS, cuda_policy.MATCHES} <= set(trace.assumed)
 
 
 @pytest.mark.parametrize("length", [16, 20])

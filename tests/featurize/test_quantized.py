@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.operators.quantized import Linear4Bit, Linear8Bit, quantize, replace_bitsandbytes
+from featurize.operators.own_operators import Linear4Bit, Linear8Bit, quantize, replace_bitsandbytes
 from featurize.timing.calls import operator_kernels
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training

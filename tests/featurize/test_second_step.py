@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from featurize.trace import tracing
+from featurize.trace import tracer
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 
@@ -257,7 +257,7 @@ def require_same(one, other):
 
 def require_as_it_runs(monkeypatch, **request):
     quick = traced(**request)
-    monkeypatch.setattr(tracing.SecondStep, "goes_alike", lambda _: False)
+    monkeypatch.setattr(tracer.SecondStep, "goes_alike", lambda _: False)
     both = traced(**request)
     require_same(quick, both)
     require_same(quick.in_a_loop, both.in_a_loop)
@@ -275,7 +275,7 @@ def test_the_trace_is_that_of_two_steps_that_run(monkeypatch, model, training_lo
 @pytest.mark.parametrize("training_loop", [True, False])
 def test_a_loss_that_keeps_something_runs_twice(monkeypatch, training_loop):
     quick = traced(Plain, training_loop, loss=CountingLoss())
-    monkeypatch.setattr(tracing.SecondStep, "goes_alike", lambda _: False)
+    monkeypatch.setattr(tracer.SecondStep, "goes_alike", lambda _: False)
     require_same(quick, traced(Plain, training_loop, loss=CountingLoss()))
 
 
@@ -288,7 +288,7 @@ def test_outputs_that_a_library_keeps_live_as_long_as_it_keeps_them(monkeypatch)
     try:
         quick = traced(Plain, True)
         kept.clear()
-        monkeypatch.setattr(tracing.SecondStep, "goes_alike", lambda _: False)
+        monkeypatch.setattr(tracer.SecondStep, "goes_alike", lambda _: False)
         require_same(quick, traced(Plain, True))
     finally:
         hook.remove()

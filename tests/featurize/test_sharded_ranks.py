@@ -17,7 +17,7 @@ from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import trace_step
 from featurize.training.experts import divide_experts, expert_mesh
-from featurize.training.ring_attention import part_of_sequence, ring_attention, sequence_mesh
+from featurize.training.sharded_rank import part_of_sequence, ring_attention, sequence_mesh
 from featurize.training.sharding import shard
 from featurize.training.training_step import Training, TrainingStep
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from featurize.device.device_spec import load_device
-from featurize.timing.simulate import simulate
+from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 

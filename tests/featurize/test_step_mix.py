@@ -7,8 +7,8 @@ from featurize.device.device_spec import load_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.memory.replay import replay
 from featurize.nets.vision import import_library
-from featurize.trace import tracing
-from featurize.trace.step_mix import StepSequence
+from featurize.trace import tracer
+from featurize.trace.steps_in_a_loop import StepSequence
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training, TrainingStep
 
@@ -72,7 +72,7 @@ def test_joined_steps_are_those_that_run_one_after_the_other(settings, monkeypat
     joined = mix(LENGTHS, **settings)
     in_order = [LENGTHS[at] for at in joined.mix.order]
     assert in_order[: len(LENGTHS)] == list(LENGTHS) and in_order[-2:] == [128, 128]
-    monkeypatch.setattr(tracing, "StepSequence", EveryStepRuns)
+    monkeypatch.setattr(tracer, "StepSequence", EveryStepRuns)
     every = mix(in_order, **settings)
     assert what_happens(joined) == what_happens(every)
     for allocator in (None, EXPANDABLE):

@@ -4,8 +4,8 @@ import pytest
 
 from featurize.device.device_spec import load_device
 from featurize.families import get_family, loss_of
+from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import replay
-from featurize.memory.workspace_scenarios import reserved_by_scenario
 from featurize.trace.tracer import trace_step
 from tests.featurize.small_configs import small_config
 

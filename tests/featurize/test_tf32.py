@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from featurize.device.tf32 import allow_tf32, cudnn_allows_tf32, matmul_allows_tf32
+from featurize.operators.torch_releases import allow_tf32, cudnn_allows_tf32, matmul_allows_tf32
 
 NEW_API = hasattr(torch.backends, "fp32_precision")
 HAS_BOTH = pytest.mark.skipif(not NEW_API, reason="this release of PyTorch has the older API only")

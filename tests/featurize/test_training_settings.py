@@ -10,8 +10,7 @@ from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import load_device
-from featurize.job.training_settings import LOW_PRECISIONS
-from featurize.job.trial_config import OPTIMIZERS
+from featurize.job.training_settings import LOW_PRECISIONS, OPTIMIZERS
 from featurize.memory.replay import replay
 from featurize.nets.checkpointing import repeated_blocks
 from featurize.nets.vision import import_library

@@ -251,7 +251,7 @@ def allocator_events():
 
 
 def _moments(config):
-    from featurize.configs.own_code import config_of_user
+    from featurize.configs.trial import config_of_user
     from featurize.device.device_spec import load_device
     from featurize.memory.replay import replay
     from featurize.trace.tracer import trace_config

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from planted_histories import recorded_segments
 
-from featurize.memory.allocator_history import replay_history
 from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.replay import replay_history
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 RECORDER = """
 import json, random, sys
 import torch
-from workers.probes import recording
+from workers.probes.gpu import recorded_history, start_recording
 
 path, what, seed, fraction = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-recording.start()
+start_recording()
 if fraction < 1:
     torch.cuda.set_per_process_memory_fraction(fraction)
 chance = random.Random(seed)
@@ -81,7 +81,7 @@ def storm():
 
 {"train": train, "storm": storm}[what]()
 with open(path, "w") as file:
-    json.dump(recording.recorded(), file)
+    json.dump(recorded_history(), file)
 """
 
 

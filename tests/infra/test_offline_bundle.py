@@ -20,9 +20,8 @@ from packaging.requirements import Requirement
 
 from conf.errors import EnvironmentProblem, UsageError
 from infra.offline import bundle as bundles
-from infra.offline import launch, plan
-from infra.offline import wheels as resolved
-from infra.offline.wheels import Target, needed_wheels
+from infra.offline import launch, steps
+from infra.offline.bundle import Target, needed_wheels
 
 PYTHON = "{}.{}".format(*sys.version_info)
 TAG = f"cp{PYTHON.replace('.', '')}"
@@ -56,7 +55,7 @@ sys.exit(7)
 
 
 def write_wheel(folder, name, tag, requires=(), files=(), version=None):
-    version = version or UNPINNED.get(name) or str(resolved._pins().get(name.replace("_", "-"), "30.0"))
+    version = version or UNPINNED.get(name) or str(bundles._pins().get(name.replace("_", "-"), "30.0"))
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     metadata += "".join(f"Requires-Dist: {line}\n" for line in requires)
     with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
@@ -342,7 +341,7 @@ def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monk
 
 
 def test_the_script_knows_the_steps_of_the_plan():
-    assert tuple(plan.STEPS) == launch.STEPS
+    assert tuple(steps.STEPS) == launch.STEPS
 
 
 def test_without_an_index_it_says_so_at_once(index, tmp_path, monkeypatch):

@@ -7,24 +7,22 @@ from dataclasses import replace
 import pytest
 
 from conf.cli.overrides import load_settings
-from conf.reports.render import render_page
+from conf.reports.blocks import render_page
 from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.working import work as run_tasks
 from farm.queue.jobs import Queue
 from farm.submission.settings import SubmitSettings
-from farm.submit import submit
-from farm.work import work as run_tasks
+from farm.submission.submitting import submit
 from featurize.families import cnn, mlp
 from infra.offline import page
 from infra.offline.estimated_runs import SHIPPED, EstimatedRuns, estimated_runs, spread_of
-from infra.offline.experiment_sections import pair_blocks, protocol_blocks
-from infra.offline.page import make_page, read_results
-from infra.offline.refits import refits
+from infra.offline.page import make_page, read_results, refits
 from infra.offline.results import Series, pack
-from infra.offline.run_sections import is_corrected, memory_blocks
+from infra.offline.run_sections import is_corrected, memory_blocks, pair_blocks, protocol_blocks
 from learn.estimation.notes import PIPELINE
 from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
 from tests.parsed_page import ParsedPage
-from warehouse.exchange.published_groups import NOT_TOGETHER
+from warehouse.exchange.published_tables import NOT_TOGETHER
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 

@@ -15,10 +15,11 @@ import pyarrow as pa
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.queue.jobs import Job, Queue
-from infra.offline import call, plan, results, steps
-from infra.offline.plan import STEPS
+from farm.queue.jobs import Queue
+from farm.queue.queue_values import Job
+from infra.offline import results, steps
 from infra.offline.results import Series
+from infra.offline.steps import STEPS
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -258,7 +259,7 @@ def test_a_call_without_its_gpu_is_one_line(tmp_path, capsys):
 
 
 def test_no_trial_begins_where_the_results_have_no_room_for_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(call, "FULL_BYTES", 0)
+    monkeypatch.setattr(steps, "FULL_BYTES", 0)
     work = tmp_path / "work"
     assert steps.main(["collect", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]) == 0
     assert "collect: full after 0 s: the results have no room for more" in capsys.readouterr().out
@@ -293,14 +294,14 @@ def test_only_a_probe_s_exit_code_says_that_time_is_up(tmp_path, monkeypatch, st
 
 
 def test_what_is_full_ends_runs_and_no_probe(tmp_path, monkeypatch):
-    monkeypatch.setattr(call, "FULL_BYTES", 0)
+    monkeypatch.setattr(steps, "FULL_BYTES", 0)
     program(monkeypatch, "calibrate", "import json, decimal, fractions")
     assert run_step(tmp_path, "calibrate")["outcome"] == "done"
 
 
 def test_a_failed_packing_ends_nothing_and_a_second_one_does(work, packed, monkeypatch):
-    place = plan.Place(work=work, device="simulated", gpus=1)
-    at_work = call.Call(place=place, results=packed, rows=[])
+    place = steps.Place(work=work, device="simulated", gpus=1)
+    at_work = steps.Call(place=place, results=packed, rows=[])
     (work / "noise").write_bytes(os.urandom(100_000))
     monkeypatch.setattr(results, "SLICE_BYTES", 2**10)
     at_work.pack()
@@ -326,10 +327,10 @@ def test_runs_that_cannot_be_counted_are_packed(work, packed, monkeypatch):
     def damaged(folder):
         raise duckdb.IOException("No magic bytes found")
 
-    at_work = call.Call(place=plan.Place(work=work, device="simulated", gpus=1), results=packed, rows=[])
+    at_work = steps.Call(place=steps.Place(work=work, device="simulated", gpus=1), results=packed, rows=[])
     at_work.pack()
     counted = at_work.counts
-    monkeypatch.setattr(call, "run_counts", damaged)
+    monkeypatch.setattr(steps, "run_counts", damaged)
     at_work.pack()
     assert at_work.counts == counted and "No magic bytes" in at_work.problem
     assert results.newest(packed).series.generation == 3
@@ -398,7 +399,7 @@ def test_the_report_of_a_killed_call_is_not_taken_for_this_one_s_and_pytest_has_
 
 def test_a_torn_file_of_the_benchmark_means_that_some_is_left(tmp_path):
     (tmp_path / "bench.json").write_text('{"plan": {"comp')
-    assert STEPS["bench"].is_left(plan.Place(work=tmp_path, device="cuda", gpus=1))
+    assert STEPS["bench"].is_left(steps.Place(work=tmp_path, device="cuda", gpus=1))
 
 
 @pytest.mark.parametrize(
@@ -409,8 +410,8 @@ def test_a_program_that_keeps_its_own_time_is_interrupted_only_at_the_end(step, 
 
 
 def test_a_long_summary_keeps_its_last_lines(work, packed):
-    at_work = call.Call(
-        place=plan.Place(work=work, device="cuda", gpus=1), results=packed, rows=[], problem="not packed: disk"
+    at_work = steps.Call(
+        place=steps.Place(work=work, device="cuda", gpus=1), results=packed, rows=[], problem="not packed: disk"
     )
     at_work.counts = [
         {"family": f"f{number}", "status": "ok", "quality": "trusted", "runs": 2, "longest_s": 1.0}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from featurize.device.device_spec import load_device
-from featurize.timing.simulate import simulate
+from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,8 +102,9 @@ def test_the_readme_shows_the_commands_of_the_demo(generate):
 
 def test_the_readme_s_simulated_figures_are_those_of_this_code():
     """The run beside the estimate, simulated again: stale figures need `make readme`."""
+    from farm.sampling.dimensions import default_space
     from farm.sampling.draws import sample
-    from farm.sampling.space import default_space, parse_space
+    from farm.sampling.space import parse_space
 
     (index,) = {int(number) for number in re.findall(rf"run={RUN_ID.pattern}", README)}
     device = load_device("A100-SXM4-40GB")

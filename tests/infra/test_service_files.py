@@ -15,8 +15,7 @@ import yaml
 
 from conf.cli.command_line import load_config
 from conf.cli.overrides import load_settings
-from farm.monitoring.health import Pulse
-from farm.monitoring.metrics import FarmMetrics
+from farm.dispatch.monitoring import FarmMetrics, Pulse
 from farm.work import WorkSettings
 from warehouse.files.folder import DataFolder
 
@@ -128,7 +127,7 @@ def metric_names(tmp_path):
 def service_metric_names():
     """Return the names in `/metrics` of a service that has answered something."""
     answered = """
-from farm.serving.service_metrics import ServiceMetrics
+from farm.serving.gate import ServiceMetrics
 metrics = ServiceMetrics()
 metrics.request("/v1/estimate", "POST", 200, 0.01)
 metrics.answered("fast")

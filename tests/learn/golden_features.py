@@ -1,7 +1,7 @@
 """Features of some twenty fixed cases: what they must be as long as `FEATURES_VERSION` stays the same.
 
 Start reading at `differences`. `golden_features.json` beside this file holds the values. Where they are meant to move:
-raise `FEATURES_VERSION` in `featurize/job/version.py`, add a line to its `HISTORY`, then write them anew with
+raise `FEATURES_VERSION` in `featurize/configs/features.py`, add a line to its `HISTORY`, then write them anew with
 `python -m tests.learn.golden_features write=true` from the repository.
 """
 
@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from conf.files.identity import version_of
-from featurize.configs.features import scalar_features
-from featurize.configs.own_code import config_of_user
+from featurize.configs.features import FEATURES_VERSION, scalar_features
+from featurize.configs.trial import config_of_user
 from featurize.device.device_spec import load_device
-from featurize.job.version import FEATURES_VERSION
 from learn.job.training_job import Case, TrainingJob, of_module
 from learn.rows.step_store import compute
 
@@ -30,7 +29,7 @@ GOLDEN = Path(__file__).with_name("golden_features.json")
 TOLERANCE = 1e-9  # relative: libraries of other machines may round the last digit in another way
 DIGITS = 12
 HOW = (
-    "If this is meant: raise FEATURES_VERSION in featurize/job/version.py, add a line to its HISTORY, and run "
+    "If this is meant: raise FEATURES_VERSION in featurize/configs/features.py, add a line to its HISTORY, and run "
     "`python -m tests.learn.golden_features write=true`. Artifacts of the version before are stale then."
 )
 Values = dict[str, dict[str, float | str]]  # kind of features -> name -> value; zeros are left out

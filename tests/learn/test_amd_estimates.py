@@ -6,8 +6,7 @@ from torch import nn
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm.sampling.forecast import Forecaster
-from featurize.device.device_spec import load_device
-from featurize.device.machine import MachineProfile
+from featurize.device.device_spec import MachineProfile, load_device
 from featurize.families import cnn, mlp
 from learn import devices_that_fit, estimate, estimate_many, estimate_script
 from learn.estimation.job_estimate import (

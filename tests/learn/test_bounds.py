@@ -7,8 +7,7 @@ import pytest
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device.device_spec import load_device
-from featurize.device.machine import MachineProfile
+from featurize.device.device_spec import MachineProfile, load_device
 from featurize.families import cnn, mlp
 from learn import devices_that_fit, estimate, estimate_many, largest_batch
 from learn.estimation.known_runs import KINDS

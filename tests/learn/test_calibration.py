@@ -9,8 +9,7 @@ from torch import nn
 import learn.calibrate as calibrate_command
 from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device.device_spec import load_device
-from featurize.device.machine import CURRENT, DESCRIBED, EAGER, MachineProfile, machine, read_machine
+from featurize.device.device_spec import CURRENT, DESCRIBED, EAGER, MachineProfile, load_device, machine, read_machine
 from learn import estimate
 from learn.calibrate import MeasuredMemory, calibrate, measured_in_csv, to_mapping
 from tests.learn.learn_rows import make_configs, write_batch

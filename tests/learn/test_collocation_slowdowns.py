@@ -2,12 +2,13 @@
 
 import csv
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 import learn
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from learn import JobProfile, fit_slowdowns, group_memory, slowdowns
 from learn.benchmark import entry as benchmark_command
 from learn.commands.benchmark_rows import BenchmarkSettings
@@ -26,6 +27,7 @@ from learn.sharing.learned import (
     packaged_slowdowns,
 )
 from learn.sharing.profile import ConstantSlowdown
+from tests.learn.learn_rows import restamp
 from warehouse.ingest import IngestSettings, ingest
 
 TRUTH = ContentionFormula(own=0.9, others=0.8, sharpness=6.0, bandwidth=0.3)
@@ -183,7 +185,7 @@ def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
 def test_groups_that_were_not_together_are_never_learned_from(groups):
     from dataclasses import replace
 
-    from warehouse.exchange.published_groups import NOT_TOGETHER
+    from warehouse.exchange.published_tables import NOT_TOGETHER
 
     wrong = [
         replace(g, group_id=f"x{g.group_id}", slowdowns=(9.0, 9.0), joint_memory_mib=None, doubt=NOT_TOGETHER)
@@ -225,6 +227,11 @@ def test_a_damaged_artifact_is_named_and_an_older_one_answers(pairs_folder, caps
     (newer.path / "model" / "slowdown.json").write_text("{}")
     assert find_slowdowns(pairs_folder) == older.slowdowns
     assert newer.path.name in capsys.readouterr().err
+    kept = older.path / "model" / "slowdown.json"
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), "format": 9}))
+    restamp(older.path)
+    with pytest.raises(EnvironmentProblem, match="slowdown models of format 9, this code knows 1"):
+        load_slowdowns(older.path)
 
 
 def test_the_benchmark_prints_every_estimator_and_writes_its_figures(pairs_folder, tmp_path, capsys):

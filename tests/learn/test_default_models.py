@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from featurize.configs.features import FEATURES_STAMP
 from featurize.families import cnn, layers_of, mlp, transformer
 from featurize.job.layers import totals
-from featurize.job.version import FEATURES_STAMP
 from learn import estimate
 from learn.build_defaults import LIMIT_MIB, TARGETS
 from learn.estimation.fast_estimates import BOUND, DEVICES, FAST_LOOPS

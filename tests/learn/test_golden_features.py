@@ -11,9 +11,9 @@ import golden_features
 import pytest
 from golden_features import differences, golden, same_libraries
 
+from featurize.configs.features import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
 from featurize.families import family_names
-from featurize.job.version import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
-from featurize.timing.power import INSTRUCTIONS_PER_ELEMENT
+from featurize.timing.activity import INSTRUCTIONS_PER_ELEMENT
 from learn.fitting.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current, stamped
 from learn.rows.step_store import record_version
 
@@ -41,7 +41,7 @@ def test_every_family_has_a_golden_case_and_modules_have_some():
 
 @pytest.mark.skipif(not TRACED_HERE, reason="other releases")
 def test_a_constant_of_kernels_that_differs_moves_golden_values(monkeypatch):
-    monkeypatch.setattr("featurize.timing.power.INSTRUCTIONS_PER_ELEMENT", 1.01 * INSTRUCTIONS_PER_ELEMENT)
+    monkeypatch.setattr("featurize.timing.activity.INSTRUCTIONS_PER_ELEMENT", 1.01 * INSTRUCTIONS_PER_ELEMENT)
     moved = list(differences("mlp", CASES["mlp"]))
     assert moved and all("mlp: step " in line for line in moved)
 
@@ -88,7 +88,7 @@ def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
         path.write_text(path.read_text(encoding="utf-8").replace('"""', '""" ', 1), encoding="utf-8")
     program = (
         "import featurize\n"
-        "from featurize.job.version import FEATURES_STAMP\n"
+        "from featurize.configs.features import FEATURES_STAMP\n"
         "from learn.fitting.artifacts import DEFAULT_MODELS, open_artifact, require_current\n"
         "from learn.rows.step_store import record_version\n"
         "require_current(open_artifact(DEFAULT_MODELS / 'memory'))\n"

@@ -7,8 +7,8 @@ import pytest
 
 import learn.fitting.host_and_link_fit as host_fit
 from featurize.job.training_settings import EAGER, MEGATRON
-from featurize.timing.host import HostTime
 from featurize.timing.step_time import load_efficiencies, overlapped
+from featurize.timing.times import HostTime
 from learn.fitting.host_and_link_fit import fitted_hosts
 from warehouse.exchange.published_tables import TABLES
 from warehouse.files.folder import DataFolder

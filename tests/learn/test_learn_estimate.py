@@ -16,9 +16,9 @@ from learn_rows import make_configs, restamp, write_batch
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
+from featurize.configs.features import FEATURES_STAMP
 from featurize.device.device_spec import describe_device
 from featurize.families import get_family, mlp
-from featurize.job.version import FEATURES_STAMP
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.trace.tracer import TraceError
 from learn import FitSettings, estimate, fit

@@ -7,9 +7,9 @@ import pytest
 from learn_rows import make_configs, write_batch
 
 from conf.cli import command_line as cli
-from conf.cli.bars import StepBar
+from conf.cli.command_line import StepBar
 from conf.errors import UsageError
-from featurize.job.version import FEATURES_STAMP
+from featurize.configs.features import FEATURES_STAMP
 from learn import FitSettings, fit
 from learn.commands import fit as fit_module
 from learn.estimators.protocol import default_estimator

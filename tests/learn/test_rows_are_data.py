@@ -17,8 +17,7 @@ from omegaconf import OmegaConf
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.configs.own_code import config_of_user, named_by_user, trusting
-from featurize.configs.row_config import UnreadableConfig, config_of_row
+from featurize.configs.trial import UnreadableConfig, config_of_row, config_of_user, named_by_user, trusting
 from featurize.families import zoo
 from featurize.job.code_names import CodeName, NotTrusted, TrustedName, library_problem
 from learn import estimate

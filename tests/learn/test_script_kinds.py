@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from featurize.nets.vision import mend_torchvision
+from featurize.recording.block_record import GRAPHED
 from featurize.recording.compiled import MODELLED
-from featurize.recording.cuda_graphs import GRAPHED
 from learn import estimate, estimate_script
 from tests.featurize.published_models import detections
 

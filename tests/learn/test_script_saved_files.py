@@ -101,7 +101,8 @@ def test_a_file_of_safetensors_has_the_shapes_and_the_small_values(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = {"weight": torch.empty(64, 32, device="meta", dtype=torch.bfloat16), "ids": torch.arange(5)}
     with open(tmp_path / "model.safetensors", "wb") as target:
-        write_safetensors(tensors, target, {"format": "pt"})
+        nbytes = write_safetensors(tensors, target, {"format": "pt"})
+    assert nbytes == (tmp_path / "model.safetensors").stat().st_size
     read = safetensors.load_file(tmp_path / "model.safetensors")
     assert read["weight"].shape == (64, 32) and read["weight"].dtype == torch.bfloat16
     assert read["ids"].tolist() == [0, 1, 2, 3, 4]

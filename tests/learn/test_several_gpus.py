@@ -12,7 +12,7 @@ from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.families import gpt, mlp, moe
 from featurize.job.layout import Parallel
-from featurize.training.world import pretended_mesh
+from featurize.training.experts import pretended_mesh
 from learn import devices_that_fit, estimate
 from learn.commands.estimate import entry
 from learn.estimation.estimate_view import print_table

@@ -11,11 +11,11 @@ from torch import nn
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from conf.reports.render import render_for_notebook
+from conf.reports.blocks import render_for_notebook
 from featurize.device.device_spec import describe_device
 from featurize.families import mlp, zoo
 from featurize.job.training_settings import Training
-from featurize.timing.input_pipeline import input_ms
+from featurize.timing.costs import input_ms
 from featurize.timing.step_time import time_step
 from learn import estimate
 from learn.estimation.step_report import (

@@ -10,7 +10,7 @@ from warehouse_rows import run_row, samples
 
 from conf.cli.command_line import run
 from warehouse.check import entry
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.integrity import examine
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter, run_table

@@ -8,18 +8,17 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import collocations, kernels, ranks, run_row, samples
 
-from warehouse.compact import CompactionSettings, compact
-from warehouse.files.checksum import (
+from warehouse.files.compaction import CompactionSettings, compact
+from warehouse.files.layout import (
     CHECKSUM_KEY,
+    COMPRESSION,
     checksum_problem,
     content_problem,
     recorded_checksum,
     verify,
     write_sealed,
 )
-from warehouse.files.layout import COMPRESSION
-from warehouse.files.listings import read_listings
-from warehouse.files.merged import Listing
+from warehouse.files.merged import Listing, read_listings
 from warehouse.files.stale import Mark, write_marks
 from warehouse.files.writer import RunWriter, run_table
 

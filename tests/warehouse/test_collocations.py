@@ -6,9 +6,9 @@ import pytest
 from warehouse_rows import ask, collocations, run_row, samples
 
 from conf.errors import UsageError
-from warehouse.compact import CompactionSettings, compact
-from warehouse.exchange.published_groups import NOT_TOGETHER
+from warehouse.exchange.published_tables import NOT_TOGETHER
 from warehouse.export import ExportSettings, export
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter

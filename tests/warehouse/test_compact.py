@@ -16,7 +16,8 @@ from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
 import warehouse
 from conf.cli.command_line import run
-from warehouse.compact import CompactionSettings, compact, entry, is_open_somewhere
+from warehouse.compact import entry
+from warehouse.files.compaction import CompactionSettings, compact, is_open_somewhere
 from warehouse.files.layout import KINDS, OF_RUNS
 from warehouse.files.writer import RunWriter
 
@@ -246,7 +247,7 @@ def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
 
 COMPACT_AND_DIE = """
 import os, signal, sys
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 left = int(sys.argv[3])
 def dying(call):

@@ -9,13 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
-from warehouse.compact import CompactionSettings, compact
-from warehouse.files.believed import lost_merged_files
-from warehouse.files.checksum import write_sealed
-from warehouse.files.counting import counting_files
-from warehouse.files.layout import COMPRESSION, KINDS
-from warehouse.files.listings import read_listings
-from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name
+from warehouse.files.compaction import CompactionSettings, compact
+from warehouse.files.counting import counting_files, lost_merged_files
+from warehouse.files.layout import COMPRESSION, KINDS, write_sealed
+from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import RUN_SCHEMA
 

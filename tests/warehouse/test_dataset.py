@@ -15,12 +15,11 @@ from conf.cli import command_line as cli
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from warehouse import export as export_command
 from warehouse import ingest as ingest_command
-from warehouse.compact import CompactionSettings, compact
 from warehouse.exchange import dataset
-from warehouse.exchange.dataset import DatasetPart, find_parts, read_part, repository_folder, to_bytes
+from warehouse.exchange.dataset import DatasetPart, find_parts, read_part, repository_folder, scrubbed, thin, to_bytes
 from warehouse.exchange.dataset_card import card
-from warehouse.exchange.public_rows import scrubbed, thin
 from warehouse.export import ExportSettings, export
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.ingest import IngestSettings, ingest

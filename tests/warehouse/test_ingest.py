@@ -20,8 +20,8 @@ from featurize.families import cnn, layers_of
 from featurize.job.layers import totals
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse import ingest as command
-from warehouse.compact import CompactionSettings, compact
 from warehouse.exchange.gpumemnet import dense_parameters, pool_intervals
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest
 

@@ -13,11 +13,10 @@ import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
 import warehouse
-from warehouse import compact as compact_module
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files import compaction, views
 from warehouse.files import folder as folder_module
-from warehouse.files import views
 from warehouse.files import writer as writer_module
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.layout import KINDS
 from warehouse.files.writer import RunWriter
 from warehouse.tables import schema
@@ -43,7 +42,7 @@ def newer_schema(folder, monkeypatch):
         }
         renewed = {"runs": "RUN_SCHEMA", "telemetry": "TELEMETRY_SCHEMA", "jobs": "JOB_SCHEMA"}
         added["TABLES"] = schema.TABLES | {table: added[name] for table, name in renewed.items()}
-        for module in (schema, folder_module, views, writer_module, compact_module):
+        for module in (schema, folder_module, views, writer_module, compaction):
             for name, value in added.items():
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, value)

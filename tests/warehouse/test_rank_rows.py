@@ -6,8 +6,8 @@ import duckdb
 import pyarrow as pa
 from warehouse_rows import ask, ranks, run_row, samples
 
-from warehouse.compact import CompactionSettings, compact
 from warehouse.export import ExportSettings, export
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter

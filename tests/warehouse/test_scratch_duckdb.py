@@ -5,7 +5,7 @@ import os
 import duckdb
 import pytest
 
-from warehouse.tables.scratch_duckdb import existing_database, new_database, scratch_cursor
+from warehouse.tables.duckdb_access import existing_database, new_database, scratch_cursor
 
 
 def test_a_new_database_has_what_the_block_made_and_another_block_sees_nothing_of_it(tmp_path):

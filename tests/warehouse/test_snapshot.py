@@ -17,12 +17,13 @@ from warehouse_rows import ask, run_row, samples
 import warehouse
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
-from warehouse.compact import CompactionSettings, compact, compaction_lock
-from warehouse.diff import diff, named_arguments
 from warehouse.diff import entry as diff_entry
+from warehouse.diff import named_arguments
+from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
 from warehouse.files.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import SEVERITIES, check
+from warehouse.reading.pairing import diff
 from warehouse.snapshot import entry
 from warehouse.tables.schema import TELEMETRY_SCHEMA
 

@@ -5,7 +5,7 @@ from warehouse_rows import ask, flip, run_row, samples
 
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.merged import Listing, listing_file
 from warehouse.files.snapshots import find_snapshot, take_snapshot
 from warehouse.files.writer import RunWriter

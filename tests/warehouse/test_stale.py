@@ -12,11 +12,11 @@ import pytest
 from warehouse_rows import ask, run_row, samples
 
 import warehouse
-from warehouse.diff import diff
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import find_snapshot, take_snapshot
 from warehouse.files.stale import Mark, stale_now, write_marks
 from warehouse.files.writer import RunWriter
+from warehouse.reading.pairing import diff
 from warehouse.tables.schema import ENVIRONMENT
 
 OLD = {"torch_version": "2.12", "cuda_version": "12.6", "cudnn_version": "9.1", "driver_version": "550"}

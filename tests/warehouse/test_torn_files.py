@@ -10,11 +10,11 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import collocations, flip, kernels, ranks, run_row, samples
+from warehouse_rows import ask, collocations, flip, kernels, ranks, run_row, samples
 
 import warehouse
 from conf.errors import EnvironmentProblem
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder_files import FolderFiles, files_of
 from warehouse.files.layout import COMPRESSION, KINDS
 from warehouse.files.merged import Listing, listing_file, new_merged_name
@@ -27,10 +27,6 @@ COUNTS = (
     "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry), (SELECT sum(runs) FROM jobs), "
     "(SELECT count(*) FROM kernels), (SELECT count(*) FROM ranks), (SELECT count(*) FROM collocations)"
 )
-
-
-def ask(folder, sql=COUNTS):
-    return ask(folder, sql)
 
 
 def fill(folder, indices=range(10), **changes):
@@ -132,7 +128,7 @@ def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
         listing.unlink()
     else:
         listing.write_bytes(b"" if how == "empty" else os.urandom(300))
-    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     assert (str(listing) in capsys.readouterr().err) is (how != "gone")
 
 
@@ -163,7 +159,7 @@ def test_a_damaged_listing_whose_merged_file_is_damaged_too_is_an_error_that_nam
     flip(listing)
     flip(merged)
     with pytest.raises(EnvironmentProblem) as raised:
-        ask(folder)
+        ask(folder, COUNTS)
     assert all(text in str(raised.value) for text in (str(listing), str(merged), "farm.doctor repair=true"))
 
 
@@ -173,7 +169,7 @@ def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(fold
     merge(folder, grace_s=0, force_after_s=0)
     merge(folder, grace_s=0, force_after_s=0)
     (merged,) = merged_files(folder, kind)
-    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     merged.unlink()
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for act in (lambda: connection.execute(f"FROM {kind}").fetchall(), lambda: connection.sql(f"FROM {kind}").df()):
@@ -205,7 +201,7 @@ def test_a_planted_listing_hides_no_run(folder, kind, name, capsys):
     hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
     table = pa.table({"run_id": ["planted"], "status": ["ok"]}) if kind == "runs" else None
     plant(folder, kind, name, hidden, table)
-    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
     assert str(listing_file(folder, kind, name)) in err and "Traceback" not in err
 
@@ -215,9 +211,9 @@ def test_a_planted_listing_hides_no_run_that_lands_later(folder):
     hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
     for kind in KINDS:
         plant(folder, kind, new_merged_name(), hidden[2:])
-    assert ask(folder) == [(2, 4, 2, 4, 4, 2)]
+    assert ask(folder, COUNTS) == [(2, 4, 2, 4, 4, 2)]
     fill(folder, range(2, 10))
-    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
 @pytest.mark.spread(3)
@@ -232,8 +228,8 @@ def test_a_merged_file_with_odd_columns_is_left_out_and_named_once(folder, kind,
     merge(folder, grace_s=1e9)
     name = new_merged_name()
     plant(folder, kind, name, ["family=cnn/J-000001.parquet"], table)
-    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
-    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
     assert err.count("\n") == err.count(str(folder.partition(kind, "cnn") / name)) == 1 and "run_id" in err
 
@@ -247,7 +243,7 @@ def test_a_listing_that_names_a_file_elsewhere_is_ignored(folder):
         (f"family=cnn/{name}", "family=mlp/J-000001.parquet"),
     ):
         Listing(listing_file(folder, "runs", name), merged, (hidden,), 1.0).write()
-        assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+        assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
 def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder):
@@ -255,7 +251,7 @@ def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder)
     merge(folder, grace_s=0, force_after_s=0)
     merge(folder, grace_s=0, force_after_s=0)
     fill(folder, range(5, 12))
-    assert ask(folder) == [(12, 24, 12, 24, 24, 12)]
+    assert ask(folder, COUNTS) == [(12, 24, 12, 24, 24, 12)]
     assert ask(folder, "SELECT count(*) FROM runs JOIN telemetry USING (run_id)") == [(24,)]
 
 
@@ -271,7 +267,7 @@ def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
             pq.write_table(table, merged.with_name(other), row_group_size=3, **COMPRESSION)
             Listing(listing_file(folder, kind, other), f"family=cnn/{other}", (), 2.0).write()
             other = new_merged_name()
-    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
 
 
@@ -281,16 +277,16 @@ def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(folder, k
     merge(folder, grace_s=1e9)
     (merged,) = merged_files(folder, kind)
     merged.write_bytes(merged.read_bytes()[:-50])
-    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
 LOOP = """
 import sys, time
-from warehouse.compact import CompactionSettings, compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 sys.path.insert(0, sys.argv[2])
-from warehouse_rows import collocations, flip, kernels, ranks, run_row, samples
+from warehouse_rows import collocations, kernels, ranks, run_row, samples
 folder, seconds = DataFolder.resolve(sys.argv[1]), float(sys.argv[3])
 writer, index, until_s = RunWriter(folder), 100, time.monotonic() + seconds
 now_s = time.time()
@@ -418,7 +414,7 @@ def test_a_name_that_is_no_file_is_named_and_left_out(folder, how, capsys):
     fill(folder)
     for path in (folder.partition("runs", "cnn") / "z.parquet", folder.jobs / "z.parquet"):
         not_a_file(path, how)
-    assert ask(folder) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
     assert err.count("\n") == 2 and err.count("z.parquet cannot be read") == 2
 

@@ -14,8 +14,7 @@ from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import Listing, listing_file, new_merged_name
-from warehouse.files.merged_index import MergedIndex
-from warehouse.files.writer import RunWriter
+from warehouse.files.writer import MergedIndex, RunWriter
 from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
 

@@ -13,9 +13,9 @@ from test_worker import LONG, InBackground, mlp, task
 
 from featurize.device.device_spec import load_device
 from featurize.timing.shared_gpu import GpuLoad, speeds_of_loads
-from workers.alone import AloneRun
 from workers.devices import DeviceChoice
 from workers.settings import WindowSettings
+from workers.task import AloneRun
 from workers.trial.reports import BrokenReport, ReportReader, Warm
 from workers.worker import Worker
 

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from conf.children.memory import TreeMemory, resident_bytes, shares_bytes, tree_memory_bytes
+from conf.children.containment import TreeMemory, resident_bytes, shares_bytes, tree_memory_bytes
 from workers.labels.run_labels import label_run
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.process import ProcessSensor
@@ -89,7 +89,7 @@ def test_where_the_kernel_does_not_tell_the_resident_sets_count(monkeypatch):
     gone = 2**22 + 1
     assert shares_bytes(gone) is None
     assert tree_memory_bytes({gone: 5, gone + 1: 7}) == 0  # they have ended since
-    monkeypatch.setattr("conf.children.memory.shares_bytes", lambda pid: None)
+    monkeypatch.setattr("conf.children.containment.shares_bytes", lambda pid: None)
     resident = resident_bytes([os.getpid(), os.getppid()])
     assert tree_memory_bytes(resident) == pytest.approx(sum(resident.values()), rel=0.1)
 

@@ -6,7 +6,7 @@ import pytest
 from recorded_nvml import A100_UUID, FakeGpmNvml
 
 from workers.labels.run_labels import label_run
-from workers.telemetry import gpu_processes
+from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.gpm import GpmSensor
 from workers.telemetry.nvml import NvmlSensor, memory_before
@@ -84,7 +84,7 @@ class Card:
 @pytest.fixture(params=["of a virtual machine", "of a container"], autouse=True)
 def namespace(request, monkeypatch):
     """A virtual machine whose driver is the host's has the initial pid namespace, and yet the pids are foreign."""
-    monkeypatch.setattr(gpu_processes, "in_initial_pid_namespace", lambda: request.param == "of a virtual machine")
+    monkeypatch.setattr(nvml_module, "in_initial_pid_namespace", lambda: request.param == "of a virtual machine")
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["with memory", "without"])

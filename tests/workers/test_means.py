@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.telemetry.base import Sample
-from workers.telemetry.means import REACH, share, window_mean
+from workers.telemetry.base import REACH, Sample, share, window_mean
 
 SPOILS = {"profiling_zero": {"smact", "smocc"}}
 

@@ -25,7 +25,7 @@ from workers.devices import Slot
 from workers.probes import children, contexts, histories, questions, workspaces
 from workers.probes.children import Measurement, keep_rows, measure_all
 from workers.probes.gpu import memory_reading, trial_step
-from workers.telemetry import gpu_processes
+from workers.telemetry import nvml as nvml_module
 
 PROBES = (contexts, workspaces, histories, questions)
 HERE = str(Path(__file__).parent)
@@ -209,7 +209,7 @@ def test_a_stage_reads_what_nvml_charges_its_own_process(monkeypatch):
 
 
 def test_a_client_of_mps_is_read_from_the_list_in_which_it_alone_stands(monkeypatch):
-    monkeypatch.setattr(gpu_processes, "_name", lambda pid: "nvidia-cuda-mps-server")
+    monkeypatch.setattr(nvml_module, "_name", lambda pid: "nvidia-cuda-mps-server")
     recorded = RecordedNvml(pids={"client": os.getpid()})
     recorded.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": 999_999_999, "usedGpuMemory": 30 * 2**20}]
     recorded.answers[0]["nvmlDeviceGetMPSComputeRunningProcesses"] = [{"pid": "client", "usedGpuMemory": 500 * 2**20}]
@@ -433,7 +433,7 @@ def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
     monkeypatch.setattr(questions, "_kernels", lambda call: ["kernel"])
     shapes = {4: (1, 128, 2, 2), 2: (4, 4)}
     monkeypatch.setattr(torch, "randn", lambda *shape, **options: torch.ones(shapes[len(shape)]))
-    monkeypatch.setattr("featurize.device.tf32.allow_tf32", lambda **allowed: None)
+    monkeypatch.setattr("featurize.operators.torch_releases.allow_tf32", lambda **allowed: None)
     with standing_in():
         rows = list(questions.tf32_under_half("GPU-1"))
     assert len(rows) == 16 and len({tuple(map(str, list(row.values())[:4])) for row in rows}) == 16

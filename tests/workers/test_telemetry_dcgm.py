@@ -22,8 +22,7 @@ from recorded_nvml import (
 
 from conf.errors import UsageError
 from workers.telemetry.base import SensorUnavailable, WatchTarget
-from workers.telemetry.dcgm import DcgmSensor
-from workers.telemetry.dcgm_page import FIELDS, PageReader
+from workers.telemetry.dcgm import FIELDS, DcgmSensor, PageReader
 
 OLD_STYLE_UUID = "GPU-6b8d2a1f-4e32-5c9b-ad55-1a7e3f92c812"
 MIG_UUID = "GPU-7c9e3b20-5f43-6dac-be66-2b8f40a3d923"

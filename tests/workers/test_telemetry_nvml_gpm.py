@@ -22,12 +22,11 @@ from recorded_nvml import (
 )
 
 from workers.devices import discovery
-from workers.telemetry import gpm, gpu_processes
+from workers.telemetry import gpm
 from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.gpm import GpmSensor
-from workers.telemetry.gpu_processes import belongs_to
-from workers.telemetry.nvml import NvmlSensor
+from workers.telemetry.nvml import NvmlSensor, belongs_to
 
 STRANGER = 999_999_999  # in the recording: a process that is not the trial's
 MIB = 2**20
@@ -36,12 +35,12 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def host_pids(monkeypatch):
     """As on a host; wherever the tests run."""
-    monkeypatch.setattr(gpu_processes, "in_initial_pid_namespace", lambda: True)
+    monkeypatch.setattr(nvml_module, "in_initial_pid_namespace", lambda: True)
 
 
 @pytest.fixture
 def container(monkeypatch):
-    monkeypatch.setattr(gpu_processes, "in_initial_pid_namespace", lambda: False)
+    monkeypatch.setattr(nvml_module, "in_initial_pid_namespace", lambda: False)
 
 
 def watched(nvml: RecordedNvml, uuid: str = A100_UUID, **options) -> NvmlSensor:
@@ -138,7 +137,7 @@ def test_other_processes_and_their_memory_are_counted_compute_and_graphics(monke
     nvml, clock = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()}), Clock()
     draws = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     try:
-        monkeypatch.setattr(gpu_processes, "belongs_to", lambda pid, root: pid == root)  # else both are ours
+        monkeypatch.setattr(nvml_module, "belongs_to", lambda pid, root: pid == root)  # else both are ours
         nvml.answers[0]["nvmlDeviceGetGraphicsRunningProcesses"] = [
             {"pid": draws.pid, "usedGpuMemory": 16 * MIB},
             {"pid": STRANGER, "usedGpuMemory": 16 * MIB},  # in both lists: counted once, by what computing takes
@@ -175,7 +174,7 @@ def test_what_a_process_is_is_asked_once_while_it_stays_listed(monkeypatch):
     nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
     nvml.advance()
     asked = []
-    monkeypatch.setattr(gpu_processes, "belongs_to", lambda pid, root: asked.append(pid) or pid == root)
+    monkeypatch.setattr(nvml_module, "belongs_to", lambda pid, root: asked.append(pid) or pid == root)
     sensor = watched(nvml)
     for _ in range(5):
         sensor.sample()
@@ -183,9 +182,7 @@ def test_what_a_process_is_is_asked_once_while_it_stays_listed(monkeypatch):
 
 
 def test_clients_of_a_multi_process_service_stand_in_a_list_of_their_own(monkeypatch):
-    monkeypatch.setattr(
-        gpu_processes, "_name", lambda pid: "nvidia-cuda-mps-server" if pid == os.getppid() else "python"
-    )
+    monkeypatch.setattr(nvml_module, "_name", lambda pid: "nvidia-cuda-mps-server" if pid == os.getppid() else "python")
     nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
     nvml.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": STRANGER, "usedGpuMemory": 30 * MIB}]
     nvml.answers[0]["nvmlDeviceGetMPSComputeRunningProcesses"] = [{"pid": "trial", "usedGpuMemory": 500 * MIB}]

@@ -9,8 +9,7 @@ import pytest
 from conf.errors import UsageError
 from featurize.families import get_family
 from workers.devices.cpu import CpuMeter
-from workers.devices.training import measure_training
-from workers.devices.window import MemoryWatch, StepPace, measure_window, warm_up
+from workers.devices.training import MemoryWatch, StepPace, measure_training, measure_window, warm_up
 from workers.settings import TrialSettings, WindowSettings
 
 ADAPTIVE = WindowSettings(kind="adaptive")

@@ -19,8 +19,7 @@ from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
 from workers.telemetry.sampler import TelemetrySettings
-from workers.trial.body import classify
-from workers.trial.failure import is_device_fault
+from workers.trial.body import classify, is_device_fault
 from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.05, warmup_steps=1, warmup_max_seconds=0)

@@ -1,30 +1,36 @@
-"""A data set: measured runs as Parquet files for others to load, for each family, device and day a file of
-runs, one of telemetry, and one of kernels, ranks and collocations where some run has any.
+"""A data set: measured runs as Parquet files for others to load, as others may see them.
 
-Start reading at `DatasetPart`. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
+Start reading at `DatasetPart`: for each family, device and day a file of runs, one of telemetry, and one of kernels,
+ranks and collocations where some run has any. `public_tables` makes the rows: public ids, no names of machines, users
+and paths, telemetry thinned. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import getpass
 import hashlib
 import json
 import os
+import platform
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem, UsageError, shown
-from conf.files.json_file import parse_json
+from conf.files.outputs import parse_json
 from conf.plain_text import first_line
 from warehouse.files.writer import detail_table, run_problems
-from warehouse.tables.details import DETAILS
-from warehouse.tables.schema import DATASET_JOB_PREFIX, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.reading.connection import WarehouseConnection
+from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS, METRICS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 
 FORMAT = "gpufarm-dataset"
 CARD = "README.md"
@@ -54,6 +60,12 @@ _ALWAYS = (
 # A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
 _WHOLE = ("t_ms", "energy_j")
 _SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a dictionary would only cost
+_TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
+_ERROR_CHARACTERS = 2000  # of an error's end, where its message is
+# Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
+_DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
+_PUBLIC_UUID = re.compile("gpu-[0-9a-f]{12}")
+_PREFERENCE = {"repeated": 1, "unavailable": 2}  # of the readings in one bin, the least of these stays
 
 
 @dataclass(frozen=True, order=True)
@@ -237,3 +249,226 @@ def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str
         if problems:
             raise EnvironmentProblem(f"{root / part.path('runs')}, row {number}: {'; '.join(problems)}")
     return rows
+
+
+def public_row(run: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of `runs` under its public id, without names of machines, users and folders."""
+    row = dict(run)
+    for name in ("started_at", "finished_at"):
+        if row[name] is not None:
+            row[name] = row[name].replace(tzinfo=datetime.UTC)
+    names = _names(run["node"])
+    for name in _TEXTS:
+        if row[name] is not None:
+            row[name] = scrubbed(row[name], names)
+    if row["config"] is not None:  # a model of one's own may be named by its file
+        row["config"] = scrubbed(row["config"])
+    if row["error"] is not None:
+        row["error"] = row["error"][-_ERROR_CHARACTERS:]
+    row["node"] = row["worker"] = None
+    if is_loaded(run["job_id"]):
+        row["job_id"] = run["job_id"].removeprefix(DATASET_JOB_PREFIX)
+        return row
+    row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
+    if run.get("group_id") is not None:
+        row["group_id"] = _public_group_id(run["group_id"], run["device_uuid"])
+    if run["source"] == "measured":
+        row["device_uuid"] = _public_uuid(run["device_uuid"])
+    return row
+
+
+def scrubbed(text: str, names: Iterable[str] = ()) -> str:
+    """Return `text` with folders removed from paths, addresses as ADDRESS, and the given names as NAME."""
+    text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also where nothing comes behind it
+    text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
+    text = re.sub(r"(?<!\w)(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
+    text = re.sub(r"(?<![\w:/.])~?(?:/[\w.@+=~-]+)*/([\w.@+=~-]+)/?", r"\1", text)
+    text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", "ADDRESS", text)
+    for name in sorted(names, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "NAME", text)
+    return text
+
+
+def _names(node: str | None) -> set[str]:
+    """Return the names of the run's machine, of this machine and of the user; not `root` and other common ones."""
+    names = {node or "", platform.node()}
+    names |= {name.partition(".")[0] for name in names}
+    with contextlib.suppress(OSError, KeyError):
+        names.add(getpass.getuser())
+    return {name for name in names if len(name) > 2} - {"root", "user", "localhost"}
+
+
+def public_telemetry(
+    connection: WarehouseConnection, ids: dict[str, str], hz: float | None, where: str = "true"
+) -> pa.Table:
+    """Return the samples of some runs under their public ids, thinned to `hz` unless that is None.
+
+    `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
+    """
+    columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
+    # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
+    samples = _of_exported(
+        connection,
+        ids,
+        f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
+        f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL",
+        TELEMETRY_SCHEMA,
+    )
+    return samples if hz is None else thin(samples, hz)
+
+
+def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str, str], where: str = "true") -> pa.Table:
+    """Return the rows of a table of `DETAILS` of some runs under their public ids; imported ones belong to no run.
+
+    `where` narrows what is read: a condition on the table that holds for all of these runs.
+    """
+    detail = DETAILS[kind]
+    own = [name for name in detail.schema.names if name not in ("run_id", detail.row_id)]
+    columns = ", ".join("NULL AS node" if name == "node" else f"{kind}.{name}" for name in own)
+    # A row's own id begins with its run's.
+    row_id = f"public_id || substr({detail.row_id}, length(own_id) + 1) AS {detail.row_id}"
+    rows = _of_exported(
+        connection,
+        ids,
+        f"SELECT public_id AS run_id, {row_id}, {columns} FROM {kind} "
+        f"JOIN exported ON {kind}.run_id = exported.own_id WHERE {where} ORDER BY {detail.row_id}",
+        pa.schema([detail.schema.field(name) for name in ("run_id", detail.row_id, *own)]),
+    ).select(detail.schema.names)
+    if kind == "collocations":
+        return _public_groups(connection, rows, ids)
+    if "device_uuid" not in own:
+        return rows
+    uuids = [
+        _public_uuid(uuid) if source == "measured" else uuid
+        for uuid, source in zip(rows["device_uuid"].to_pylist(), rows["source"].to_pylist(), strict=True)
+    ]
+    at = rows.schema.get_field_index("device_uuid")
+    return rows.set_column(at, rows.schema.field(at), pa.array(uuids, pa.string()))
+
+
+def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping[str, str]) -> pa.Table:
+    """Return rows of `collocations` with public ids of their groups and of the runs alone, and scrubbed texts.
+
+    Rows that were loaded from a data set keep what they have.
+    """
+    members = rows.to_pylist()
+    own_ids = {public: own for own, public in ids.items()}
+    wanted = {own_ids[row["run_id"]] for row in members} | {row["solo_run_id"] for row in members}
+    connection.register("wanted", pa.table({"run_id": pa.array(sorted(wanted - {None}), pa.string())}))
+    runs = connection.execute(
+        "SELECT run_id, job_id, device_uuid, finished_at FROM attempts JOIN wanted USING (run_id)"
+    ).fetchall()
+    connection.unregister("wanted")
+    by_id = {run_id: (job_id, uuid, finished_at) for run_id, job_id, uuid, finished_at in runs}
+    for row in members:
+        job_id, uuid, _ = by_id[own_ids[row["run_id"]]]
+        for name in ("config", "name", "model"):
+            row[name] = None if row[name] is None else scrubbed(row[name])
+        if is_loaded(job_id):
+            continue
+        row["group_id"] = _public_group_id(row["group_id"], uuid)
+        alone = by_id.get(row["solo_run_id"])
+        row["solo_run_id"] = None if alone is None else public_id(row["solo_run_id"], *alone[1:])
+    return pa.Table.from_pylist(members, schema=rows.schema)
+
+
+def _public_group_id(group_id: str, device_uuid: str | None) -> str:
+    """Return a group's id, told apart by its device: two machines may run the same job."""
+    digest = hashlib.sha256(f"{group_id}\n{device_uuid or ''}".encode()).hexdigest()
+    return f"{group_id}-{digest[:8]}"
+
+
+def public_tables(
+    connection: WarehouseConnection,
+    runs: Sequence[tuple[str, dict[str, Any]]],
+    hz: float | None,
+    where: str = "true",
+    kernels: bool = True,
+) -> dict[str, pa.Table]:
+    """Return some runs with their telemetry and details, by table; `runs` comes last, for readers find it last.
+
+    Args:
+        connection: To the runs' warehouse.
+        runs: Own ids, and public rows.
+        hz: As for `public_telemetry`.
+        where: Narrows what is read: a condition on `{0}`, one of the tables, that holds for all of these runs.
+        kernels: False leaves kernels out, and says that they were not asked for.
+    """
+    ids = {own: row["run_id"] for own, row in runs}
+    tables = {"telemetry": public_telemetry(connection, ids, hz, where.format("telemetry"))}
+    for kind in DETAILS:
+        of_runs = ids if kernels or kind != "kernels" else {}
+        tables[kind] = public_details(connection, kind, of_runs, where.format(kind))
+    rows_of = {kind: Counter(table.column("run_id").to_pylist()) for kind, table in tables.items()}
+    for _, run in runs:
+        run["telemetry_rows"] = rows_of["telemetry"][run["run_id"]]
+        if not kernels:
+            run["kernel_rows"] = None
+        for kind, detail in DETAILS.items():
+            if run[detail.count] is not None:  # NULL: not asked for
+                run[detail.count] = rows_of[kind][run["run_id"]]
+    return {**tables, "runs": pa.Table.from_pylist([run for _, run in runs], schema=RUN_SCHEMA)}
+
+
+def _public_uuid(uuid: str | None) -> str | None:
+    """Return what distinguishes cards, and serves nothing else; that of a published row stays as it is."""
+    if uuid is None or _PUBLIC_UUID.fullmatch(uuid):
+        return uuid
+    return f"gpu-{hashlib.sha256(uuid.encode()).hexdigest()[:12]}"
+
+
+def _of_exported(connection: WarehouseConnection, ids: Mapping[str, str], sql: str, schema: pa.Schema) -> pa.Table:
+    """Return the rows of a query that joins `exported`: each run's `own_id` and `public_id`."""
+    connection.register("exported", pa.table({"own_id": list(ids), "public_id": list(ids.values())}))
+    rows = connection.sql(sql).to_arrow_table()
+    connection.unregister("exported")
+    return rows.cast(schema)
+
+
+def _rounded(name: str) -> str:
+    digits = _DECIMALS.get(METRICS[name][0]) if name in METRICS else None
+    return f"telemetry.{name}" if digits is None else f"round(telemetry.{name}, {digits}) AS {name}"
+
+
+def thin(samples: pa.Table, hz: float) -> pa.Table:
+    """Keep at most `hz` readings a second of each sensor of each run or rank, and the first and last of each window.
+
+    `samples` is sorted by run and time. Of the samples in one bin of 1/hz seconds, the last one stays; a fresh reading
+    is preferred to a repeated one, and that to none.
+    """
+    if not samples.num_rows:
+        return samples
+    run, sensor_name, rank_number = (_codes(samples.column(name)) for name in ("run_id", "sensor", "rank"))
+    sensor = sensor_name * (rank_number.max() + 2) + rank_number  # each rank has sensors of its own
+    window = np.array([phase == "window" for phase in samples.column("phase").to_pylist()])
+    rank = np.array([_PREFERENCE.get(quality, 0) for quality in samples.column("quality").to_pylist()])
+    at = np.floor(samples.column("t_ms").to_numpy() * hz / 1000).astype(np.int64)
+    position = np.arange(samples.num_rows)
+    keep = np.zeros(samples.num_rows, dtype=bool)
+    order = np.lexsort((position, -rank, at, sensor, run))
+    keep[order[_ends(run[order], sensor[order], at[order])]] = True
+    inside = np.flatnonzero(window)
+    order = inside[np.lexsort((inside, sensor[inside], run[inside]))]
+    last = _ends(run[order], sensor[order])
+    keep[order[last]] = True
+    keep[order[np.roll(last, 1)]] = True
+    return samples.filter(pa.array(keep))
+
+
+def _codes(column: pa.ChunkedArray) -> np.ndarray:
+    encoded = column.combine_chunks().dictionary_encode()
+    codes: np.ndarray = encoded.indices.fill_null(-1).to_numpy()
+    return codes
+
+
+def _ends(*keys: np.ndarray) -> np.ndarray:
+    """Return, for rows sorted by the keys, whether each is the last with its keys."""
+    ends = np.ones(len(keys[0]), dtype=bool)
+    if len(ends):
+        ends[:-1] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return ends
+
+
+def naive(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with timestamps without zone, as the views have them."""
+    return pa.schema([(f.name, pa.timestamp("us") if pa.types.is_timestamp(f.type) else f.type) for f in schema])

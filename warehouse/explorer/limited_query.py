@@ -1,4 +1,6 @@
-"""Queries that users type: each runs in a child process, which ends at its limits. Start reading at `run_limited`.
+"""Queries of the explorer within limits: our own in this process, those that users type in a child process.
+
+Start reading at `ExplorerReader` for our own, with limits of rows and time, and at `run_limited` for the users'.
 
 DuckDB checks its own limits only between chunks of rows: `list()` and `string_agg()` grow far beyond `memory_limit`,
 and an interrupt waits for them. So the child's resident memory is watched, and a timer of the kernel ends it. A child
@@ -7,12 +9,14 @@ is forked from a process that has imported DuckDB, which takes milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import re
 import resource
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,19 +24,22 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import pyarrow as pa
 
-from conf.children.memory import resident_bytes
+from conf.children.containment import resident_bytes
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import first_line
-from warehouse.explorer.reading import TooLong
 from warehouse.files.folder import DataFolder
 from warehouse.query import arrow_batches, only_statement
-from warehouse.reading.connection import ReadingLimits, connect, make_views_file
-from warehouse.reading.reader import WarehouseConnection, is_of_the_statement
+from warehouse.reading.connection import (
+    ReadingLimits,
+    WarehouseConnection,
+    connect,
+    is_of_the_statement,
+    make_views_file,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-PAGE, CSV, PARQUET = "page", "csv", "parquet"
 _PRELOADED = ["warehouse.explorer.limited_query", "warehouse.files.folder_files"]
 _THREADS = 2
 _DUCKDB_SHARE = 0.75  # of the memory limit: DuckDB's own limit has the clearer message, and comes first where it holds
@@ -45,6 +52,69 @@ _INTEGERS = {f"{sign}{name}" for sign in ("", "u") for name in ("tinyint", "smal
 _TIMES = {"date", "time", "timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns"}
 _PLAIN = {*_INTEGERS, *_TIMES, "boolean", "float", "double", "decimal", "varchar", "uuid", "enum"}
 _NOT_IN_PARQUET = re.compile(r"\b(INTERVAL|UNION|VARIANT|BIGNUM|BIT|TYPE|TIME WITH TIME ZONE)\b")
+
+
+class TooLong(UsageError):
+    """A query was ended at its limit of time."""
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """Rows of a query. has_more: there are rows beyond the limit."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    has_more: bool = False
+
+
+class ExplorerReader:
+    """Reads one data folder for one page; a context manager. Raises `UsageError` for wrong SQL, and `TooLong`.
+
+    `limited_query` runs what users type.
+
+    Args:
+        source: A connection that has a data folder's views; it is closed with the reader.
+        seconds: That each query may take.
+    """
+
+    def __init__(self, source: WarehouseConnection | duckdb.DuckDBPyConnection, seconds: float) -> None:
+        self._connection: Any = source
+        self._seconds = seconds
+
+    def __enter__(self) -> ExplorerReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def interrupt(self) -> None:
+        """End the query that runs, from another thread; it raises `TooLong`."""
+        self._connection.interrupt()
+
+    def rows(self, sql: str, values: Sequence[Any] = (), most: int = 100_000) -> QueryRows:
+        """Return the rows of our own query."""
+        with self._in_time():
+            self._connection.execute(sql, list(values))
+            columns = tuple(column[0] for column in self._connection.description)
+            rows = self._connection.fetchmany(most + 1)
+        return QueryRows(columns, rows[:most], len(rows) > most)
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        timer = threading.Timer(self._seconds, self._connection.interrupt)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except duckdb.InterruptException as error:
+            raise TooLong(f"the query took longer than the limit of {self._seconds:g} s") from error
+        except duckdb.Error as error:
+            raise UsageError(first_line(error)) from error
+        finally:
+            timer.cancel()
+
+
+PAGE, CSV, PARQUET = "page", "csv", "parquet"
 
 
 @dataclass(frozen=True)

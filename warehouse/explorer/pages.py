@@ -1,22 +1,31 @@
-"""The contents of each page of the explorer. Start reading at `overview`; `render` turns a page's values into HTML."""
+"""The contents of each page of the explorer, and their HTML.
+
+Start reading at `overview`, `list_page` and `run_page`; `devices_page` shows how far estimates are off on each device
+model, `nights_page` the nights of growth by the reports that each left in the data folder. `over_time` and `histogram`
+draw telemetry and labels. `rendered` makes the HTML, with links that a service or files have.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from conf.errors import UsageError
-from conf.reports.heat_map import heat_map
-from conf.reports.svg import Svg
-from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, Filters
-from warehouse.explorer.listings import RUNS
-from warehouse.explorer.plot import LOG_BIN, RATIO_BIN, histogram, over_time
-from warehouse.explorer.reading import ExplorerReader, QueryRows
+from conf.reports.blocks import rendered as rendered_template
+from conf.reports.charts import Axis, Margins, Plot, Svg, against, columns, heat_map
+from conf.reports.page_text import figure
+from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, RUNS, Filters
+from warehouse.explorer.limited_query import ExplorerReader, QueryRows
+from warehouse.files.folder import DataFolder
 from warehouse.reading.coverage import USABLE, memory_grid
-from warehouse.tables.sql_text import sql_text
+from warehouse.reading.pairing import Pair, summed_up
+from warehouse.tables.duckdb_access import sql_text
+from warehouse.tables.schema import SOURCES
 
 RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
@@ -41,6 +50,23 @@ _PLOTTED = (
 )
 _KERNELS = 20
 _FAMILIES = 20  # of a picture, the most frequent ones
+_MARGINS = Margins(height=170, right=14, top=14, bottom=30)
+_LINES = 3  # of the grid, at least
+SOURCE_COLOURS = {"measured": "k4", "simulated": "k5", "imported": "k1"}
+_NIGHT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NIGHTS_SHOWN = 400  # nights, the newest
+_NIGHTS_DRAWN = 60
+_MOST_REPORT_BYTES = 64 * 2**20  # of a report
+_LATEST_REPORT = "latest"
+# Inline style sheets and data pictures only; forms stay on the service.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'"
+Link: TypeAlias = Callable[..., "str | None"]
+SAMPLED_RUNS = 300  # of one device page: their estimates take a good tenth of a second
+BOUND = "upper_mib"
+_TARGETS = ("peak_memory_mib", "step_time_ms", "smact", "smocc", "drama")  # errors of ratios are in points
+_ORDER = ("measured", "imported", "simulated")  # the first that a device has is shown first
+# Estimates of some runs, in order: target or `BOUND` -> figure; None where there is no estimate.
+Estimates = Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, float | None] | None]]
 
 
 @dataclass(frozen=True)
@@ -273,3 +299,291 @@ def require_run_id(text: str) -> str:
     if not text or len(text) > 300 or "\0" in text:
         raise UsageError("a run's id is wanted")
     return text
+
+
+_BINS_OF_A_DECADE, _RATIO_BINS = 8, 20
+LOG_BIN = f"floor(log10({{}}) * {_BINS_OF_A_DECADE})"  # SQL of a value's bin in a histogram
+RATIO_BIN = f"least(floor({{}} * {_RATIO_BINS}), {_RATIO_BINS - 1})"
+_MOST_BINS, _FEWEST_BINS = 40, 8
+
+
+def over_time(
+    name: str, points: Sequence[tuple[float, float]], window: tuple[float, float] | None = None
+) -> Svg | None:
+    """Return the picture of one metric; None with fewer than two points.
+
+    Args:
+        name: The metric's column, with its unit.
+        points: (time in ms, value), in the order of time.
+        window: Begin and end of the measured window in ms, which is shaded; None where they are unknown.
+    """
+    if len(points) < 2:
+        return None
+    first, values = points[0][0], [value for _, value in points]
+    seconds = max((points[-1][0] - first) / 1e3, 1e-12)
+    plot = Plot(Axis.within(0.0, seconds), Axis.of(min(0.0, *values), max(values), _LINES), _MARGINS)
+    if window is not None:
+        left, right = (plot.x(min(seconds, max(0.0, (t_ms - first) / 1e3))) for t_ms in window)
+        plot.rect("window", left, plot.top, max(right - left, 1.0), plot.bottom - plot.top, title="window")
+    plot.grid()
+    plot.ticks_below(unit=" s")
+    plot.line("line", [((t_ms - first) / 1e3, value) for t_ms, value in points])
+    return plot.picture(f"{name} over time, up to {figure(max(values))}", css="drawn")
+
+
+def histogram(name: str, counts: Mapping[str, Mapping[int, int]], *, is_log: bool) -> Svg:
+    """Return how many runs of each source lie in each bin, as columns stacked by source.
+
+    Args:
+        name: The label, with its unit.
+        counts: Source -> place of a bin -> runs, binned by `LOG_BIN` or `RATIO_BIN`; at least one run.
+        is_log: Which of the two.
+    """
+    places = sorted({place for by_place in counts.values() for place in by_place})
+    first, last = (places[0], places[-1]) if is_log else (0, _RATIO_BINS - 1)
+    missing = max(0, _FEWEST_BINS - (last - first + 1))
+    first, last = first - missing // 2, last + missing - missing // 2
+    per = max(1, math.ceil((last - first + 1) / _MOST_BINS))  # bins that are drawn as one
+    edges = [10 ** (at / _BINS_OF_A_DECADE) if is_log else at / _RATIO_BINS for at in range(first, last + per + 1, per)]
+    runs_of: Counter[tuple[int, str]] = Counter()
+    for source, by_place in counts.items():
+        for place, runs in by_place.items():
+            runs_of[(place - first) // per, source] += runs
+    heights: Counter[int] = Counter()
+    for (place, _), runs in runs_of.items():
+        heights[place] += runs
+    x_axis = Axis.log(edges[0], edges[-1]) if is_log else Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0))
+    most = max(heights.values())
+    plot = Plot(x_axis, Axis.of(0.0, max(most, _LINES), _LINES), _MARGINS)
+    plot.grid()
+    plot.ticks_below()
+    low: Counter[int] = Counter()
+    for (place, source), runs in sorted(runs_of.items()):
+        left, right = edges[place], edges[place + 1]
+        title = f"{figure(left)} to {figure(right)}: {runs:,} {source}"
+        plot.column(SOURCE_COLOURS.get(source, "k0"), left, right, low[place], low[place] + runs, title, gap=0.5)
+        low[place] += runs
+    label = f"{name} of {sum(heights.values()):,} runs, from {figure(edges[0])} to {figure(edges[-1])}"
+    return plot.picture(label, css="drawn")
+
+
+@dataclass(frozen=True)
+class ReportedNight:
+    """The report of one night. level: good, look or bad; by_status: outcome -> runs."""
+
+    cycle: str
+    started_at: str | None
+    outcome: str
+    level: str
+    sentence: str
+    runs: int | None
+    by_status: Mapping[str, int]
+    promoted: Sequence[str]
+    has_page: bool
+
+
+@dataclass(frozen=True)
+class NightsPage:
+    """All nights, the newest first. unreadable: reports that could not be read, each with its reason."""
+
+    nights: Sequence[ReportedNight]
+    picture: Svg | None
+    unreadable: Sequence[tuple[str, str]]
+    has_more: bool
+
+
+def nights_page(folder: DataFolder) -> NightsPage:
+    """Return the nights of a data folder."""
+    names = sorted((path.stem for path in folder.reports.glob("*.json") if path.stem != _LATEST_REPORT), reverse=True)
+    nights, unreadable = [], []
+    for name in names[:_NIGHTS_SHOWN]:
+        try:
+            nights.append(_night(folder, name))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            unreadable.append((name, type(error).__name__))
+    drawn = {night.cycle: float(night.runs or 0) for night in reversed(nights[:_NIGHTS_DRAWN])}
+    runs = {"runs of each night": ("k1", list(drawn.values()))}
+    picture = columns(list(drawn), runs, "runs") if any(drawn.values()) else None
+    return NightsPage(nights, picture, unreadable, len(names) > _NIGHTS_SHOWN)
+
+
+def night_report(folder: DataFolder, name: str) -> bytes | None:
+    """Return the page that a night's report is; None where there is none. Raises `UsageError` for no night's name."""
+    if not _NIGHT_NAME.fullmatch(name):
+        raise UsageError("a night's name is wanted, as in 2026-11-20")
+    path = folder.reports / f"{name}.html"
+    try:
+        if path.stat().st_size > _MOST_REPORT_BYTES:
+            raise UsageError(f"the report of {name} is larger than {_MOST_REPORT_BYTES // 2**20} MiB")
+        return path.read_bytes()
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+
+
+def _night(folder: DataFolder, name: str) -> ReportedNight:
+    path = folder.reports / f"{name}.json"
+    if path.stat().st_size > _MOST_REPORT_BYTES:
+        raise ValueError("too large")
+    report: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    outcome, run = report.get("said") or {}, report.get("run") or {}
+    promoted = [
+        f"{score['target']} by {score['estimator']}"
+        for score in report.get("scores") or ()
+        if score.get("cycle") == report.get("cycle") and score.get("decision") in ("promoted", "first")
+    ]
+    return ReportedNight(
+        cycle=name,
+        started_at=report.get("started_at"),
+        outcome=str(outcome.get("outcome") or "open"),
+        level=str(outcome.get("level") or "look"),
+        sentence=str(outcome.get("sentence") or ""),
+        runs=run.get("runs"),
+        by_status=dict(run.get("by_status") or {}),
+        promoted=promoted,
+        has_page=path.with_suffix(".html").is_file() and _NIGHT_NAME.fullmatch(name) is not None,
+    )
+
+
+def served_link(path: str, query: str = "") -> str | None:
+    """Return the address of a page of the service."""
+    return f"{path}?{query}" if query else path
+
+
+def rendered(template: str, link: Link = served_link, **values: Any) -> str:
+    """Return the HTML of a template of the explorer, every value cleaned and escaped.
+
+    Args:
+        template: Its name.
+        link: Gives the address of a page by its path and query; None where there is no such page.
+        **values: What the template shows.
+    """
+    links = {"link": link, "is_served": link is served_link}
+    return rendered_template(f"explorer/{template}", "explorer", colours=SOURCE_COLOURS, **links, **values)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """How far the estimates of one target are off.
+
+    errors   family -> runs, median and 90th percentile of the absolute error; `all` is first
+    unit     of the errors
+    above    share of the runs whose measurement is above the estimated bound; None without one
+    """
+
+    target: str
+    unit: str
+    errors: Mapping[str, tuple[int, float, float]]
+    above: float | None
+    picture: Svg | None
+
+
+@dataclass(frozen=True)
+class DevicePage:
+    """One device model: its runs by source, those of one source in figures, residuals of a sample of them."""
+
+    name: str
+    source: str
+    by_source: Mapping[str, int]
+    families: QueryRows
+    nulls: Sequence[tuple[str, float]]
+    sampled: int
+    without: int  # of the sample: no estimate
+    residuals: Sequence[Residuals] = field(default_factory=tuple)
+    note: str | None = None
+
+
+def devices_page(reader: ExplorerReader) -> QueryRows:
+    """Return a row a device model: runs by source and outcome, memory, means."""
+    sources = ", ".join(f"count(*) FILTER (source = {sql_text(name)}) AS {name}" for name in SOURCES)
+    return reader.rows(
+        f"SELECT device_name, max(device_memory_mib) AS device_memory_mib, count(*) AS runs, {sources}, "
+        "count(*) FILTER (status = 'ok') AS ok, count(*) FILTER (status = 'oom') AS oom, "
+        "max(peak_memory_mib) AS most_memory_mib, avg(smact) AS mean_smact, avg(smocc) AS mean_smocc, "
+        "avg(drama) AS mean_drama, max(finished_at) AS last_at "
+        "FROM runs WHERE device_name IS NOT NULL GROUP BY device_name ORDER BY runs DESC, device_name",
+        most=1_000,
+    )
+
+
+def device_page(
+    reader: ExplorerReader, name: str, source: str | None = None, estimates: Estimates | None = None
+) -> DevicePage | None:
+    """Return a device model's page; None where no run has it.
+
+    Args:
+        reader: Of the warehouse.
+        name: As runs have it in `device_name`.
+        source: Whose runs; default the first that there is of measured, imported, simulated.
+        estimates: Estimates runs; None shows no residuals.
+
+    Raises:
+        UsageError: For a source that the device has no runs of.
+    """
+    where = f"FROM runs WHERE device_name = {sql_text(name)}"
+    by_source = dict(reader.rows(f"SELECT source, count(*) {where} GROUP BY source ORDER BY 2 DESC, 1").rows)
+    if not by_source:
+        return None
+    chosen = source if source is not None else next(one for one in (*_ORDER, *by_source) if one in by_source)
+    if chosen not in by_source:
+        raise UsageError(f"{name} has no runs of source {chosen!r}; it has {', '.join(by_source)}")
+    where += f" AND source = {sql_text(chosen)}"
+    families = reader.rows(
+        "SELECT family, count(*) AS runs, count(*) FILTER (status = 'ok') AS ok, "
+        "count(*) FILTER (status = 'oom') AS oom, median(peak_memory_mib) AS median_memory_mib, "
+        "median(step_time_ms) AS median_step_ms, avg(smact) AS mean_smact, avg(smocc) AS mean_smocc, "
+        f"avg(drama) AS mean_drama {where} GROUP BY family ORDER BY runs DESC, family"
+    )
+    total, *known = reader.rows(f"SELECT count(*), {', '.join(f'count({label})' for label in LABELS)} {where}").rows[0]
+    nulls = [(label, 1 - count / total) for label, count in zip(LABELS, known, strict=True)]
+    page = DevicePage(name, chosen, by_source, families, nulls, 0, 0)
+    return page if estimates is None else _with_residuals(reader, page, where, estimates)
+
+
+def _with_residuals(reader: ExplorerReader, page: DevicePage, where: str, estimates: Estimates) -> DevicePage:
+    # By the hash of the id: the same runs at every look, and no family first.
+    answer = reader.rows(
+        f"SELECT run_id, family, source, device_name, config, {', '.join(_TARGETS)} FROM runs WHERE run_id IN "
+        f"(SELECT run_id {where} AND status = 'ok' AND ranks IS NULL AND group_id IS NULL "
+        f"ORDER BY hash(run_id) LIMIT {SAMPLED_RUNS}) AND device_name = {sql_text(page.name)} ORDER BY run_id"
+    )
+    runs = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    try:
+        done = estimates(runs)
+    except UsageError as error:
+        return DevicePage(**{**vars(page), "sampled": len(runs), "without": len(runs), "note": str(error)})
+    pairs = [(run, one) for run, one in zip(runs, done, strict=True) if one is not None]
+    residuals = [one for target in _TARGETS if (one := residuals_of(target, pairs)) is not None]
+    without = len(runs) - len(pairs)
+    return DevicePage(**{**vars(page), "sampled": len(runs), "without": without, "residuals": tuple(residuals)})
+
+
+def residuals_of(
+    target: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, float | None]]]
+) -> Residuals | None:
+    """Return the residuals of one target from (run, estimate) pairs; None where no pair has both figures."""
+    known = [
+        Pair(key={"run_id": run["run_id"], "family": str(run["family"])}, before=run, after=estimate)
+        for run, estimate in pairs
+        if _is_figure(run[target]) and _is_figure(estimate.get(target)) and (target in RATIOS or run[target] > 0)
+    ]
+    if not known:
+        return None
+    shifts = [shift for by in ((), ("family",)) for shift in summed_up(known, target, math.inf, by)]
+    table = {
+        shift.group.get("family", "all"): (shift.pairs, 100 * shift.median_size, 100 * shift.p90) for shift in shifts
+    }
+    points = [(p.before[target], p.after[target], f"{p.key['run_id']} ({p.key['family']})") for p in known]
+    bounds = [
+        pair.before[target] > pair.after[BOUND]
+        for pair in known
+        if target == "peak_memory_mib" and pair.after.get(BOUND) is not None
+    ]
+    above = sum(bounds) / len(bounds) if bounds else None
+    unit = "points" if target in RATIOS else "%"
+    return Residuals(target, unit, table, above, against(target, points, is_log=target not in RATIOS))
+
+
+def _is_figure(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)

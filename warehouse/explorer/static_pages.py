@@ -19,15 +19,12 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from warehouse.explorer.devices import device_page, devices_page
-from warehouse.explorer.filters import NULL, Filters
-from warehouse.explorer.listings import LISTINGS
-from warehouse.explorer.pages import list_page, overview, run_page
-from warehouse.explorer.reading import ExplorerReader
-from warehouse.explorer.render import POLICY, rendered
+from warehouse.explorer.filters import LISTINGS, NULL, Filters
+from warehouse.explorer.limited_query import ExplorerReader
+from warehouse.explorer.pages import POLICY, device_page, devices_page, list_page, overview, rendered, run_page
 from warehouse.files.views import typed_nulls
+from warehouse.tables.duckdb_access import sql_text
 from warehouse.tables.schema import JOB_SCHEMA, STALE_SCHEMA, TABLES
-from warehouse.tables.sql_text import sql_text
 
 FOLDER = "pages"
 FIRST_PAGE = "index.html"

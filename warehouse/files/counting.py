@@ -3,13 +3,18 @@
 Start reading at `counting_files`; `counting_plan` is for queries, which also show each run once and leave damaged files
 out. Both cost a listing of the folders; content is read in doubtful cases only.
 
-`warehouse.files.believed` decides which listings are valid. `warehouse.check` verifies the checksums of data files.
+`judge` decides which listings are valid, i.e. could come from a compaction, and which rows are lost. A valid listing
+stands for the merged file of its own name, and that file holds every run of the files that it hides and that are there.
+Compaction proves more before it deletes anything, and mends what is not valid (`warehouse.files.compaction`).
+`warehouse.check` verifies the checksums of data files.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import dataclasses
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +23,272 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem
-from warehouse.files.believed import Judgement, is_damaged_merged, judge, refuse_lost
-from warehouse.files.layout import FolderLayout
-from warehouse.files.listings import PARTITION, names_in
-from warehouse.files.merged import Listing, is_merged_name
-from warehouse.files.plain_file import plain
-from warehouse.files.remembered import file_key, remembered, remembered_by
+from warehouse.files import damage
+from warehouse.files.damage import DamagedFile
+from warehouse.files.layout import KINDS, FolderLayout
+from warehouse.files.merged import (
+    PARTITION,
+    DamagedListing,
+    Listing,
+    is_merged_name,
+    names_in,
+    read_listings,
+    sources_of,
+    warn_once,
+)
+from warehouse.files.plain_file import file_key, plain, remembered, remembered_by
 
+SNAPSHOT_LISTING = "snapshot.parquet"
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
 _NO_FAMILY = "family=_"  # of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
 _REMEMBERED_GROUPS = 32
 _group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """State of a folder's files according to its listings; each file is named `family=F/NAME`."""
+
+    listed: Mapping[str, Listing]  # by their merged files, which count unless another listing hides them
+    hidden: frozenset[str]  # files that do not count, as a merged one stands for them
+    lost: tuple[str, ...] = ()  # a line for each listing that cannot be read: rows may be missing, or there twice
+
+    @classmethod
+    def of(cls, listings: Iterable[Listing], hides: Callable[[Listing], bool] = lambda listing: True) -> Judgement:
+        """Return the judgement in which every listing is valid; one for which `hides` is false hides nothing."""
+        listed = {listing.merged: listing for listing in listings}
+        return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
+
+
+def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
+    """Return what the valid listings of `runs` or `telemetry` state. Invalid ones are reported on stderr.
+
+    A damaged merged file hides nothing: what it replaces may still be there. `left_out` says of a file whether it is
+    damaged; by default only footers are looked at.
+    """
+    believed, lost = _believed(folder, kind)
+    is_left_out = _is_damaged if left_out is None else left_out
+    judgement = Judgement.of(believed, lambda listing: not is_left_out(folder.root / kind / listing.merged))
+    return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
+
+
+def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
+    """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact."""
+    root = folder.root / kind
+    listings = [one for one in _believed(folder, kind)[0] if (root / one.merged).exists()]
+    whole = Judgement.of(one for one in listings if not _is_damaged(root / one.merged))
+    return frozenset(whole.listed) - whole.hidden
+
+
+def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
+    """Return the listings whose merged file is gone though no other listing replaces it: its rows are lost.
+
+    Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
+    """
+    lost = _listed_and_gone(folder, kind)
+    if lost:  # a second look: a compaction may have been between the listings and their files
+        again = {(listing.file, listing.merged) for listing in _listed_and_gone(folder, kind)}
+        lost = [listing for listing in lost if (listing.file, listing.merged) in again]
+    return lost
+
+
+def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
+    """Describe a merged file that is gone."""
+    rows = "its rows are" if listing.rows is None else f"its {listing.rows:,} rows are"
+    return (
+        f"{folder.root / kind / listing.merged} is gone, though {listing.file} lists it: {rows} missing; "
+        f"put the file back, or run `python -m farm.doctor repair=true` to measure its runs again"
+    )
+
+
+def refuse_lost(folder: FolderLayout, kinds: Sequence[str] = KINDS) -> None:
+    """Raise `EnvironmentProblem` for each merged file or listing that is lost: without it, counts would be too low."""
+    lines: list[str] = []
+    for kind in kinds:
+        lines += [lost_line(folder, kind, listing) for listing in lost_merged_files(folder, kind)]
+        lines += judge(folder, kind).lost
+    if lines:
+        raise EnvironmentProblem("; ".join(lines))
+
+
+def merged_damage(path: Path) -> str | None:
+    """Return why a merged file cannot be used: no Parquet file, or columns of other types; None if it can.
+
+    Raises `FileNotFoundError`. Only the footer is read, once while the file stays the same.
+    """
+    try:
+        return remembered(path, lambda: damage.damage_of(path), "damage")
+    except FileNotFoundError:
+        return damage.damage_of(path)  # of a link to nothing
+
+
+def is_damaged_merged(path: Path) -> bool:
+    """Return whether a file is an unusable merged one, and report it on stderr, once while it stays the same."""
+    if not is_merged_name(path.name):
+        return False
+    try:
+        reason = merged_damage(path)
+    except FileNotFoundError:  # which is another matter
+        return False
+    if reason is not None:
+        damage.report([DamagedFile(path, reason)])
+    return reason is not None
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        return merged_damage(path) is not None
+    except FileNotFoundError:
+        return False
+
+
+def _believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
+    """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
+
+    Their content is read once while they stay the same. What they hide is judged anew, as files come and go.
+    """
+    lost: list[DamagedListing] = []
+
+    def on_damage(damaged: DamagedListing) -> None:
+        if damaged.merged is not None:
+            lost.append(damaged)
+        else:
+            warn_once(damaged.path, damaged.line())
+
+    listings = read_listings(folder, kind, on_damage)
+    believed = [listing for listing in listings if _is_sound(folder, kind, listing)]
+    return [*_of_snapshot(folder, kind), *believed], lost
+
+
+def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
+    """Return a snapshot's merged files, all of which count, as listings."""
+    path = folder.listings(kind) / SNAPSHOT_LISTING
+    try:
+        rows = remembered(path, lambda: pq.ParquetFile(plain(path)).read().to_pylist(), "snapshot")
+    except FileNotFoundError:
+        return []
+    return [Listing(path, row["path"], (), 0.0) for row in rows if not row["hidden"]]
+
+
+def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) -> tuple[str, ...]:
+    """Return a line for each lost listing whose merged file no other listing replaces."""
+    return tuple(
+        f"{damaged.path} is damaged ({damaged.reason}) and cannot be recovered from {damaged.merged}, whose rows may "
+        "be lost; restore both files from a copy, or run `python -m farm.doctor repair=true` to measure the runs again"
+        for damaged in lost
+        if damaged.merged is not None and f"{damaged.merged.parent.name}/{damaged.merged.name}" not in judgement.hidden
+    )
+
+
+def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
+    root = folder.root / kind
+    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
+    if all(os.path.lexists(root / listing.merged) for listing in listings):
+        return []
+    believed, _ = _believed(folder, kind)
+    hidden = Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden
+    gone = [one for one in believed if one.merged not in hidden and not os.path.lexists(root / one.merged)]
+    if not gone:
+        return []
+    # A compaction of an older version removed the listing last; the merged file itself names its sources.
+    replaced: set[str] = set()
+    for listing in believed:
+        try:
+            replaced.update(sources_of(root / listing.merged))
+        except _UNREADABLE:
+            continue
+    return [listing for listing in gone if listing.merged not in replaced]
+
+
+def _is_sound(folder: FolderLayout, kind: str, listing: Listing) -> bool:
+    not_held = _hidden_and_not_held(folder, kind, listing)
+    if not_held:
+        others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
+        warn_once(
+            listing.file,
+            f"{listing.file}: ignoring this listing: it hides {not_held[0]!r}{others}, whose runs its merged file does "
+            "not hold",
+        )
+    return not not_held
+
+
+def _hidden_and_not_held(folder: FolderLayout, kind: str, listing: Listing) -> tuple[str, ...]:
+    """Return the existing files that a listing hides although they have a run that the merged file lacks."""
+    root = folder.root / kind
+    merged = root / listing.merged
+    try:
+        if merged_damage(merged) is not None:  # it hides nothing, and is named where it would count
+            return _foreign(listing)
+        key = ("doubtful", file_key(merged), _listing_key(listing))
+        foreign, doubtful = remembered_by(key, lambda: (_foreign(listing), _doubtful(merged, listing)))
+    except _UNREADABLE:  # torn or gone, which is another matter: it is named there
+        return _foreign(listing)
+    if foreign or not doubtful:
+        return foreign
+    present = _present(root, doubtful)
+    if not present:
+        return ()
+    try:
+        return remembered_by(
+            ("not held", key, tuple(present.values())), lambda: _not_held(root, merged, tuple(present))
+        )
+    except _UNREADABLE:
+        return ()
+
+
+def _listing_key(listing: Listing) -> Hashable:
+    try:
+        return file_key(listing.file)
+    except OSError:  # replaced since it was read
+        return listing.hidden
+
+
+def _foreign(listing: Listing) -> tuple[str, ...]:
+    """Return the hidden names outside the merged file's partition."""
+    partition = os.path.dirname(listing.merged)
+    return tuple(name for name in listing.hidden if not _is_name(name) or os.path.dirname(name) != partition)
+
+
+def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
+    """Return the hidden names whose content must be read to know whether the merged file holds their run."""
+    if not listing.hidden:
+        return ()
+    held = _ids(merged)
+    return tuple(name for name in listing.hidden if os.path.basename(name).removesuffix(".parquet") not in held)
+
+
+def _present(root: Path, names: tuple[str, ...]) -> dict[str, Hashable]:
+    """Return the names that exist, with a value that changes when they are written."""
+    present = {}
+    for name in names:
+        try:
+            present[name] = file_key(root / name)
+        except OSError:
+            continue
+    return present
+
+
+def _not_held(root: Path, merged: Path, names: tuple[str, ...]) -> tuple[str, ...]:
+    held = _ids(merged)
+    not_held = []
+    for name in names:
+        try:
+            if not _ids(root / name) <= held:  # a file without rows has nothing to be held
+                not_held.append(name)
+        except _UNREADABLE:  # torn after it was merged, or deleted
+            continue
+    return tuple(not_held)
+
+
+def _ids(path: Path) -> frozenset[str]:
+    return frozenset(pq.ParquetFile(plain(path)).read(columns=["run_id"]).column("run_id").unique().to_pylist())
+
+
+def _is_name(name: str) -> bool:
+    """Return whether `name` has the form family=F/NAME.parquet and leads nowhere else."""
+    partition, slash, file_name = name.partition("/")
+    return bool(slash) and partition.startswith(PARTITION) and "/" not in file_name and file_name.endswith(".parquet")
 
 
 @dataclass(frozen=True)

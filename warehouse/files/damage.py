@@ -1,10 +1,13 @@
-"""Detects damaged Parquet files, and lists those of a data folder.
+"""Detects damaged Parquet files, lists those of a data folder, and moves them out of the way.
 
-Start reading at `damage_of`; `warehouse.reading.connection` leaves these files out and reads the rest.
+Start reading at `damage_of`; `warehouse.reading.connection` leaves these files out and reads the rest. `set_aside`
+moves a file into `damaged/` of the data folder, with the reason beside it. Nothing is deleted, so a user can move a
+file back.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -16,12 +19,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conf.files.outputs import sync
 from conf.plain_text import first_line, one_line
-from warehouse.files.checksum import verify
-from warehouse.files.layout import KINDS, LISTING_SCHEMA, FolderLayout
+from warehouse.files.layout import KINDS, LISTING_SCHEMA, FolderLayout, verify, write_bytes
 from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
+from warehouse.tables.duckdb_access import escaped_glob, sql_text
 from warehouse.tables.schema import TABLES
-from warehouse.tables.sql_text import escaped_glob, sql_text
 
 _MAGIC = b"PAR1"
 _LEAST_BYTES = 12  # the magic twice, and the length of the footer
@@ -32,6 +35,9 @@ _NEEDED = {
     **{table: ("job_id" if table == "jobs" else "run_id", schema) for table, schema in TABLES.items()},
     "compactions": ("path", LISTING_SCHEMA),
 }
+_reported: set[tuple[str, tuple[int, ...]]] = set()
+_reported_lock = threading.Lock()
+REASON_SUFFIX = ".reason.txt"
 
 
 @dataclass(frozen=True)
@@ -124,10 +130,6 @@ def parquet_files(folder: FolderLayout) -> Iterator[Path]:
         yield from sorted((folder.root / kind).glob(pattern))
 
 
-_reported: set[tuple[str, tuple[int, ...]]] = set()
-_reported_lock = threading.Lock()
-
-
 def report(damaged: Iterable[DamagedFile]) -> None:
     """Print a line on stderr for each file, once in a process while the file stays as it is."""
     for file in damaged:
@@ -192,3 +194,23 @@ def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
         if is_alike(wanted):
             return bool(is_alike(own))
     return bool(pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own))
+
+
+def set_aside(folder: FolderLayout, path: Path, reason: str) -> Path:
+    """Move a file of the folder to the same place below `damaged/`; return its new path.
+
+    If the target exists, the new file gets a number. The reason is durable before the file moves, so a kill in
+    between leaves the file in place.
+    """
+    target = folder.damaged / path.relative_to(folder.root)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    chosen = next(
+        place
+        for place in itertools.chain([target], (target.with_name(f"{target.name}.{n}") for n in itertools.count(2)))
+        if not os.path.lexists(place)
+    )
+    write_bytes(chosen.with_name(chosen.name + REASON_SUFFIX), f"{reason}\n".encode(errors="backslashreplace"))
+    os.replace(path, chosen)
+    sync(chosen.parent)
+    sync(path.parent)
+    return chosen

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.json_file import MARKER_BYTES, read_json
-from conf.files.outputs import DATA_FORMAT
+from conf.files.outputs import DATA_FORMAT, MARKER_BYTES, read_json
 from warehouse.files.layout import KINDS, FolderLayout, write_bytes
 from warehouse.tables.schema import SCHEMA_VERSION
 

@@ -1,6 +1,6 @@
 """Reads many small Parquet files at once, through DuckDB, which takes a fraction of pyarrow's time.
 
-Start reading at `read_files`; `warehouse.compact` merges what is read here.
+Start reading at `read_files`; `warehouse.files.compaction` merges what is read here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from warehouse.files.checksum import checksum_problem, content_problem
+from warehouse.files.layout import checksum_problem, content_problem
 from warehouse.files.plain_file import NoPlainFile, open_binary
-from warehouse.tables.scratch_duckdb import scratch_cursor
-from warehouse.tables.sql_text import escaped_glob, sql_text
+from warehouse.tables.duckdb_access import escaped_glob, scratch_cursor, sql_text
 
 _BATCH_FILES = 500  # DuckDB holds their footers meanwhile, some 50 KiB each
 _BATCH_BYTES = 8 * 2**20  # of compressed data, which may be a million rows

@@ -24,16 +24,13 @@ import pyarrow.parquet as pq
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from conf.files.identity import sha256_of
-from conf.files.json_file import read_json
-from conf.files.outputs import TEMPORARY_SUFFIX, sync
+from conf.files.outputs import TEMPORARY_SUFFIX, read_json, sync
 from conf.plain_text import first_line
-from warehouse.files.believed import SNAPSHOT_LISTING, refuse_lost
-from warehouse.files.compaction import CompactionReport, compaction_lock
-from warehouse.files.counting import counting_files
+from warehouse.files.compaction import CompactionReport, compaction_lock, run_ids_of, settled_listings
+from warehouse.files.counting import SNAPSHOT_LISTING, counting_files, refuse_lost
 from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
 from warehouse.files.folder import DataFolder
-from warehouse.files.held_rows import run_ids_of
 from warehouse.files.layout import (
     KINDS,
     LISTING_SCHEMA,
@@ -43,9 +40,8 @@ from warehouse.files.layout import (
     write_parquet,
 )
 from warehouse.files.merged import is_merged_name
-from warehouse.files.settle import settled_listings
 from warehouse.files.views import VIEWS, view_statements
-from warehouse.tables.disk_errors import disk_errors_named, is_disk_error
+from warehouse.tables.duckdb_access import disk_errors_named, is_disk_error
 from warehouse.tables.schema import SCHEMA_VERSION, TABLES
 
 FORMAT = "gpufarm-snapshot"

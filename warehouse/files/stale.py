@@ -21,7 +21,7 @@ from warehouse.tables.schema import ENVIRONMENT, STALE_SCHEMA
 if TYPE_CHECKING:
     import duckdb
 
-    from warehouse.reading.reader import WarehouseConnection
+    from warehouse.reading.connection import WarehouseConnection
 
 
 _AS_THEY_ARE = ("run_id", "label", "device_name", "source", "shift", "said")

@@ -15,8 +15,9 @@ import pyarrow as pa
 
 from warehouse.files.layout import KINDS, OF_RUNS, FolderLayout, write_bytes
 from warehouse.files.merged import MERGED_PREFIX
-from warehouse.tables.details import DETAILS
+from warehouse.tables.duckdb_access import escaped_glob, existing_database, new_database, sql_text
 from warehouse.tables.schema import (
+    DETAILS,
     ENVIRONMENT,
     JOB_SCHEMA,
     SCHEMA_VERSION,
@@ -24,8 +25,6 @@ from warehouse.tables.schema import (
     STATUSES,
     TABLES,
 )
-from warehouse.tables.scratch_duckdb import existing_database, new_database
-from warehouse.tables.sql_text import escaped_glob, sql_text
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 

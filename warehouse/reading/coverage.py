@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from conf.reports.heat_map import Grid
-from warehouse.tables.sql_text import sql_text
+from conf.reports.charts import Grid
+from warehouse.tables.duckdb_access import sql_text
 
 OUT_OF_MEMORY = "OOM"
-# What `farm.sampling.known_runs` learns from: a label, or an out-of-memory of the device, and no doubt.
+# What `farm.sampling.coverage` learns from: a label, or an out-of-memory of the device, and no doubt.
 USABLE = (
     "group_id IS NULL AND quality IS DISTINCT FROM 'untrusted' AND error_type IS DISTINCT FROM 'doubt' AND "
     "((status = 'ok' AND peak_memory_mib > 0) OR (status = 'oom' AND oom_kind = 'device'))"

@@ -2,10 +2,14 @@
 
 Start reading at `RUN_SCHEMA`; `TABLES` names the schema of each table. Every column that can be missing is NULL when it
 was not measured; ratios lie in [0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION`
-grows; older files stay readable, since views unite by name.
+grows; older files stay readable, since views unite by name. `DETAILS` has the tables whose rows belong to a run, beside
+its telemetry: landing, checks, export, publication and ingest treat them alike.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -94,7 +98,7 @@ RUN_SCHEMA = pa.schema(
         # added in version 2
         ("quality", pa.string()),  # trusted | suspect | untrusted
         ("quality_reasons", pa.string()),  # JSON: reason -> what was seen, in words
-        ("quality_summary", pa.string()),  # JSON: see workers.labels.verdict.Verdict
+        ("quality_summary", pa.string()),  # JSON: see workers.labels.quality.Verdict
         ("samples_measured", pa.int64()),  # telemetry rows of the window, by what they are
         ("samples_repeated", pa.int64()),
         ("samples_unavailable", pa.int64()),
@@ -369,4 +373,67 @@ TABLES = {
     "collocations": COLLOCATION_SCHEMA,
     "jobs": JOB_SCHEMA,
     "stale": STALE_SCHEMA,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detail:
+    """One such table.
+
+    Args:
+        schema: Its columns.
+        row_id: Column with the id of each row, which begins with its run's.
+        letter: Before the row's number in that id.
+        count: Column of `runs` with the number of its rows.
+        required: Columns that are never NULL, beside `run_id`.
+        words: Column -> what it may hold.
+        of_run: Columns that are the run's own.
+        row: What one row is, in words.
+        imported: Whether rows may be imported, which belong to no run.
+    """
+
+    schema: pa.Schema
+    row_id: str
+    letter: str
+    count: str
+    required: tuple[str, ...]
+    words: Mapping[str, tuple[str, ...]]
+    of_run: tuple[str, ...]
+    row: str
+    imported: bool = False
+
+
+DETAILS: Mapping[str, Detail] = {
+    "kernels": Detail(
+        schema=KERNEL_SCHEMA,
+        row_id="kernel_row",
+        letter="k",
+        count="kernel_rows",
+        required=("kernel_row", "source", "operator", "duration_us", "count", "timing"),
+        words={"source": SOURCES, "phase": KERNEL_PHASES, "timing": KERNEL_TIMINGS},
+        of_run=("source", "device_name", "torch_version", "cuda_version", "cudnn_version"),
+        row="kernel",
+        imported=True,
+    ),
+    "ranks": Detail(
+        schema=RANK_SCHEMA,
+        row_id="rank_row",
+        letter="r",
+        count="ranks",
+        required=("rank_row", "source", "rank", "status"),
+        words={"source": SOURCES, "status": RANK_STATUSES, "quality": QUALITIES},
+        of_run=RANK_OF_RUN,
+        row="rank",
+    ),
+    "collocations": Detail(
+        schema=COLLOCATION_SCHEMA,
+        row_id="member_row",
+        letter="c",
+        count="collocation_rows",
+        required=("member_row", "group_id", "member", "group_size", "source", "sharing", "status"),
+        words={"source": SOURCES, "sharing": SHARINGS, "status": STATUSES},
+        of_run=("source", "device_name", "config", "batch_size", "precision"),
+        row="member of a group",
+        imported=True,
+    ),
 }

@@ -1,23 +1,228 @@
 """Device backends behind one Protocol: `cuda`, `cpu`, `simulated`, and `auto`, which chooses.
 
-Start reading at `base.py`.
+Start reading at `Device`, the interface between a backend, its worker and the trial that is measured on it;
+`make_device` imports a backend. Torch-free; a backend imports torch only inside `measure`, which runs in the trial's
+child. `software_environment` has the versions that labels depend on; it is called only where torch is already imported
+(the trial server and its children).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import pkgutil
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
-from workers.devices.base import Device, DeviceChoice, DeviceUnavailable, Place, Slot
 
-__all__ = ["Device", "DeviceChoice", "DeviceUnavailable", "Place", "Slot", "choose_device", "make_device"]
+if TYPE_CHECKING:
+    from featurize.configs.trial import TrialConfig
+    from workers.settings import TrialSettings
 
+
+BACKENDS = ("auto", "cuda", "cpu", "simulated")
+TRACES_ONLY = "GPUFARM_TRACES_ONLY"  # set for a trial server whose trials run no step of their own
+_HOST_MEMORY_SHARE = 0.9
 _TABLE = {
     "cuda": "workers.devices.cuda:CudaDevice",
     "cpu": "workers.devices.cpu:CpuDevice",
     "simulated": "workers.devices.simulated:SimulatedDevice",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberAlone:
+    """The figures of a member of a group alone, which a simulated device has to know."""
+
+    memory_mib: float
+    gpu_util: float
+    smact: float
+    smocc: float
+    drama: float
+    power_w: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """A group of trials on one device, as one of its members knows it.
+
+    Args:
+        member: Its own number.
+        size: Members of the group.
+        sharing: How they share: a word of `workers.settings.SHARING`.
+        alone: Of each member, for simulated devices; None: it has no figures alone, as it ran out of memory.
+    """
+
+    member: int
+    size: int
+    sharing: str
+    alone: tuple[MemberAlone | None, ...] = ()
+
+
+class Link(Protocol):
+    """A trial's connection to its worker; `workers.trial.body.TrialLink` implements it."""
+
+    together: Together | None  # the group that the trial runs in; None: it has the device to itself
+    ahead: bool  # the trial is made ready while another one runs, so it must not touch the device before the go
+
+    def report(self, event: str, **values: Any) -> None:
+        """Send an event to the worker (see `workers.trial.body`)."""
+        ...
+
+    def received(self, word: str) -> bool:
+        """Return whether the worker has sent this word; never waits."""
+        ...
+
+    def awaits(self, word: str) -> bool:
+        """Return whether the worker has not sent this word and still may; never waits."""
+        ...
+
+    def labels_taken(self) -> bool:
+        """Wait until the worker has taken its last sample, after `result`. Return False if it never says so."""
+        ...
+
+    def wait_for_go(self) -> bool:
+        """Wait until it is this trial's turn. Return False at once if the trial was not prepared ahead."""
+        ...
+
+
+class DeviceUnavailable(RuntimeError):
+    """The backend cannot be used here; the message has the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceChoice(Checked, section="device"):
+    """The `device` key of a command: backend, number of workers, and description of the device to model.
+
+    `spec` holds the fields of `featurize.device.device_spec.DeviceSpec`; only `simulated` needs it (`auto` may).
+    `memory_limit_mib` is for `cpu`: the host memory that one trial may take. `memory_fraction` is for GPUs: a trial's
+    caching allocator may take this share of the card's memory, so that the card plays a smaller one; 1 becomes None.
+    """
+
+    backend: str = key("auto", choices=BACKENDS)
+    count: int | None = key(None, "devices that are simulated, or trials at a time on the CPU", "int 1 to 1024")
+    spec: Mapping[str, Any] | None = None
+    memory_limit_mib: float | None = key(
+        None, "host memory a trial may take; default: 90 % of the machine's / count", "number >= 1"
+    )
+    memory_fraction: float | None = key(
+        None,
+        "share of the card's memory that a trial may take: the card plays a smaller one",
+        "number > 0 to 1",
+        build=lambda fraction: None if fraction in (None, 1) else float(fraction),
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.memory_fraction is not None and self.backend == "cpu":
+            yield "device.memory_fraction is for GPUs; device=cpu has device.memory_limit_mib"
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the fields, without a `memory_fraction` of None, so that ids of older jobs stay the same."""
+        values = dataclasses.asdict(self)
+        if self.memory_fraction is None:
+            del values["memory_fraction"]
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One place to run trials: a GPU, a share of the CPU, or a simulated GPU. One worker is pinned to each."""
+
+    index: int
+    device_name: str
+    device_uuid: str | None
+    device_memory_mib: float | None
+    driver_version: str | None = None
+    memory_fraction: float | None = None  # share of its memory that trials are allowed; None: all of it
+    mig_profile: str | None = None  # of a MIG slice, such as 1g.5gb
+    mps: bool | None = None  # whether CUDA's multi-process service runs on it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank's place in a trial of several; `store` is the path of the file through which they meet."""
+
+    rank: int
+    ranks: int
+    store: str
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A device backend. The worker calls `slots` and `environment`; `measure` runs in the trial's child process."""
+
+    backend: str
+    source: str  # warehouse.tables.schema.SOURCES: what its rows say of themselves
+    sampled: bool  # whether the worker samples telemetry while the trial runs; otherwise the trial reports its own
+    prepares: bool  # whether the next trial's process can be made ready on the host without touching what is measured
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Return the slots of this machine. Raises `DeviceUnavailable` with the reason if there are none."""
+        ...
+
+    def environment(self, *slots: Slot) -> dict[str, str]:
+        """Return the environment variables that pin a trial server to its devices."""
+        ...
+
+    def measure(
+        self,
+        config: TrialConfig,
+        slot: Slot,
+        settings: TrialSettings,
+        seed: int,
+        link: Link,
+        place: Place | None = None,
+    ) -> None:
+        """Build, warm up and measure one trial, or one rank of it; `link.report` each event (see `workers.trial`)."""
+        ...
+
+
+def software_environment() -> dict[str, str | None]:
+    """Return the columns of `runs` that are known without touching the GPU."""
+    import torch
+
+    return {
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "python_version": platform.python_version(),
+        "allocator_settings": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        "farm_version": farm_version(),
+    }
+
+
+def core_count() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_memory_mib() -> float:
+    """Return the host memory in MiB that this process may use: all, or its control group's limit if that is less."""
+    import psutil
+
+    total_mib: float = psutil.virtual_memory().total / 2**20
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            return min(total_mib, int(limit.read()) / 2**20)
+    except (OSError, ValueError):  # no control groups of version 2 here, or no limit ("max")
+        return total_mib
+
+
+def host_memory_share_mib(workers: int) -> float:
+    """Return each trial's default share of the host memory in MiB: 90 % of it, divided evenly among `workers`."""
+    return host_memory_mib() * _HOST_MEMORY_SHARE / workers
+
+
+def farm_version() -> str | None:
+    """Return this project's installed version; None if it runs from a source tree."""
+    try:
+        return version("gpufarm")
+    except PackageNotFoundError:
+        return None
 
 
 def make_device(choice: DeviceChoice) -> Device:

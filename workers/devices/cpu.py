@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING
 
-from workers.devices.base import DeviceChoice, Link, Place, Slot
+from workers.devices import DeviceChoice, Link, Place, Slot, core_count, host_memory_share_mib
 
 if TYPE_CHECKING:
     from featurize.configs.trial import TrialConfig
@@ -49,7 +49,6 @@ class CpuDevice:
     ) -> None:
         import torch
 
-        from workers.devices.environment import core_count
         from workers.devices.training import measure_training
 
         ranks = 1 if place is None else place.ranks  # which share the worker's part of cores and memory
@@ -62,8 +61,6 @@ class CpuDevice:
     def _limit_mib(self) -> float:
         if self.choice.memory_limit_mib is not None:
             return self.choice.memory_limit_mib
-        from workers.devices.environment import host_memory_share_mib
-
         return host_memory_share_mib(self.count)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
-from workers.devices.base import DeviceChoice, DeviceUnavailable, Link, Place, Slot
+from workers.devices import DeviceChoice, DeviceUnavailable, Link, Place, Slot
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from workers.devices.base import Link
+from workers.devices import Link
 
 _BUDGET_MS = 10_000.0  # of profiled steps; the worker waits for half a minute after the labels
 _ROWS_A_REPORT = 100

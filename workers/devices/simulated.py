@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from featurize.timing.shared_gpu import GpuLoad, speeds_of_loads
-from workers.devices.base import DeviceChoice, Link, MemberAlone, Place, Slot, Together
-from workers.devices.environment import TRACES_ONLY
+from workers.devices import TRACES_ONLY, DeviceChoice, Link, MemberAlone, Place, Slot, Together
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
-    from featurize.job.trial_config import TrialConfig
+    from featurize.job.training_settings import TrialConfig
     from featurize.recording.step_trace import StepTrace
-    from featurize.timing.overlap import RankStep
-    from featurize.timing.simulate import SimulatedStep
+    from featurize.timing.overlap import RankStep, SimulatedStep
 
 _SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
 
@@ -61,8 +59,7 @@ class SimulatedDevice:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
 
-        from featurize.timing.overlap import RankStep, ranks_of_stages, simulate_rank
-        from featurize.timing.simulate import simulate
+        from featurize.timing.overlap import RankStep, ranks_of_stages, simulate, simulate_rank
         from featurize.trace.tracer import trace_config
 
         torch.set_num_threads(1)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from workers.settings import WindowSettings
-from workers.telemetry.base import Sample
-from workers.telemetry.means import spoken_from_ns
+from workers.telemetry.base import Sample, spoken_from_ns
 
 # target -> (sensor, metric) that may give it, the preferred one first, as `workers.labels.run_labels` chooses for the
 # label. Power comes from the energy counter where there is one: NVIDIA's power reading covers only a part of the time.

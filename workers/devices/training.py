@@ -1,28 +1,53 @@
 """The measured training loop that real devices share: build, warm up until steady, measure until the window ends.
 
-Start reading at `measure_training`; `window.py` holds the rules. Runs in the trial's child; every time is
-`time.monotonic_ns()`, which the worker that samples telemetry on the same machine reads too.
+Start reading at `measure_training`. Runs in the trial's child; every time is `time.monotonic_ns()`, which the worker
+that samples telemetry on the same machine reads too. `warm_up` and `measure_window` hold the rules, by step times,
+memory and the worker's message; steps come in as a function that runs one. Torch is imported on use.
+
+In a trial of several ranks, `Lockstep` has all of them run their steps together. The first rank decides when the
+warm-up and the window end, as a trial alone does, and says before each step that there is one; the others follow. Words
+travel over gloo also on GPUs, so that no kernel of theirs runs beside those that are measured.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import socket
 import statistics
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from workers.devices.base import Link, Place
+from workers.devices import Link, Place
 from workers.devices.profiling import report_kernels
-from workers.devices.window import MeasuredWindow, MemoryWatch, RunStep, followed_window, measure_window, warm_up
+from workers.devices.steadiness import mean_half_width, parts
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from featurize.configs.trial import TrialConfig
-    from workers.devices.lockstep import Lockstep
     from workers.settings import TrialSettings, WindowSettings
 
+
+_STEP, _WINDOW, _END = range(3)
+_LOOPBACK = ("lo", "lo0")  # by the names of Linux and macOS
+RunStep = Callable[[], tuple[int, float]]  # runs one step: (monotonic time of its end in ns, its duration in ms)
+_MEMORY_PERIOD_NS = 50_000_000  # reading the allocator's figures costs a tenth of a millisecond
+_FIRST_STEPS = 5  # after each of which memory is read
+_GROWTH = 1.002  # more than this is growth, less is the noise of a process's resident set
+_LONG_NS = 1_000_000_000
+_GROUP_NS = 100_000_000  # warm-up compares two groups of steps, each so long
+_CHECK_NS = 25_000_000
+_SURE_STEPS = 4  # a group of fewer steps is compared coarsely
+_OPTIMIZER_STEPS = 32  # a loss scale of 2**16 is 1 after 16 overflows; then the optimizer never steps
+_BATCH_MS = 50.0  # step times are looked at in batches, each so long
+_MIN_BATCHES = 4
+_OUTLIER_BATCHES = 7  # with fewer, a slow stretch cannot be distinguished from a slow step
+_ASK_NS = 10_000_000
 _REPORT_PERIOD_NS = 100_000_000
 # Up to here one thread of the host has a model ready within a second or so; larger ones are made quicker on the device.
 _HOST_PARAMETERS = 50_000_000
@@ -84,7 +109,7 @@ def measure_training(
         model = model.to(meter.device)  # parameter by parameter: no second copy on the device
     inputs, targets = batch or make_batch()
     link.report("built", parameters=sum(parameter.numel() for parameter in model.parameters()))
-    ranks = None if place is None else _joined(place, meter.device)
+    ranks = None if place is None else Lockstep(place, meter.device)
     step = TrainingStep(model, config, meter.device, loss=loss_of(config), wrap=_wrapper(config))
     memory = MemoryWatch(meter.memory)
     reporter = _StepReporter(memory, link)
@@ -165,12 +190,6 @@ def _decided_window(
     return window
 
 
-def _joined(place: Place, device: torch.device) -> Lockstep:
-    from workers.devices.lockstep import Lockstep
-
-    return Lockstep(place, device)
-
-
 def _wrapper(config: TrialConfig) -> Callable[[nn.Module], nn.Module] | None:
     """Return what puts a rank's model into its wrapper; None: the trial runs alone."""
     layout = config.layout
@@ -203,3 +222,267 @@ class _StepReporter:
         memory = self._memory.values
         values = {name: memory[name] for name in ("allocated_mib", "reserved_mib") if name in memory}
         self._link.report("step", t_ns=t_ns, values={"step_time_ms": step_ms, **values})
+
+
+class MemoryWatch:
+    """Reads an allocator rarely enough not to disturb the steps, and tracks when it last grew.
+
+    `read` gives `reserved_mib` and, where the device has them, `peak_reserved_mib` or `peak_memory_mib`.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, float]]) -> None:
+        self._read = read
+        self._read_ns = 0
+        self._steps = 0
+        self._reserved_mib = self._peak_mib = 0.0
+        self._grew_step = self._grew_ns = self._peak_step = 0
+        self.values: dict[str, float] = {}  # as last read
+
+    def step(self, t_ns: int) -> None:
+        """Record the end of a step. Reads memory after each of the first five steps, then at most every 50 ms."""
+        self._steps += 1
+        if self._steps <= _FIRST_STEPS or t_ns - self._read_ns >= _MEMORY_PERIOD_NS:
+            self.look(t_ns)
+
+    def look(self, t_ns: int) -> None:
+        """Read memory now."""
+        self._read_ns = t_ns
+        self.values = self._read()
+        reserved_mib = self.values["reserved_mib"]
+        peak_mib = self.values.get("peak_reserved_mib", self.values.get("peak_memory_mib", reserved_mib))
+        if reserved_mib > _GROWTH * self._reserved_mib:
+            self._reserved_mib, self._grew_step, self._grew_ns = reserved_mib, self._steps, t_ns
+        if peak_mib > _GROWTH * self._peak_mib:
+            self._peak_mib, self._peak_step = peak_mib, self._steps
+
+    def unchanged(self, steps: int, t_ns: int) -> bool:
+        """Return whether reserved memory has not grown for `steps` steps, or for a second and at least one step."""
+        since = self._steps - self._grew_step
+        return since >= steps or (since >= 1 and t_ns - self._grew_ns >= _LONG_NS)
+
+    @property
+    def steps_since_peak(self) -> int:
+        """Return the number of steps, including warm-up, since the last new peak."""
+        return self._steps - self._peak_step
+
+
+def warm_up(
+    run_step: RunStep, memory: MemoryWatch, window: WindowSettings, optimizer_ready: Callable[[], bool] | None = None
+) -> int:
+    """Run steps until memory and step time are steady; returns how many.
+
+    Steady: at least `warmup_steps`; reserved memory has not grown over the last steps; and the median times of the
+    last two groups of steps (0.1 s each, or single steps where these are longer) differ by no more than they scatter,
+    so that lazily loaded kernels, autotuning and rising clocks are over. `optimizer_ready` is false while no optimizer
+    step was taken: fp16 skips them until its loss scale fits, and their memory comes with the first.
+
+    After `warmup_max_seconds` two steps are enough: the second is the first to run with the optimizer's state.
+    """
+    times_ms: list[float] = []
+    ends_ns: list[int] = []
+    floor = min(window.warmup_steps, 2)
+    if floor == 0 and window.warmup_max_seconds == 0:
+        return 0
+    deadline_ns: float = math.inf
+    check_ns = 0
+    while True:
+        end_ns, step_ms = run_step()
+        times_ms.append(step_ms)
+        ends_ns.append(end_ns)
+        if len(times_ms) == 1:
+            deadline_ns = end_ns - int(step_ms * 1e6) + int(window.warmup_max_seconds * 1e9)
+        if len(times_ms) >= floor and end_ns >= deadline_ns:
+            return len(times_ms)
+        if len(times_ms) < window.warmup_steps or end_ns < check_ns:
+            continue
+        check_ns = end_ns + _CHECK_NS
+        waiting = optimizer_ready is not None and len(times_ms) < _OPTIMIZER_STEPS and not optimizer_ready()
+        if not waiting and _no_trend(times_ms, ends_ns, memory):
+            return len(times_ms)
+
+
+def _no_trend(times_ms: list[float], ends_ns: list[int], memory: MemoryWatch) -> bool:
+    group = max(1, len(ends_ns) - bisect_left(ends_ns, ends_ns[-1] - _GROUP_NS))
+    if len(times_ms) < 2 * group + 1:  # the very first step is in neither group
+        return False
+    memory.look(ends_ns[-1])
+    if not memory.unchanged(group + 1, ends_ns[-1]):
+        return False
+    before, last = times_ms[-2 * group : -group], times_ms[-group:]
+    middle, latest = statistics.median(before), statistics.median(last)
+    if group < _SURE_STEPS:
+        return abs(middle - latest) <= 0.10 * middle
+    scatter = _deviation(before, middle) + _deviation(last, latest)
+    # the standard error of a median is about 1.25 standard deviations by the root of the number
+    return abs(middle - latest) <= max(0.03 * middle, 3 * 1.25 * scatter / math.sqrt(2 * group))
+
+
+def _deviation(values: list[float], middle: float) -> float:
+    """Return the standard deviation, estimated from the median absolute deviation, which ignores outliers."""
+    return 1.4826 * statistics.median(abs(value - middle) for value in values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredWindow:
+    """Result of a window. `half_width_ms`: of the typical step time's 95 % interval; None: too few steps."""
+
+    step_times_ms: list[float]
+    end_ns: int
+    ended: str  # steady | max_seconds | fixed
+    half_width_ms: float | None
+
+
+def measure_window(
+    run_step: RunStep, memory: MemoryWatch, told_steady: Callable[[], bool], window: WindowSettings, start_ns: int
+) -> MeasuredWindow:
+    """Run steps from `start_ns` to the window's end.
+
+    `fixed` ends after `max_seconds` and `min_steps`. `adaptive` ends when the step time's interval is inside its
+    tolerance, memory saw no new peak for `memory_steps` steps and the worker says that what it samples is steady, after
+    `min_seconds` and `min_steps`; or before the step that would end past `max_seconds`, from the second on.
+    """
+    times_ms: list[float] = []
+    pace = StepPace()
+    ask_ns = 0
+    while True:
+        end_ns, step_ms = run_step()
+        times_ms.append(step_ms)
+        pace.add(step_ms)
+        elapsed_s = (end_ns - start_ns) / 1e9
+        ended = None
+        if window.kind == "fixed":
+            if elapsed_s >= window.max_seconds and len(times_ms) >= window.min_steps:
+                ended = "fixed"
+        elif elapsed_s >= window.max_seconds or (len(times_ms) >= 2 and elapsed_s + step_ms / 1e3 > window.max_seconds):
+            ended = "max_seconds"
+        elif (
+            elapsed_s >= window.min_seconds
+            and len(times_ms) >= window.min_steps
+            and memory.steps_since_peak >= window.memory_steps
+            and end_ns >= ask_ns
+            and pace.steady(window.tolerance)
+        ):
+            ask_ns = end_ns + _ASK_NS
+            if told_steady():
+                ended = "steady"
+        if ended is not None:
+            half_width_ms = pace.half_width_ms()
+            return MeasuredWindow(
+                step_times_ms=times_ms,
+                end_ns=end_ns,
+                ended=ended,
+                half_width_ms=half_width_ms if math.isfinite(half_width_ms) else None,
+            )
+
+
+def followed_window(steps: Iterable[tuple[int, float]]) -> MeasuredWindow:
+    """Return the window of a rank that runs the steps, at least one, that another rank decides on."""
+    ends_ns, times_ms = zip(*steps, strict=True)
+    return MeasuredWindow(step_times_ms=list(times_ms), end_ns=ends_ns[-1], ended="fixed", half_width_ms=None)
+
+
+class StepPace:
+    """The confidence interval of the typical step time, from the medians of batches of 50 ms (single longer steps).
+
+    A window's label is the median of its steps, so that a pause of the machine does not count; batches are clipped to
+    5 deviations of their median for the same reason. The cost is negligible at thousands of steps a second.
+    """
+
+    def __init__(self) -> None:
+        self._open_ms: list[float] = []
+        self._open_total_ms = 0.0
+        self._batches_ms: list[float] = []
+        self._judged = 0  # batches at the last verdict
+        self._verdict = False
+
+    def add(self, step_ms: float) -> None:
+        """Record the end of a step."""
+        self._open_ms.append(step_ms)
+        self._open_total_ms += step_ms
+        if self._open_total_ms >= _BATCH_MS:
+            self._batches_ms.append(statistics.median(self._open_ms))
+            self._open_ms.clear()
+            self._open_total_ms = 0.0
+
+    def steady(self, tolerance: float) -> bool:
+        """Return whether the half-width is at most `tolerance` times the step time, over the batches so far."""
+        batches = self._batches_ms
+        due = self._judged + 1 if self._verdict else 1.05 * self._judged + 1
+        if len(batches) >= max(_MIN_BATCHES, due):
+            self._judged = len(batches)
+            self._verdict = self.half_width_ms() <= tolerance * statistics.fmean(batches)
+        return self._verdict
+
+    def half_width_ms(self) -> float:
+        """Return the half-width of the 95 % confidence interval in ms; infinite before the second batch."""
+        values = self._batches_ms
+        if len(values) >= _OUTLIER_BATCHES:
+            middle = statistics.median(values)
+            reach = 5 * max(_deviation(values, middle), 0.002 * middle)
+            values = [min(max(value, middle - reach), middle + reach) for value in values]
+        groups = [values[a:b] for a, b in parts(len(values))]
+        return mean_half_width([math.fsum(group) for group in groups], [len(group) for group in groups])
+
+
+class Lockstep:
+    """Joins the trial's process group, which needs all of its ranks.
+
+    Args:
+        place: Of this rank.
+        device: On which it trains: nccl joins the ranks on GPUs, gloo those on the CPU.
+    """
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        import torch.distributed as dist
+
+        names = {name for _, name in socket.if_nameindex()}
+        for loopback in filter(names.__contains__, _LOOPBACK):  # the ranks are of one node
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"file://{place.store}",
+            rank=place.rank,
+            world_size=place.ranks,
+            device_id=device if on_gpu else None,
+        )
+        self.leads = place.rank == 0
+        self._group = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
+
+    def leading(self, run_step: RunStep) -> RunStep:
+        """Return `run_step` of the first rank, which has the others run a step beside it."""
+
+        def run() -> tuple[int, float]:
+            self._broadcast(_STEP)
+            return run_step()
+
+        return run
+
+    def begin_window(self) -> None:
+        """Tell the other ranks that the next step is the window's first."""
+        self._broadcast(_WINDOW)
+
+    def end(self) -> None:
+        """Tell the other ranks that there are no more steps."""
+        self._broadcast(_END)
+
+    def followed(self, run_step: RunStep, window_begins: Callable[[], object]) -> Iterator[tuple[int, float]]:
+        """Run the steps that the first rank says; yield those of the window."""
+        in_window = False
+        while (word := self._broadcast(_END)) != _END:
+            if word == _WINDOW:
+                in_window = True
+                window_begins()
+                continue
+            step = run_step()
+            if in_window:
+                yield step
+
+    def _broadcast(self, word: int) -> int:
+        """Return the word of the first rank, which says this one; the others' own does not matter."""
+        import torch
+        import torch.distributed as dist
+
+        said_by_first = torch.tensor(word)
+        dist.broadcast(said_by_first, 0, group=self._group)
+        return int(said_by_first)

@@ -17,7 +17,7 @@ from conf.children.running import ChildRunner
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.outputs import write_file
 from conf.plain_text import exception_line, one_line
-from workers.devices.base import DeviceChoice, DeviceUnavailable, Slot
+from workers.devices import DeviceChoice, DeviceUnavailable, Slot, make_device
 
 _CHILD = Path(__file__).with_name("child.py")
 _MOST_S = 60.0  # of one measurement
@@ -69,9 +69,7 @@ def gpu_of(device: str) -> tuple[Slot | None, dict[str, str], str | None]:
     """Return the GPU that is measured and the variables that select it, or why there is none."""
     if device == "cpu":
         return None, {}, "device=cpu stands in for a GPU; this needs one"
-    from workers.devices.cuda import CudaDevice
-
-    cuda = CudaDevice(DeviceChoice(backend="cuda", count=1))
+    cuda = make_device(DeviceChoice(backend="cuda", count=1))
     try:
         slot = cuda.slots()[0]
     except DeviceUnavailable as problem:

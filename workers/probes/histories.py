@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from conf.files.outputs import write_file
-from workers.probes import recording
 from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
-from workers.probes.gpu import first_gpu, trial_step
+from workers.probes.gpu import (
+    first_gpu,
+    label_requests,
+    recorded_entries,
+    recorded_history,
+    start_recording,
+    trial_step,
+)
 
 STEPS = 3
 _MOST_BYTES = 2**20  # of a history, packed; beyond it the job is recorded again with fewer steps
@@ -204,7 +210,7 @@ def record(device_uuid: str, config: Mapping[str, Any], conf: str) -> Iterator[R
         A label belongs to a thread, and autograd has its own for a GPU: requests of a step without a label are the
         backward pass's. Only recomputation labels that thread, so a module's name after `backward` is approximate.
     """
-    recording.start()
+    start_recording()
     import torch
 
     from featurize.configs.trial import config_from_mapping
@@ -214,22 +220,22 @@ def record(device_uuid: str, config: Mapping[str, Any], conf: str) -> Iterator[R
     def on_phase(name: str) -> None:
         nonlocal phase
         phase = name
-        recording.label(name)
+        label_requests(name)
 
-    recording.label(phase)
+    label_requests(phase)
     device = first_gpu()
     model, step = trial_step(config_from_mapping(config), device, on_phase)
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):
-            module.register_forward_pre_hook(lambda *_, name=name: recording.label(f"{phase} {name}"))
+            module.register_forward_pre_hook(lambda *_, name=name: label_requests(f"{phase} {name}"))
     marks = []
     for number in range(STEPS):
-        marks.append(len(recording.entries()))
-        recording.label("batch")
+        marks.append(len(recorded_entries()))
+        label_requests("batch")
         step()
         if number + 1 < _LEAST_STEPS:
             continue
-        history = recording.recorded()
+        history = recorded_history()
         if any("where" in entry for entry in history["trace"]):  # the release can label
             for entry in history["trace"][marks[0] :]:
                 if entry["action"] == "alloc":

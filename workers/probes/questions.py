@@ -71,7 +71,7 @@ def tf32_under_half(device_uuid: str) -> Iterator[Row]:
     """
     import torch
 
-    from featurize.device.tf32 import allow_tf32
+    from featurize.operators.torch_releases import allow_tf32
 
     device = first_gpu()
     x = torch.randn(32, 128, 56, 56, device=device)
@@ -252,7 +252,7 @@ def answer_nvml(rows: Sequence[Row]) -> str:
 
 def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
     """Yield what NVML lists while two clients of an MPS server hold memory, as each of them reads it."""
-    from workers.trial.mps import MpsDaemon
+    from workers.trial.server_client import MpsDaemon
 
     daemon = MpsDaemon({"CUDA_VISIBLE_DEVICES": device_uuid})
     try:

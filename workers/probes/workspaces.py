@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.plain_text import first_line
-from workers.probes import recording
 from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all
-from workers.probes.gpu import first_gpu
+from workers.probes.gpu import first_gpu, recorded_entries, start_recording
 
 if TYPE_CHECKING:
     import torch
@@ -79,11 +78,11 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
 
 def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
     """Yield a forward and a backward row for each case of a layer in each precision."""
-    recording.start()
+    start_recording()
     import torch
 
     from featurize.device.device_spec import known_device, load_device
-    from featurize.device.tf32 import allow_tf32
+    from featurize.operators.torch_releases import allow_tf32
 
     name = known_device(torch.cuda.get_device_name(0))
     spec = None if name is None else load_device(name)
@@ -160,7 +159,7 @@ def _measured(
     gradient = torch.ones_like(out)
     gradients = torch.autograd.grad(out, wanted, gradient)
     torch.cuda.synchronize()
-    entries = recording.entries()  # while the gradients are alive
+    entries = recorded_entries()  # while the gradients are alive
     requested = [index for index, entry in enumerate(entries) if entry["action"] == "alloc"]
     begin, given = requested[before], requested[between]  # the first one of the forward pass, and `gradient`
     return {

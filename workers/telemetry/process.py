@@ -11,8 +11,7 @@ from typing import Any
 
 import psutil
 
-from conf.children.containment import descendants_of, lists_children
-from conf.children.memory import TreeMemory
+from conf.children.containment import TreeMemory, descendants_of, lists_children
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 
 _BYTES_PER_MIB = 1024**2
@@ -56,7 +55,7 @@ class ProcessSensor(Sensor):
     """CPU cores used since the last reading, and resident memory, of the trial's process tree.
 
     `rss_mib` of one process is its resident set; of several it is what they use together, pages that they share counted
-    once (`conf.children.memory.TreeMemory`). A tree that has ended gives no readings.
+    once (`conf.children.containment.TreeMemory`). A tree that has ended gives no readings.
     """
 
     name = "process"

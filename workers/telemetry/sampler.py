@@ -1,6 +1,7 @@
 """Samples a trial's sensors while it runs, and turns the readings into rows of `telemetry`.
 
-Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that a machine has.
+Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that a machine has. `call_within` calls drivers
+and networks with a timeout, since such calls may never return.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import math
 import pkgutil
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.cli.settings import Checked, key
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
-from workers.telemetry.patience import call_within
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_log = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
+_hanging: dict[str, _Call] = {}  # name -> the call that has not come back
+_log = logging.getLogger(__name__)
 # source -> its sensor. A class offers `create(settings, device_uuid)`.
 SENSORS = {
     "nvml": "workers.telemetry.nvml:NvmlSensor",
@@ -35,6 +38,55 @@ SOURCES = (*SENSORS, "torch")  # torch: reported by the trial itself, so there i
 _JOIN_S = 2.0
 _START_S = 5.0  # for a driver or an exporter to be opened, or to be pointed at a trial
 _READ_ON_S = 1.0  # at most, for a source that lags
+
+
+class _Call(threading.Thread):
+    """A thread that makes one call."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        super().__init__(name="telemetry-call", daemon=True)
+        self._call, self._arguments = function, arguments
+        self._lock = threading.Lock()
+        self._given_up = False
+        self.answer: Any = None
+        self.error: BaseException | None = None
+        self.is_back = False
+
+    def run(self) -> None:
+        try:
+            self.answer = self._call(*self._arguments)
+        except BaseException as raised:
+            self.error = raised
+        with self._lock:
+            self.is_back = True
+        if self._given_up and hasattr(self.answer, "close"):
+            self.answer.close()
+
+    def give_up(self) -> bool:
+        """Have a late answer closed; return False where the answer came just now."""
+        with self._lock:
+            self._given_up = not self.is_back
+        return self._given_up
+
+
+def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *arguments: Any) -> Answer:
+    """Return or raise the result of `function`. Raises `SensorUnavailable` after `timeout_s` seconds.
+
+    A call that hangs in a driver cannot be ended: its thread stays, and until it returns other calls of the same name
+    fail at once, so that there is never more than one. A late result is closed, if it can be.
+    """
+    if (earlier := _hanging.get(name)) is not None and earlier.is_alive():
+        raise SensorUnavailable(f"{name} has not returned from an earlier call")
+    call = _Call(function, arguments)
+    call.start()
+    call.join(timeout_s)
+    if not call.is_back and call.give_up():
+        _hanging[name] = call
+        raise SensorUnavailable(f"{name} does not answer within {timeout_s:g} s")
+    if call.error is not None:
+        raise call.error
+    answer: Answer = call.answer
+    return answer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 """A trial: its server, its process and its socket, what it reports, and how it ended.
 
-Start reading at `body` (inside the trial) and `watching` (beside it). Called by `workers.worker`; it calls devices and
+Start reading at `body` (inside the trial) and `outcome` (beside it). Called by `workers.worker`; it calls devices and
 telemetry.
 """

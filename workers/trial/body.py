@@ -1,38 +1,147 @@
 """The body of a trial: runs in the forked child, reports over its socket in JSON lines, one event a line.
 
-Start reading at `run_trial`. Events: `built` (parameters), `warmup`, `window` (their monotonic times), `result`
-(labels, step times, telemetry), or `failed` (status, kind of memory, traceback); after `result` and `bye`, where they
-are asked for, `kernels` (rows of that table) and `profiled` (why there are none). A trial of several ranks also sends
-`ranks` (their processes), `rank` (one's labels) and `rank_ended`; its `step` and `failed` name their rank.
-A trial that runs beside others says `warm`, trains on until the worker says `open`, and after its `result` until `bye`.
-`workers.trial.reports` reads them, and holds the trial to their order and types. The worker answers in words, one a
-line: `go` (to a trial that was made ready while another ran), `steady` (every sampled figure is, so the window may
-end), `bye`. After `result` or `failed` the child holds its memory until `bye`, so that a last sample sees it.
+Start reading at `run_trial`; `TrialLink` is the trial's side of the socket. Events: `built` (parameters), `warmup`,
+`window` (their monotonic times), `result` (labels, step times, telemetry), or `failed` (status, kind of memory,
+traceback); after `result` and `bye`, where they are asked for, `kernels` (rows of that table) and `profiled` (why there
+are none). A trial of several ranks also sends `ranks` (their processes), `rank` (one's labels) and `rank_ended`; its
+`step` and `failed` name their rank. A trial that runs beside others says `warm`, trains on until the worker says
+`open`, and after its `result` until `bye`. `workers.trial.reports` reads them, and holds the trial to their order and
+types. The worker answers in words, one a line: `go` (to a trial that was made ready while another ran), `steady` (every
+sampled figure is, so the window may end), `bye`. After `result` or `failed` the child holds its memory until `bye`, so
+that a last sample sees it.
+
+A trial of several ranks (`run_ranks`) starts one child for each and makes one trial's reports of theirs. The ranks are
+this process's own children, in its process group and its control group, and die with it; each talks to it as a trial
+talks to its worker, over a socket of its own. This process runs no operator. Where a rank fails or ends, the whole
+trial does: the report names the rank, and the others are killed.
+
+`classify` tells from a trial's exception which memory ran out; the worker checks with `is_device_fault` what the trial
+reports of its device. Torch is imported on use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
+import select
 import socket
+import time
 import traceback
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from workers.devices.base import MemberAlone, Together
-from workers.trial.failure import classify, is_device_fault
-from workers.trial.safe_text import cut
-from workers.trial.trial_link import TrialLink
+from conf.children.containment import die_with_parent, kill, run_as_child
+from conf.errors import CommandError
+from conf.plain_text import shortened
+from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
 
-if TYPE_CHECKING:
-    from workers.devices.base import Place
+LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
+_ACKNOWLEDGE_TIMEOUT_S = 5.0
+_WORD_BYTES = 256
+_SETTLE_S = 1.0  # for the other ranks to say why, where one says that it lost them
+_GOODBYE_S = 5.0
+_PAUSE_S = 0.005
+_RECEIVE_BYTES = 1 << 16
+_OF_FIRST = ("built", "environment", "window")  # events in which all ranks say the same
+# What a rank says that only lost another one.
+_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset", "distbackenderror", "distnetworkerror")
+RunRank = Callable[[Place, socket.socket], None]
+# Messages that mean "no memory" where the exception's type does not say so.
+_DEVICE_OOM_MARKS = (
+    "out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+)
+# What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
+_FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
+_FULL_CARD_FREE_MIB = 512.0
+_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # in which torch raises them
+_HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
-__all__ = ["TrialLink", "classify", "run_trial"]
+
+class TrialLink:
+    """The trial's side of its socket: sends events as JSON lines, receives words; see `workers.devices.Link`."""
+
+    def __init__(self, channel: socket.socket, ahead: bool = False, together: Together | None = None):
+        self.ahead = ahead
+        self.together = together
+        self._channel = channel
+        self._pid = os.getpid()
+        self._buffer = b""
+        self._words: set[str] = set()
+        self.reported_result = False
+        self.ended = False  # the worker has closed its end: no more words will come
+
+    def report(self, event: str, **values: Any) -> None:
+        """Send one event. A process that the trial's model has forked exits here, since it is no trial."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+        self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
+        self.reported_result |= event == "result"
+
+    def forward(self, line: bytes) -> None:
+        """Send a line that another process has written."""
+        self._channel.sendall(line + b"\n")
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def received(self, word: str) -> bool:
+        """Return whether the worker has sent this word; never waits."""
+        if word not in self._words:
+            self._listen(0.0)
+        return word in self._words
+
+    def awaits(self, word: str) -> bool:
+        """Return whether the worker has not sent this word and still may; never waits."""
+        return not self.received(word) and not self.ended
+
+    def wait(self, word: str, timeout_s: float | None = None) -> bool:
+        """Wait for a word. Return False when the worker is gone or the time is up."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.received(word):
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if self.ended or (left_s is not None and left_s <= 0):
+                return False
+            self._listen(left_s)
+        return True
+
+    def wait_for_go(self) -> bool:
+        """Wait until it is this trial's turn. Return False at once if it was not prepared ahead."""
+        if not self.ahead:
+            return False
+        if not self.wait("go"):
+            os._exit(0)  # the worker has no use for this trial any more: nothing has been measured
+        return True
+
+    def labels_taken(self) -> bool:
+        """Wait for the worker's `bye`, after which nothing that the trial does is a label any more."""
+        return self.wait("bye", _ACKNOWLEDGE_TIMEOUT_S)
+
+    def _listen(self, timeout_s: float | None) -> None:
+        if self.ended or not select.select([self._channel], [], [], timeout_s)[0]:
+            return
+        try:
+            data = self._channel.recv(_WORD_BYTES)
+        except ConnectionResetError:
+            data = b""
+        self.ended = not data
+        *words, self._buffer = (self._buffer + data).split(b"\n")
+        self._words |= {word.decode() for word in words}
 
 
 def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None = None) -> None:
     """Run one trial, or the rank of one at `place`, and report.
 
     `trial`: config, code_marks, settings, device, slots, seed and `ahead`. A trial of several ranks starts their
-    processes (`workers.trial.ranks`), each of which comes back here.
+    processes (`run_ranks`), each of which comes back here.
     """
     link = TrialLink(
         channel, ahead=place is None and trial.get("ahead", False), together=together_of(trial.get("together"))
@@ -44,7 +153,7 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
             return
         backend, error_type = trial["device"]["backend"], type(error).__name__
         status, oom_kind = classify(error, backend == "cpu", _free_device_mib(trial, place))
-        text = cut(_traceback())
+        text = shortened(_traceback())
         link.report(
             "failed",
             status=status,
@@ -59,8 +168,7 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
 
 
 def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> None:
-    from featurize.configs.own_code import config_with_marks
-    from workers.devices import DeviceChoice, Slot, make_device
+    from featurize.configs.trial import config_with_marks
     from workers.settings import TrialSettings
 
     # The queue is data of a folder; which of its names of code may run is the dispatcher's to say.
@@ -69,8 +177,6 @@ def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> Non
     device = make_device(DeviceChoice(**trial["device"]))
     slots = [Slot(**slot) for slot in trial["slots"]]
     if place is None and config.ranks > 1 and device.sampled:
-        from workers.trial.ranks import run_ranks
-
         run_ranks(config.ranks, link, lambda its_place, channel: run_trial(trial, channel, its_place))
         return
     device.measure(config, slots[slot_of(place, slots)], settings, trial["seed"], link, place)
@@ -130,3 +236,285 @@ def _free_device_mib(trial: dict[str, Any], place: Place | None) -> float | None
         return free / 2**20
     except RuntimeError:  # the context is broken, as the failure itself shows
         return None
+
+
+@dataclass
+class _Rank:
+    """One rank's process. `result` and `failure` are what it reported; `code` and `signal` how it ended."""
+
+    number: int
+    pid: int
+    channel: socket.socket
+    buffer: bytes = b""
+    open: bool = True
+    result: dict[str, Any] | None = None
+    failure: dict[str, Any] | None = None
+    code: int | None = None
+    signal: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.code is not None or self.signal is not None
+
+    @property
+    def silent(self) -> bool:
+        return not self.open and not self.ended
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None or (self.ended and self.result is None)
+
+
+def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
+    """Run a trial's ranks to their end, and report for all of them.
+
+    Args:
+        count: Ranks of the trial.
+        link: The trial's connection to its worker.
+        run_rank: Runs one rank in its own process, reporting over the socket.
+    """
+    link.wait_for_go()
+    store = _rendezvous()
+    ranks: list[_Rank] = []
+    try:
+        try:
+            _start(ranks, count, store, link, run_rank)
+        finally:
+            os.close(store)
+        link.report("ranks", pids=[rank.pid for rank in ranks])
+        _Chorus(ranks, link).listen()
+        link.labels_taken()  # until then they hold their memory, so that a last sample sees it
+        _dismiss(ranks)
+    finally:
+        _end(ranks)
+
+
+def _rendezvous() -> int:
+    """Return the descriptor of a file in memory through which the ranks meet: no port, and nothing is left on disk."""
+    return os.memfd_create("ranks", 0)
+
+
+def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank: RunRank) -> None:
+    """Start the ranks one by one; those that run already are in `ranks` where a further one cannot be started."""
+    parent = os.getpid()
+    for number in range(count):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            ranks.append(_Rank(number, pid, ours))
+            continue
+        place = Place(rank=number, ranks=count, store=f"/proc/self/fd/{store}")
+
+        def body(place: Place = place, channel: socket.socket = theirs, unused: Sequence[Any] = (ours, link)) -> None:
+            die_with_parent(parent)
+            for one in (*unused, *(rank.channel for rank in ranks)):
+                one.close()
+            os.environ.update(_surroundings(place))
+            with channel:
+                run_rank(place, channel)
+
+        run_as_child(body)
+
+
+def _surroundings(place: Place) -> dict[str, str]:
+    """Return the variables by which torchrun's processes know their place."""
+    rank, ranks = str(place.rank), str(place.ranks)
+    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+
+
+@dataclass
+class _Chorus:
+    """Listens to the ranks until all have a result, or one fails."""
+
+    ranks: list[_Rank]
+    link: TrialLink
+    warm: bool = False
+    settled_at: float | None = None
+    words: set[str] = field(default_factory=set)
+
+    def listen(self) -> None:
+        while not self._over():
+            waiting: list[Any] = [rank.channel for rank in self.ranks if rank.open]
+            timeout_s = None if self.settled_at is None else max(0.0, self.settled_at - time.monotonic())
+            if any(rank.silent for rank in self.ranks):
+                timeout_s = min(_SETTLE_S, math.inf if timeout_s is None else timeout_s)
+            words = [] if self.link.ended else [self.link]
+            readable = select.select([*waiting, *words], [], [], timeout_s)[0]
+            if self.link in readable and self.link.received("steady") and "steady" not in self.words:
+                self.words.add("steady")
+                _tell(self.ranks[:1], "steady")  # the first one decides when the window ends
+            for rank in self.ranks:
+                if rank.channel in readable:
+                    self._hear(rank)
+
+    def _over(self) -> bool:
+        """Return whether all is reported that will be."""
+        for rank in self.ranks:
+            if rank.silent:  # it said goodbye, and takes its time to end
+                _reap(rank, 0)
+        failed = [rank for rank in self.ranks if rank.failed]
+        if failed:
+            root = _root_of(failed)
+            if root is None and any(not rank.failed for rank in self.ranks):
+                if self.settled_at is None:
+                    self.settled_at = time.monotonic() + _SETTLE_S
+                if time.monotonic() < self.settled_at:
+                    return False
+            self._report_failure(root or failed[0])
+            return True
+        if all(rank.result is not None for rank in self.ranks):
+            self._report_results()
+            return True
+        return False
+
+    def _hear(self, rank: _Rank) -> None:
+        try:
+            data = rank.channel.recv(_RECEIVE_BYTES)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            rank.open = False
+            _reap(rank, _SETTLE_S)
+            return
+        *lines, rank.buffer = (rank.buffer + data).split(b"\n")
+        if len(rank.buffer) > LINE_BYTES:
+            lines.append(rank.buffer)
+            rank.buffer = b""
+        for line in lines:
+            self._take(rank, line)
+
+    def _take(self, rank: _Rank, line: bytes) -> None:
+        """Forward what a rank reports; the worker judges it as it judges what any trial sends."""
+        try:
+            message = json.loads(line)
+            event = message.pop("event")
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+            self.link.forward(line)
+            return
+        if event == "result" and rank.result is None:
+            rank.result = message
+        elif event == "failed":
+            rank.failure = message
+        elif event in _OF_FIRST:
+            if rank.number == 0:
+                self.link.report(event, **message)
+        elif event == "warmup":
+            if not self.warm:  # no step ends before every rank has begun
+                self.link.report(event, **message)
+            self.warm = True
+        else:
+            self.link.report(str(event), **{**message, "rank": rank.number})
+
+    def _report_failure(self, rank: _Rank) -> None:
+        if rank.failure is not None:
+            self.link.report("failed", **{**rank.failure, "rank": rank.number})
+        else:
+            self.link.report("rank_ended", rank=rank.number, code=rank.code, signal=rank.signal)
+
+    def _report_results(self) -> None:
+        for rank in self.ranks:
+            self.link.report("rank", rank=rank.number, values=(rank.result or {}).get("values"))
+        self.link.report("result", **(self.ranks[0].result or {}))
+
+
+def _root_of(failed: Iterable[_Rank]) -> _Rank | None:
+    """Return the rank that failed by itself, not because it lost another one; None if none did."""
+    own = [rank for rank in failed if rank.failure is None or not _lost_another(rank.failure)]
+    return min(own, key=lambda rank: (rank.failure is not None, rank.number)) if own else None
+
+
+def _lost_another(failure: Mapping[str, Any]) -> bool:
+    text = f"{failure.get('error_type')} {failure.get('error')}".lower()
+    return failure.get("status") == "crashed" and any(mark in text for mark in _LOST_PEER)
+
+
+def _tell(ranks: Iterable[_Rank], word: str) -> None:
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            rank.channel.sendall(word.encode() + b"\n")
+
+
+def _dismiss(ranks: list[_Rank]) -> None:
+    """Dismiss the ranks, and wait a little for them."""
+    _tell(ranks, "bye")
+    if not any(rank.failed for rank in ranks):
+        give_up = time.monotonic() + _GOODBYE_S
+        for rank in ranks:
+            _reap(rank, give_up - time.monotonic())
+
+
+def _end(ranks: Iterable[_Rank]) -> None:
+    """Kill the ranks that still live, and reap them."""
+    left = [rank for rank in ranks if not rank.ended]
+    for rank in left:
+        kill(rank.pid)
+    for rank in left:
+        _reap(rank, _GOODBYE_S)
+
+
+def _reap(rank: _Rank, within_s: float) -> None:
+    """Record how a rank ended, if it does within the time."""
+    for _ in _until(within_s):
+        if rank.ended:
+            return
+        pid, status = os.waitpid(rank.pid, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            rank.code, rank.signal = (code, None) if code >= 0 else (None, -code)
+            return
+
+
+def _until(within_s: float) -> Iterator[None]:
+    give_up = time.monotonic() + within_s
+    yield
+    while time.monotonic() < give_up:
+        time.sleep(_PAUSE_S)
+        yield
+
+
+# The device's fault and not the trial's: another attempt, perhaps on another device, may succeed.
+_DEVICE_FAULT_MARKS = (
+    "No CUDA GPUs are available",
+    "uncorrectable ECC",
+    "unspecified launch failure",
+    "CUDA driver initialization failed",
+    "device is busy or unavailable",
+    "GPU is lost",
+    "system not yet initialized",
+)
+
+
+def classify(
+    error: BaseException, host_is_device: bool, free_device_mib: float | None = None
+) -> tuple[str, str | None]:
+    """Return (status, oom_kind) of an exception: `oom` if memory ran out, `invalid` for an unbuildable config."""
+    text = message_of(error)
+    if isinstance(error, MemoryError) or any(mark in text for mark in _HOST_OOM_MARKS):
+        return "oom", "device" if host_is_device else "host"
+    if type(error).__name__ in ("OutOfMemoryError", "SimulatedOutOfMemoryError") or (
+        isinstance(error, RuntimeError) and any(mark in text for mark in _DEVICE_OOM_MARKS)
+    ):
+        return "oom", "device"
+    card_is_full = free_device_mib is not None and free_device_mib < _FULL_CARD_FREE_MIB
+    if card_is_full and any(mark in text for mark in _FULL_CARD_MARKS):
+        return "oom", "device"
+    if isinstance(error, CommandError):
+        return "invalid", None
+    return "crashed", None
+
+
+def message_of(error: BaseException) -> str:
+    """Return the exception's message; empty if its own methods fail."""
+    try:
+        return str(error)
+    except BaseException:  # a class of the model's own, with a __str__ of its own
+        return ""
+
+
+def is_device_fault(backend: str, error_type: str, error: str) -> bool:
+    """Return whether a traceback ends in an exception with which torch reports a broken GPU, if the trial had one."""
+    if backend != "cuda" or error_type not in _DEVICE_FAULT_TYPES:
+        return False
+    message = error.rpartition(f"{error_type}: ")[2]
+    return any(mark in message for mark in _DEVICE_FAULT_MARKS)

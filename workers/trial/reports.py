@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from conf.plain_text import ERROR_CHARACTERS, quoted, safe_text
 from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
-from workers.trial.safe_text import ERROR_CHARACTERS, quoted, safe_text
-from workers.trial.trial_link import LINE_BYTES as LINE_BYTES
+from workers.trial.body import LINE_BYTES as LINE_BYTES
 
 READINGS_KEPT = 100_000  # of steps and samples: three hours at the usual ten a second
 KERNELS_KEPT = 20_000  # rows of `kernels` of one trial

@@ -20,7 +20,7 @@ from conf.cli.own_packages import search_working_folder
 
 def prepare() -> dict[str, Any]:
     """Import what trials need; return the software environment and the number of threads."""
-    from workers.devices.environment import TRACES_ONLY, software_environment
+    from workers.devices import TRACES_ONLY, software_environment
 
     if os.environ.get(TRACES_ONLY):
         _import_the_trace()
@@ -70,12 +70,9 @@ def _import_the_trace() -> None:
     import torch.utils._device  # noqa: F401
     import yaml  # noqa: F401  devices are described in it
 
-    import featurize.configs.own_code
     import featurize.nets.modules
-    import featurize.operators.meta_results
     import featurize.recording.recorder
     import featurize.timing.overlap
-    import featurize.timing.simulate
     import featurize.trace.tracer  # noqa: F401
     import workers.devices.simulated  # noqa: F401
 

@@ -1,0 +1,376 @@
+"""Monitoring of a dispatcher: a log of events for programs, its health, and Prometheus metrics in base units.
+
+Start reading at `Service.open`. An event is one JSON line with `time` (ISO 8601, UTC), `event`, and of `job, task, run,
+attempt, worker, status` what applies; docs/operations.md lists events and metrics. `farm.dispatch.metrics_server`
+serves metrics and health.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import json
+import logging
+import logging.handlers
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from conf.cli.commands import naming_the_extra
+from conf.cli.settings import Checked, key
+from conf.errors import UsageError
+from conf.files.outputs import checked_output, checked_report, folder_problems
+from farm.queue.jobs import Queue
+from farm.queue.queue_file import QueueError
+from warehouse.files.folder import DataFolder
+from warehouse.tables.run import Run
+from workers.task import Lease
+
+_KEY = "log.file"
+FORMATS = ("human", "json")
+Sink = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings(Checked, section="log"):
+    """The `log` key. `file` gets JSON lines; at `max_mib` it becomes `file.1`, and `keep` of those are kept."""
+
+    file: str | None = key(
+        None, "one JSON line an event; without it, and in the human format, nothing is logged", "new path"
+    )
+    format: str = key("human", "json: events on standard output, and no progress bar", choices=FORMATS)
+    max_mib: float = key(64, "the file is then renamed to FILE.1", "number > 0")
+    keep: int = key(5, "how many of these are kept", "int >= 1")
+
+    def problems(self) -> Sequence[str]:
+        if self.file is None:
+            return ()
+        file = Path(self.file).expanduser()
+        if not file.parent.is_dir():
+            return folder_problems(file.parent, key=_KEY)
+        checked_report(file, key=_KEY, like="events.jsonl", data=[])
+        return ()
+
+
+class Events:
+    """Passes each event to every sink; a context manager. Without sinks its cost is negligible."""
+
+    def __init__(self, sinks: list[Sink] | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._sinks = list(sinks or ())
+        self._clock = clock
+        self._handlers: list[logging.Handler] = []
+        self._has_told = False
+
+    @classmethod
+    def open(cls, settings: LogSettings, data: Sequence[Path] = ()) -> Events:
+        """Open the log. Raises `UsageError` if the file cannot be written, or is in `data` or another data folder."""
+        events = cls()
+        if settings.file is not None:
+            events._add(_file_handler(settings.file, settings, data))
+        if settings.format == "json":
+            events._add(logging.StreamHandler(sys.stdout))
+        return events
+
+    def listen(self, sink: Sink) -> None:
+        """Pass every event to `sink` from now on."""
+        self._sinks.append(sink)
+
+    def _add(self, handler: logging.Handler) -> None:
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.handleError = self._tell_write_error  # type: ignore[method-assign]
+        self._handlers.append(handler)
+
+        def write(event: Mapping[str, Any]) -> None:
+            handler.handle(_record(json.dumps(event, default=str)))
+
+        self._sinks.append(write)
+
+    def _tell_write_error(self, record: logging.LogRecord) -> None:
+        """Print once that events are lost; the work goes on."""
+        if not self._has_told:
+            self._has_told = True
+            print(f"note: {_KEY} cannot be written, events are lost: {sys.exc_info()[1]}", file=sys.stderr)
+
+    def emit(self, event: str, task: Lease | None = None, **fields: Any) -> None:
+        """Emit an event; fields that are None are left out."""
+        if not self._sinks:
+            return
+        moment = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
+        entry: dict[str, Any] = {"time": moment.isoformat(timespec="milliseconds"), "event": event}
+        if task is not None:
+            entry |= {"job": task.job_id, "task": task.task_index, "run": task.run_id, "attempt": task.attempt}
+        entry |= {name: value for name, value in fields.items() if value is not None}
+        for sink in self._sinks:
+            sink(entry)
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handler in self._handlers:
+            handler.close()
+
+
+def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> logging.Handler:
+    """Return a handler with a rotated file; a device or a pipe is not rotated."""
+    try:
+        Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        output = checked_output(file, key=_KEY, data=data)
+        if not output.is_plain:
+            descriptor = None if output.descriptor is None else os.dup(output.descriptor)
+            return _StreamHandler(open(output.path if descriptor is None else descriptor, "w", encoding="utf-8"))
+        return logging.handlers.RotatingFileHandler(
+            output.path, maxBytes=int(settings.max_mib * 2**20), backupCount=settings.keep, encoding="utf-8"
+        )
+    except OSError as error:
+        raise UsageError(f"log.file={file}: {error.strerror}") from error
+
+
+class _StreamHandler(logging.StreamHandler):
+    """A handler that closes its own stream."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk, which has been told
+            self.stream.close()
+        super().close()
+
+
+def _record(line: str) -> logging.LogRecord:
+    return logging.LogRecord("farm", logging.INFO, "", 0, line, None, None)
+
+
+PATIENCE_S = 180.0  # between two turns: a Ray that starts, a compaction of many runs
+_PHASES = ("starting", "standby", "working", "waiting", "compacting", "growing", "stopping")
+
+
+@dataclass
+class Pulse:
+    """The dispatcher's own health record, updated at each turn of its loop and read from other threads."""
+
+    clock: Callable[[], float] = time.monotonic
+    phase: str = "starting"  # one of `_PHASES`
+    holds_lock: bool = False
+    patience_s: float = PATIENCE_S
+    busy: int = 0  # workers
+    idle: int = 0
+    last_turn: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last_turn = self.clock()
+
+    def beat(self, phase: str, busy: int = 0, idle: int = 0) -> None:
+        """Record a turn of the loop."""
+        assert phase in _PHASES, phase
+        self.phase, self.busy, self.idle = phase, busy, idle
+        self.last_turn = self.clock()
+
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since the last turn."""
+        return max(0.0, self.clock() - self.last_turn)
+
+    @property
+    def live(self) -> bool:
+        """Return whether the loop turns; if it does not, restart the dispatcher."""
+        return self.age_s < self.patience_s
+
+    @property
+    def ready(self) -> bool:
+        """Return whether it is the dispatcher of its data folder and takes on tasks."""
+        return self.live and self.holds_lock and self.phase in ("working", "waiting", "compacting")
+
+    def report(self) -> dict[str, Any]:
+        """Return the answer of `/healthz`."""
+        return {
+            "live": self.live,
+            "ready": self.ready,
+            "phase": self.phase,
+            "dispatcher_lock": self.holds_lock,
+            "last_turn_age_s": round(self.age_s, 3),
+            "patience_s": self.patience_s,
+            "busy_workers": self.busy,
+            "idle_workers": self.idle,
+        }
+
+
+_RATE_WINDOW_S = 300.0
+_RATE_RUNS = 4096  # at most so many of the window's runs are remembered: memory stays bounded at any rate
+_MIB = 2**20
+# column of `telemetry` -> (metric, help, factor to Prometheus's base unit); the first column with a value counts
+_GPU = (
+    (("memory_used_mib", "process_memory_mib"), "memory_used_bytes", "Device memory in use.", _MIB),
+    (("smact",), "sm_active_ratio", "Share of cycles in which an SM had a warp.", 1),
+    (("smocc",), "sm_occupancy_ratio", "Resident warps as a share of the most that fit.", 1),
+    (("drama",), "dram_active_ratio", "Share of cycles in which device memory was read or written.", 1),
+    (("gpu_util",), "utilization_ratio", "Share of time in which a kernel ran.", 1),
+)
+
+_GPU_LABELS = ("node", "device", "uuid", "source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsSettings(Checked, section="metrics"):
+    """The `metrics` key. `port` None: nothing is served; 0: any free port."""
+
+    port: int | None = key(
+        None,
+        "serve Prometheus metrics at /metrics and health at /healthz and /readyz; 0: any free port",
+        "int 0 to 65535",
+    )
+    address: str = key("127.0.0.1", "who may ask: this machine; 0.0.0.0 lets everybody")
+
+
+class FarmMetrics:
+    """Figures from events and samples, and the queue's state at each scrape.
+
+    registry: of `prometheus_client`; what a scrape is answered from. Events come from the dispatcher's thread, scrapes
+    from the server's.
+    """
+
+    def __init__(self, queue: Path, pulse: Pulse, clock: Callable[[], float] = time.time) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, disable_created_metrics
+
+        disable_created_metrics()
+        self._queue, self._clock = queue, clock
+        self._guard = threading.Lock()
+        self._landed_at: collections.deque[float] = collections.deque(maxlen=_RATE_RUNS)
+        self._last_wall_s: float | None = None
+        self._out: dict[str, float] = {}  # run -> when its task was handed to a worker
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        registry.register(self)
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"gpufarm_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+            return Gauge(f"gpufarm_{name}", text, labels, registry=registry)
+
+        self._runs = counter("runs", "Runs landed since this dispatcher started.", ("family", "status"))
+        self._lost = counter("attempts_lost", "Attempts that lost their worker and were queued again.")
+        self._repeated = counter("attempts_repeated", "Attempts whose labels were not trusted.")
+        states = gauge("workers", "Workers by what they do.", ("state",))
+        states.labels("busy").set_function(lambda: pulse.busy)
+        states.labels("idle").set_function(lambda: pulse.idle)
+        ready = gauge("dispatcher_ready", "1 when it holds its data folder and takes on tasks.")
+        ready.set_function(lambda: pulse.ready)
+        gauge("dispatcher_turn_age_seconds", "Since the dispatcher's loop turned.").set_function(lambda: pulse.age_s)
+        self._of_gpu = {
+            metric: gauge(f"gpu_{metric}", f"{text} Last sample of its last run.", _GPU_LABELS)
+            for _, metric, text, _ in _GPU
+        }
+        self._sampled_at = gauge("gpu_sample_timestamp_seconds", "When that run landed.", _GPU_LABELS)
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Count an event; a sink for `Events`."""
+        name, now = event["event"], self._clock()
+        with self._guard:
+            if name == "handed_out":
+                self._out[event["run"]] = now
+            elif name in ("landed", "retried", "repeated"):
+                self._out.pop(event["run"], None)
+            elif name == "device_left":  # what was handed out has been given back
+                self._out.clear()
+            if name == "landed":
+                self._runs.labels(event["family"], event["status"]).inc()
+                self._landed_at.append(now)
+                self._last_wall_s = event.get("wall_s")
+        self._lost.inc(name == "retried")
+        self._repeated.inc(name == "repeated")
+
+    def on_samples(self, run: Run, telemetry: pa.Table) -> None:
+        """Store the last sample of the GPU that a run came from; what it did not measure is absent."""
+        figures = {}
+        for columns, metric, _, factor in _GPU:
+            values = (_last_value(telemetry, column) for column in columns)
+            value = next((value for value in values if value is not None), None)
+            if value is not None:
+                figures[metric] = value * factor
+        if not figures:
+            return
+        labels = tuple(str(getattr(run, name) or "") for name in ("node", "device_name", "device_uuid", "source"))
+        for metric, gauge in self._of_gpu.items():
+            if metric in figures:
+                gauge.labels(*labels).set(figures[metric])
+            else:
+                with contextlib.suppress(KeyError):
+                    gauge.remove(*labels)
+        self._sampled_at.labels(*labels).set(self._clock())
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the queue's tasks, and figures of runs that are absent before the first."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        # Held by somebody for too long: the other figures still count.
+        with contextlib.suppress(QueueError, UsageError), Queue.open(self._queue, busy_timeout_s=2.0) as queue:
+            counts = queue.counts()
+            states = {
+                "queued": counts.queued - counts.waiting,
+                "waiting": counts.waiting,
+                "leased": counts.leased,
+                "done": counts.done,
+                "cancelled": counts.cancelled,
+            }
+            tasks = GaugeMetricFamily("gpufarm_tasks", "Tasks of every job in the queue.", labels=["state"])
+            for state, count in states.items():
+                tasks.add_metric([state], count)
+            yield tasks
+        with self._guard:
+            now, out = self._clock(), list(self._out.values())
+            recent = sum(at > now - _RATE_WINDOW_S for at in self._landed_at)
+            last, wall_s = self._landed_at[-1] if self._landed_at else None, self._last_wall_s
+        for name, text, value in (
+            ("runs_per_second", "Runs landed a second, over five minutes.", recent / _RATE_WINDOW_S),
+            ("last_run_timestamp_seconds", "When the last run landed.", last),
+            ("last_run_duration_seconds", "How long the last run took.", wall_s),
+            ("oldest_lease_seconds", "Age of the oldest task that a worker has.", now - min(out, default=now)),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(f"gpufarm_{name}", text, value=value)
+
+
+def _last_value(telemetry: pa.Table, column: str) -> float | None:
+    if column not in telemetry.column_names:
+        return None
+    values = telemetry.column(column).drop_null()
+    return None if not len(values) else float(values[-1].as_py())
+
+
+@dataclass
+class Service:
+    """Log, pulse and metrics of a dispatcher; the defaults report nothing. `quiet` shows no progress bar."""
+
+    events: Events = field(default_factory=Events)
+    pulse: Pulse = field(default_factory=Pulse)
+    metrics: FarmMetrics | None = None
+    quiet: bool = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, folder: DataFolder, log: LogSettings, metrics: MetricsSettings) -> Iterator[Service]:
+        """Open the log and serve the metrics, where the settings ask for them. Raises `UsageError`."""
+        with contextlib.ExitStack() as held:
+            service = cls(events=held.enter_context(Events.open(log, [folder.root])), quiet=log.format == "json")
+            if service.quiet:  # what is meant for people
+                held.enter_context(contextlib.redirect_stdout(sys.stderr))
+            if metrics.port is not None:
+                with naming_the_extra():
+                    from farm.dispatch.metrics_server import MetricsServer
+                service.metrics = FarmMetrics(folder.queue, service.pulse)
+                service.events.listen(service.metrics.on_event)
+                server = held.enter_context(MetricsServer(metrics, service.metrics, service.pulse))
+                print(f"metrics: {server.url}/metrics, health: {server.url}/healthz")
+            yield service
+
+    def samples(self, run: Run, telemetry: pa.Table) -> None:
+        """Publish the samples of a run that has landed."""
+        if self.metrics is not None:
+            self.metrics.on_samples(run, telemetry)

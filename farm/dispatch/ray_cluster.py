@@ -1,0 +1,258 @@
+"""Ray around a dispatcher: the environment of a Ray of our own, the processes it depends on, and a cluster's nodes.
+
+Start reading at `HeadWatch`, which lets us exit before Ray aborts our process. Without its GCS, Ray's calls wait for a
+minute, and then Ray aborts the process that made them, without a word of ours (checked on Ray 2.60: "Failed to connect
+to GCS within 60 seconds"). `NodeWatch` says which nodes joined or left.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import psutil
+
+from conf.cli.command_line import EXIT_TEMPORARY
+from conf.errors import EnvironmentProblem
+from conf.files.identity import alive, identity
+
+
+def own_session_environment() -> dict[str, str]:
+    """Return environment variables of a private Ray: set before `ray.init`, inherited by its processes.
+
+    Checked on Ray 2.60: without RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 its servers listen on every interface, whatever
+    node address is asked for (`_private/services.py`, `get_node_ip_address`).
+    """
+    wanted = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
+        "RAY_AUTH_MODE": "token",  # other users of this machine can reach loopback too
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # it kills actors; each worker watches its own trial's memory
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command continues
+_LOOK_EVERY_S = 0.2
+_REFUSED_FOR_S = 5.0  # a joined cluster's address refuses connections
+_SILENT_FOR_S = 30.0  # the network to a joined cluster is gone
+_PATIENCE_S = 20.0  # for the main thread to leave by itself, once Ray is lost
+_PATIENCE_AT_START_S = 3.0  # nothing has been handed out yet
+_CONNECT_TIMEOUT_S = 2.0
+_ASK_EVERY_S = 2.0  # a joined cluster's GCS: each question is a connection over the network
+
+Result = TypeVar("Result")
+
+
+class ClusterLost(EnvironmentProblem):
+    """Ray, or the joined cluster, has ended: running tasks are given back, and the same command continues."""
+
+
+class Head(Protocol):
+    """The processes that Ray depends on."""
+
+    def lost(self) -> str | None:
+        """Return a sentence about the process that ended; None while all run. Used from one thread."""
+        ...
+
+
+class OwnHead:
+    """The GCS and the raylet of a Ray that this process starts: its new children of these names."""
+
+    _NAMES = ("gcs_server", "raylet")
+
+    def __init__(self) -> None:
+        self._before = {child.pid for child in psutil.Process().children()}
+        self._markers: dict[str, str] = {}  # name -> identity
+
+    def lost(self) -> str | None:
+        if len(self._markers) < len(self._NAMES):
+            self._look()
+        for name, marker in self._markers.items():
+            if not alive(marker):
+                return f"Ray's {name} (process {marker.partition('@')[0]}) has ended"
+        return None
+
+    def _look(self) -> None:
+        for child in psutil.Process().children():
+            try:
+                name = child.name()
+                if child.pid not in self._before and name in self._NAMES:
+                    self._markers.setdefault(name, identity(child.pid))
+            except (psutil.Error, ProcessLookupError):
+                continue
+
+
+class JoinedHead:
+    """The GCS of a joined cluster: the process that listens at its address."""
+
+    def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic):
+        self._address = (host, port)
+        self._clock = clock
+        self._answered_at = clock()
+        self._asked_at = -math.inf
+
+    def lost(self) -> str | None:
+        if self._clock() - self._asked_at < _ASK_EVERY_S:
+            return None
+        self._asked_at = self._clock()
+        try:
+            socket.create_connection(self._address, timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            limit_s = _REFUSED_FOR_S if isinstance(error, ConnectionRefusedError) else _SILENT_FOR_S
+            if self._clock() - self._answered_at < limit_s:
+                return None
+            host, port = self._address
+            return f"the Ray cluster at {host}:{port} no longer answers ({error.strerror or error})"
+        self._answered_at = self._clock()
+        return None
+
+
+class HeadWatch:
+    """Looks at the head in a thread of its own, since the main thread may wait inside of Ray.
+
+    `check` raises `ClusterLost`. A main thread that does not come to it, because it waits inside of `ray.init`, is not
+    waited for: soon the process ends with `EXIT_CLUSTER_LOST`, after `clean_up`, before Ray ends it.
+    """
+
+    def __init__(
+        self, head: Head, clean_up: Callable[[], None] = lambda: None, leave: Callable[[int], None] = os._exit
+    ):
+        self._head = head
+        self._clean_up = clean_up
+        self._leave = leave
+        self._patience_s = _PATIENCE_AT_START_S
+        self._reason: str | None = None
+        self._stopped = threading.Event()
+        self._noticed = threading.Event()  # by the main thread
+        self._thread = threading.Thread(target=self._run, name="ray-head", daemon=True)
+        self._thread.start()
+
+    @property
+    def reason(self) -> str | None:
+        """Return a sentence about the process that ended; None while all run."""
+        return self._reason
+
+    def check(self) -> None:
+        """Raise `ClusterLost` once the head is lost."""
+        if self._reason is not None:
+            self._noticed.set()
+            raise ClusterLost(self._reason)
+
+    def check_now(self) -> None:
+        """Look at the head now, then do what `check` does.
+
+        While `ray.init` waits for its GCS it holds the interpreter's lock, so the thread cannot look (Ray 2.60).
+        """
+        if self._reason is None:
+            self._reason = self._head.lost()
+        self.check()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Return the result of a Ray function that asks the head. Raises `ClusterLost` if the head is dead.
+
+        The function runs in a thread of its own, which is left behind when the head is lost.
+        """
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(function())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="ray-call", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_EVERY_S)
+            if thread.is_alive():
+                self.check()
+        if errors:
+            self.check()
+            raise errors[0]
+        return results[0]
+
+    def started(self) -> None:
+        """Record that Ray is up; from now on the main thread may be busy for longer."""
+        self._patience_s = _PATIENCE_S
+
+    def stop(self) -> None:
+        """End the thread; the head may end from now on."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while self._reason is None:
+            if self._stopped.wait(_LOOK_EVERY_S):
+                return
+            self._reason = self._head.lost()
+        if not self._noticed.wait(self._patience_s) and not self._stopped.is_set():
+            print(f"error: {lost_words(self._reason)}", file=sys.stderr, flush=True)
+            try:
+                self._clean_up()
+            finally:
+                self._leave(EXIT_CLUSTER_LOST)
+
+
+def lost_words(reason: object) -> str:
+    """Return the line that tells the user what to do."""
+    return f"{reason}; landed runs are safe; run the same command again to continue"
+
+
+_NODES_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayNode:
+    """One machine (or `ray start`) of the cluster, with its resources as Ray knows them."""
+
+    node_id: str
+    host: str
+    cpus: int
+    gpus: int
+
+
+class NodeWatch:
+    """`nodes` is `ray.nodes`; `clock` gives seconds."""
+
+    def __init__(
+        self, nodes: Callable[[], Iterable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._nodes = nodes
+        self._clock = clock
+        self._known: dict[str, RayNode] = {}
+        self._looked_at: float | None = None
+
+    @property
+    def due(self) -> bool:
+        """Return whether it is time for another look, since each one asks the head."""
+        return self._looked_at is None or self._clock() - self._looked_at >= _NODES_EVERY_S
+
+    def look(self) -> tuple[list[RayNode], list[RayNode]]:
+        """Return the nodes that joined and those that left since the last look; at first all have joined."""
+        self._looked_at = self._clock()
+        present = {node.node_id: node for node in map(_node_of, (raw for raw in self._nodes() if raw["Alive"]))}
+        joined = [node for key, node in present.items() if key not in self._known]
+        left = [node for key, node in self._known.items() if key not in present]
+        self._known = present
+        return joined, left
+
+
+def _node_of(raw: Mapping[str, Any]) -> RayNode:
+    resources = raw["Resources"]
+    return RayNode(
+        node_id=raw["NodeID"],
+        host=raw["NodeManagerHostname"],
+        cpus=int(resources.get("CPU", 0)),
+        gpus=int(resources.get("GPU", 0)),
+    )

@@ -1,0 +1,468 @@
+"""Runs the queue of a data folder, device after device, with one dispatcher at a time.
+
+Start reading at `work`, which runs all of it, and `run_job`, which runs one job. Called by `farm.work`, `farm.submit`,
+nights and comparisons.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from conf.cli.command_line import EXIT_INTERRUPTED, start_bar
+from conf.errors import UsageError
+from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.dispatcher import Dispatcher, StopRequest, doubt_of, make_executor
+from farm.dispatch.monitoring import PATIENCE_S, Service
+from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, lost_words
+from farm.queue.jobs import Queue
+from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
+from farm.queue.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
+from farm.queue.queue_values import MIXED_FAMILY, Job, RunDoubt, device_from_key, settings_of_text
+from warehouse.files.folder import DataFolder
+from warehouse.tables.run import Run, reasons_of
+from warehouse.tables.schema import STATUSES
+from workers.task import run_id_of
+
+if TYPE_CHECKING:
+    import rich.progress
+
+
+_LOOK_AGAIN_S = 2.0
+
+
+def work(
+    folder: DataFolder,
+    queue: Queue,
+    cluster: ClusterSettings,
+    job_id: str | None = None,
+    wait: bool = False,
+    seconds: float | None = None,
+    service: Service | None = None,
+    trust: Sequence[str] = (),
+) -> int:
+    """Run the queued tasks, device after device, until none is left (`job_id`: only of that job's device).
+
+    After `seconds` it finishes what runs and leaves, as after Ctrl-C: for a machine that is lent for so long.
+    Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0; with
+    `wait` it stands by until that one has ended. `trust` as in `Dispatcher`.
+
+    Returns 1 where every trial of `job_id` failed, or without it every trial of some job that it ran, and prints the
+    most common reason. Earlier trials count; out of memory is no failure.
+    """
+    service = service or Service()
+    outcomes = JobOutcomes()
+    with contextlib.ExitStack() as held:
+        stop = held.enter_context(TimedStop(seconds).installed())
+        try:
+            lock = _take_lock(folder, stop, service, wait)
+        except DispatcherBusy as busy:
+            print(
+                f"{busy}. This job is queued: that dispatcher runs it if it is for the same device, "
+                f"otherwise `python -m farm.work` does, when it has ended. {follow_hint(folder, job_id)}"
+            )
+            return 0
+        try:
+            if lock is not None:
+                held.enter_context(_held(lock, service))
+                _QueueWork(
+                    folder=folder,
+                    queue=queue,
+                    cluster=cluster,
+                    stop=stop,
+                    service=service,
+                    outcomes=outcomes,
+                    job_id=job_id,
+                    wait=wait,
+                    trust=trust,
+                ).run()
+        except ClusterLost as lost:
+            service.events.emit("left", how="the cluster was lost")
+            print(f"error: {lost_words(lost)}", file=sys.stderr)
+            return EXIT_CLUSTER_LOST
+        except KeyboardInterrupt:
+            service.events.emit("left", how="stopped")
+            print("stopped; run the same command again to continue", file=sys.stderr)
+            return EXIT_INTERRUPTED
+    if stop.requested:
+        service.events.emit("left", how="finished what ran")
+        print("left; run the same command again to continue", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    service.events.emit("left", how="nothing is queued")
+    if job_id is not None:
+        _summary(folder, queue, job_id)
+    failures = outcomes.failed(queue)
+    if job_id is not None and not outcomes.ran(job_id) and (earlier := failed_before(queue, job_id)) is not None:
+        failures.append(earlier)
+    _report_failures(failures, service)
+    return EXIT_ALL_FAILED if any(job_id in (None, failure.job_id) for failure in failures) else 0
+
+
+def _report_failures(failures: Sequence[FailedJob], service: Service) -> None:
+    for failure in failures:
+        service.events.emit("job_failed", job=failure.job_id, message=str(failure))
+        print(f"error: {failure}", file=sys.stderr)
+
+
+def run_job(
+    folder: DataFolder,
+    queue: Queue,
+    cluster: ClusterSettings,
+    job_id: str,
+    stop: StopRequest,
+    service: Service,
+    shares: int = 1,
+) -> bool:
+    """Run this job only; return False if `stop` asked to leave.
+
+    Stands by while another dispatcher has the folder, which may run the job itself. `shares` as in `Dispatcher`.
+    """
+    with stop.installed():
+        lock = _take_lock(folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id))
+        if lock is None:
+            return not queue.pending(job_id)
+        service.pulse.patience_s = PATIENCE_S
+        with _held(lock, service):
+            _mend(folder, queue, service)
+            job = queue.job(job_id)
+            if not queue.pending(job_id):
+                return True
+            _be_patient(service, cluster, [job])
+            with Progress(job_id, lambda: _totals(queue, [job_id]), quiet=service.quiet) as progress:
+                executor = make_executor(device_from_key(job.device), cluster)
+                dispatcher = Dispatcher(
+                    folder, queue, executor, job.device, progress, service=service, job_id=job_id, shares=shares
+                )
+                return dispatcher.run(stop)
+
+
+def _take_lock(
+    folder: DataFolder,
+    stop: StopRequest,
+    service: Service,
+    wait: bool,
+    unless: Callable[[], bool] = lambda: False,
+) -> DispatcherLock | None:
+    """Acquire the lock. With `wait`, wait until the other dispatcher has ended; None: asked to leave, or `unless`.
+
+    Raises `DispatcherBusy` where it need not wait.
+    """
+    announced = False
+    while not stop.requested and not (announced and unless()):
+        try:
+            return DispatcherLock(folder.dispatcher_lock).__enter__()
+        except DispatcherBusy as busy:
+            if not wait:
+                raise
+            if not announced:
+                service.events.emit("standby", message=str(busy))
+                print(f"{busy}; waiting until it has ended")
+                announced = True
+        service.pulse.beat("standby")
+        time.sleep(_LOOK_AGAIN_S)
+    return None
+
+
+@contextlib.contextmanager
+def _held(lock: DispatcherLock, service: Service) -> Iterator[None]:
+    service.pulse.holds_lock = True
+    service.events.emit("started", process=os.getpid())
+    try:
+        yield
+    finally:
+        service.pulse.holds_lock = False
+        lock.__exit__()
+
+
+class TimedStop(StopRequest):
+    """A stop request on Ctrl-C, and when its time is over."""
+
+    def __init__(self, seconds: float | None):
+        self._until_s = None if seconds is None else time.monotonic() + seconds
+        super().__init__(_announce_stop)
+
+    @property
+    def requested(self) -> bool:
+        return self.asked or (self._until_s is not None and time.monotonic() >= self._until_s)
+
+
+def _announce_stop() -> None:
+    print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _QueueWork:
+    """A dispatcher's resources for running a queue. `job_id`: only that job's device."""
+
+    folder: DataFolder
+    queue: Queue
+    cluster: ClusterSettings
+    stop: StopRequest
+    service: Service
+    outcomes: JobOutcomes
+    job_id: str | None
+    wait: bool
+    trust: Sequence[str]
+
+    def run(self) -> None:
+        """Clean up after a killed dispatcher, then run device after device; compact whenever nothing is left."""
+        _mend(self.folder, self.queue, self.service)
+        mended = {job.job_id for job in self.queue.jobs()}
+        compacted = False
+        while not self.stop.requested:
+            key = self.queue.next_device(self.job_id)
+            if key is not None:
+                jobs = self.queue.jobs()
+                job_ids = {job.job_id for job in jobs}
+                if job_ids - mended:  # a job may be new to a queue that was lost, and not to the warehouse
+                    _mend(self.folder, self.queue, self.service)
+                    mended = job_ids
+                jobs = [job for job in jobs if job.device == key and self.queue.pending(job.job_id)]
+                _be_patient(self.service, self.cluster, jobs)
+                names = sorted((job.job_id for job in jobs), key=lambda name: name != self.job_id)  # ours first
+                label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+                with Progress(label, partial(_totals, self.queue, names), quiet=self.service.quiet) as progress:
+                    executor = make_executor(device_from_key(key), self.cluster)
+                    Dispatcher(
+                        self.folder,
+                        self.queue,
+                        executor,
+                        key,
+                        progress,
+                        service=self.service,
+                        trust=self.trust,
+                        outcomes=self.outcomes,
+                    ).run(self.stop)
+                compacted = False
+            elif self.wait:
+                if not compacted:
+                    _compact(self.folder, self.service)
+                    compacted = True
+                    _report_failures(self.outcomes.take_failed(self.queue), self.service)
+                self.service.pulse.beat("waiting")
+                time.sleep(_LOOK_AGAIN_S)
+            else:
+                break
+        if not compacted:
+            _compact(self.folder, self.service)
+
+
+def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
+    mended = reconcile(folder, queue)
+    if mended:
+        service.events.emit("mended", count=mended)
+        print(f"{mended} runs of queued tasks are in the warehouse already; they are done")
+
+
+def _be_patient(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:
+    """Allow for cluster=inline, where the loop stands still while a trial runs."""
+    if cluster.kind == "inline":
+        longest_s = max((_timeout_s(job) for job in jobs), default=0.0)
+        service.pulse.patience_s = PATIENCE_S + longest_s
+
+
+def _timeout_s(job: Job) -> float:
+    """Return the time limit of the job's trials in s; 0 if its settings cannot be read, so that none runs."""
+    try:
+        return settings_of_text(job.settings_json).timeout_s
+    except UsageError:
+        return 0.0
+
+
+def _totals(queue: Queue, names: Sequence[str]) -> tuple[Counter[str], int]:
+    """Return the ended tasks of these jobs by status, and the number of those that are not cancelled."""
+    counts = [queue.counts(name) for name in names]
+    by_status = sum((Counter(of_job.by_status) for of_job in counts), Counter[str]())
+    return by_status, sum(of_job.total - of_job.cancelled for of_job in counts)
+
+
+def _compact(folder: DataFolder, service: Service) -> None:
+    from warehouse.files.compaction import compact
+
+    service.pulse.beat("compacting")
+    for problem in compact(folder).problems:
+        print(f"warning: {problem}", file=sys.stderr)
+
+
+def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:
+    counts = queue.counts(job_id)
+    by_status = ", ".join(f"{status} {count}" for status, count in counts.by_status.items() if count)
+    cancelled = f"; {counts.cancelled} were cancelled" if counts.cancelled else ""
+    wanted = counts.total - counts.cancelled
+    print(f"{job_id}: {counts.ended} of {wanted} runs are in {folder.root} ({by_status}){cancelled}")
+
+
+def follow_hint(folder: DataFolder, job_id: str | None) -> str:
+    """Return the hint on how to continue."""
+    job = f" job={job_id}" if job_id else ""
+    run = "" if dispatcher_of(folder.dispatcher_lock) else "`python -m farm.work` runs it; "
+    return f"{run}`python -m farm.status{job}` shows its progress."
+
+
+def reconcile(folder: DataFolder, queue: Queue) -> int:
+    """Finish tasks whose runs are durable and void the other leases of a killed dispatcher. Call with the lock.
+
+    After a lost queue, or one restored from an older copy, tasks whose runs are in the warehouse do not run again
+    either. An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks were
+    done.
+    """
+    left = queue.leased()
+    tasks = {task.run_id: (task.job_id, task.task_index) for task in left}
+    tasks |= _landed_unawares(folder, queue)
+    if not tasks:
+        return 0
+    import pyarrow as pa
+
+    from warehouse.reading.connection import connect
+
+    with contextlib.closing(connect(folder.root)) as connection:
+        connection.register("wanted", pa.table({"run_id": list(tasks)}))
+        rows = connection.execute(
+            "SELECT run_id, status, quality, quality_reasons FROM runs JOIN wanted USING (run_id)"
+        ).fetchall()
+    landed: dict[str, dict[int, str]] = {}
+    doubts: dict[str, dict[int, RunDoubt]] = {}
+    for run_id, status, quality, reasons in rows:
+        job_id, index = tasks[run_id]
+        landed.setdefault(job_id, {})[index] = status
+        if (doubt := doubt_of(quality, reasons_of(reasons))) is not None:
+            doubts.setdefault(job_id, {})[index] = doubt
+    for job_id, statuses in landed.items():
+        queue.mark_done(job_id, statuses, doubts.get(job_id))
+    queue.void_leases()
+    return len(rows)
+
+
+def _landed_unawares(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
+    """Return (job_id, index) by run_id of tasks that are open in the queue but have landed in the warehouse."""
+    from warehouse.files.presence import landed_tasks
+
+    families: set[str] = set()
+    for job in queue.jobs():
+        if queue.counts(job.job_id).queued:
+            families |= {job.family} if job.family != MIXED_FAMILY else set(queue.families(job.job_id).values())
+    if not families:
+        return {}
+    waiting = queue.indexes("queued", "waiting")
+    return {
+        run_id_of(job_id, index): (job_id, index)
+        for job_id, indexes in landed_tasks(folder, families).items()
+        for index in waiting.get(job_id, set()).intersection(indexes.tolist())
+    }
+
+
+_RATE_WINDOW_S = 60.0  # the rate is that of the last minute: trials differ in length by orders of magnitude
+_PLAIN_EVERY_S = 10.0
+
+_STYLES = {"ok": "green", "oom": "yellow", "timeout": "magenta", "crashed": "red", "invalid": "red"}
+
+
+class Progress:
+    """A context manager. `totals()` gives (tasks ended by their status, tasks in all) of what is being worked on, with
+    those that ended before; the rate is of what lands here.
+
+    `quiet`: says nothing, where a program reads the events.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        totals: Callable[[], tuple[Mapping[str, int], int]],
+        clock: Callable[[], float] = time.monotonic,
+        quiet: bool = False,
+    ):
+        from rich.console import Console
+
+        self._label = label
+        self._totals = totals
+        self._clock = clock
+        self._console = Console(stderr=True, highlight=False, quiet=quiet)
+        self._landed: collections.deque[float] = collections.deque()
+        self._any_landed = False
+        self._printed_at = clock()
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal and not self._console.quiet:
+            from rich.progress import TextColumn
+
+            column = TextColumn("{task.fields[note]}")
+            self._bar, self._task = start_bar(self._console, self._label, column, note="starting workers")
+        else:
+            self.say(f"{self._label}: starting workers")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._refresh()
+            self._bar.stop()
+        elif self._any_landed:
+            self._say_state()
+
+    def say(self, text: str) -> None:
+        """Print one line, above the bar if there is one."""
+        (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
+
+    def landed(self, _run: Run) -> None:
+        """Count one run that has landed."""
+        self._any_landed = True
+        self._landed.append(self._clock())
+
+    def update(self) -> None:
+        """Redraw the bar; cheap enough for every turn of the dispatcher's loop."""
+        if self._bar is not None:
+            self._refresh()
+        elif self._clock() - self._printed_at >= _PLAIN_EVERY_S and self._any_landed:
+            self._say_state()
+
+    def rate_per_s(self) -> float | None:
+        """Return the runs landed per second over the last minute; None before the second run."""
+        now = self._clock()
+        while self._landed and self._landed[0] < now - _RATE_WINDOW_S:
+            self._landed.popleft()
+        if not self._landed:
+            return None
+        if len(self._landed) < 2:
+            return None
+        return (len(self._landed) - 1) / max(now - self._landed[0], 1e-3)  # since the first: start-up is no trial's
+
+    def _state(self, styled: bool) -> tuple[int, int, str]:
+        by_status, total = self._totals()
+        done = sum(by_status.values())
+        if not self._any_landed:
+            return done, total, "starting workers"
+        parts = []
+        for status in STATUSES:
+            if count := by_status.get(status, 0):
+                text = f"{status} {count}"
+                parts.append(f"[{_STYLES[status]}]{text}[/]" if styled else text)
+        rate = self.rate_per_s()
+        if rate:
+            parts.append(f"{rate:.1f}/s" if rate >= 1 else f"{rate * 60:.1f}/min")
+            parts.append(f"{_duration((total - done) / rate)} left")
+        return done, total, "  ".join(parts)
+
+    def _refresh(self) -> None:
+        assert self._bar is not None and self._task is not None
+        done, total, note = self._state(styled=True)
+        self._bar.update(self._task, completed=done, total=total, note=note)
+
+    def _say_state(self) -> None:
+        self._printed_at = self._clock()
+        done, total, note = self._state(styled=False)
+        self.say(f"{self._label}: {done}/{total}  {note}")
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,1 +1,0 @@
-"""Monitoring of a dispatcher: a log of events, metrics, health. Start reading at `service`."""

@@ -1,0 +1,199 @@
+"""Queues the trials of a submission, and asks before there are more than a million of them.
+
+Start reading at `submit`. `require_consent` also refuses what the disk cannot hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from conf.cli.command_line import StepBar
+from conf.errors import UsageError
+from farm.dispatch.submitted_code import record_code, record_submitted
+from farm.queue.jobs import Queue, queue_to_read
+from farm.queue.queue_values import (
+    MIXED_FAMILY,
+    Job,
+    device_key,
+    job_id_for,
+    text_of_config,
+    text_of_group,
+    text_of_settings,
+)
+from farm.sampling.collocating import SIZES, Groups, pool_of
+from farm.sampling.draws import sample_range
+from farm.submission.settings import SubmitSettings, spec_of
+from featurize.configs.trial import canonical_json
+from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
+
+ASK_ABOVE = 1_000_000  # trials that one command adds
+_EXAMPLES = 200  # configurations that tell how long the others are
+# Of a trial in the queue beside its configuration: 80 to 100 were measured, half-filled pages included.
+_BYTES_BESIDE = 90
+_RULES_SHOWN = 3
+_DRAWN_EVERY = 2000  # trials
+
+
+def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bool = True) -> str:
+    """Queue the tasks that are not queued yet; return the job's id. The same submission again adds nothing.
+
+    Shows a bar on a terminal where that takes a while, unless `quiet`. Ctrl-C takes out again what was added.
+    """
+    identity = settings.identity()
+    job_id = _job_id(settings)
+    job = Job(
+        job_id=job_id,
+        family=_family(settings),
+        space_json=canonical_json(identity["space"]),
+        n=settings.n,
+        seed=settings.seed,
+        policy=settings.policy,
+        priority=settings.priority,
+        device=device_key(settings.device),
+        settings_json=text_of_settings(settings.trial_settings),
+        submitted_at=time.time(),
+    )
+    existing = queue.next_index(job_id)
+    rejections: Counter[str] = Counter()
+    for space in settings.spaces:
+        record_code(space.code_names())  # also of tasks that are queued already
+    with StepBar(job_id) as bar:
+        shown = None if quiet else functools.partial(bar.update, "forecasting")
+        configs = enumerate(task_texts(settings, existing, settings.n, rejections, shown), start=existing)
+        counted = configs if quiet else _shown(configs, bar, existing, settings.n)
+        try:
+            added = queue.submit(job, counted, time.time(), on_interrupt=lambda: bar.update("taking back", 0, 0))
+        except KeyboardInterrupt:
+            print(f"{job_id}: interrupted while it was queued; its trials are taken out again", file=sys.stderr)
+            raise
+    RunWriter(folder).write_job(
+        {
+            "job_id": job_id,
+            "family": job.family,
+            "n": max(settings.n, existing),
+            "seed": job.seed,
+            "policy": job.policy,
+            "priority": job.priority,
+            "space": job.space_json,
+            "config": json.dumps({**identity, "data": str(folder.root)}, sort_keys=True),
+            "submitted_at": queue.job(job_id).submitted_at,
+        }
+    )
+    total = queue.counts(job_id).total
+    known = f"{total - added.added} were queued before" if total > added.added else "new"
+    for rule, count in rejections.most_common(_RULES_SHOWN):  # a misspelt choice would lose its share in silence
+        print(f"{job_id}: {count} sampled points were drawn again: {rule}")
+    print(f"{job_id}: {added.added} trials added ({known}), {total} in all")
+    return job_id
+
+
+def _queued(folder: DataFolder, settings: SubmitSettings) -> int:
+    """Return how many of the job's trials the queue already holds, so that a repeated command need not ask again."""
+    if not folder.queue.is_file():
+        return 0
+    with queue_to_read(folder.queue) as queue:
+        return queue.next_index(_job_id(settings))
+
+
+def _family(settings: SubmitSettings) -> str:
+    families = {space.family for space in settings.spaces}
+    return families.pop() if len(families) == 1 else MIXED_FAMILY
+
+
+def _job_id(settings: SubmitSettings) -> str:
+    name = _family(settings) if settings.collocate is None else settings.collocate
+    return job_id_for(name, **settings.identity())
+
+
+def _shown(configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: int) -> Iterator[tuple[int, str]]:
+    """Yield the same items and draw a bar every few thousand, so small jobs show none."""
+    for done, config in enumerate(configs, start=1):
+        yield config
+        if done % _DRAWN_EVERY == 0:
+            bar.update("queuing", done, stop - start)
+
+
+def task_texts(
+    settings: SubmitSettings,
+    start: int,
+    stop: int,
+    rejections: Counter[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[str]:
+    """Yield the tasks of the indices `start` <= i < `stop` as the queue holds them, after recording their code."""
+    if settings.collocate is None:
+        sampled = sample_range(
+            settings.space,
+            settings.seed,
+            start,
+            stop,
+            settings.policy,
+            settings.limits,
+            rejections,
+            settings.batch_sizes,
+        )
+        yield from map(text_of_config, record_submitted(sampled))
+        return
+    device = spec_of(settings.device)
+    pool = pool_of(
+        settings.spaces,
+        device,
+        seed=settings.seed,
+        policy=settings.policy,
+        limits=settings.limits,
+        progress=progress or (lambda done, of: None),
+    )
+    on_gpu = settings.device.backend != "cpu"
+    memory_mib = device.memory_mib * (settings.device.memory_fraction or 1.0) if on_gpu else None
+    groups = Groups(pool, SIZES[settings.collocate], memory_mib, settings.seed)
+    for group in itertools.islice(groups, start, stop):
+        yield text_of_group(list(record_submitted(group)))
+
+
+def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
+    """Return if the submission may be queued: it adds few trials, or many with `yes=true` or the user's word.
+
+    Raises `UsageError` where the disk has no room for all of them, where the user says no on the terminal, and without
+    a terminal, where the message names `yes=true`.
+    """
+    if settings.n <= ASK_ABOVE or (trials := settings.n - _queued(folder, settings)) <= ASK_ABOVE:
+        return
+    needed_bytes = queue_bytes(trials, task_texts(settings, 0, _EXAMPLES))
+    free_bytes = shutil.disk_usage(_existing(folder.root)).free
+    asked = (
+        f"this queues {trials:,} trials, about {_size(needed_bytes)} in {folder.queue} ({_size(free_bytes)} are free)"
+    )
+    if needed_bytes > free_bytes:
+        raise UsageError(f"{asked}; take a smaller n")
+    if settings.yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError(f"{asked}; confirm with yes=true")
+    print(f"{asked}. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("nothing was queued")
+
+
+def queue_bytes(trials: int, example_texts: Iterable[str]) -> int:
+    """Estimate the size in bytes of so many trials in the queue's file, from the texts of a few."""
+    lengths = [len(text.encode()) for text in example_texts]
+    return round(trials * (sum(lengths) / max(1, len(lengths)) + _BYTES_BESIDE))
+
+
+def _existing(path: Path) -> Path:
+    """Return the folder itself, or its nearest existing parent."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _size(size_bytes: int) -> str:
+    mib = size_bytes / 2**20
+    return f"{mib:,.0f} MiB" if mib < 1024 else f"{mib / 1024:,.1f} GiB"

@@ -1,0 +1,121 @@
+"""DuckDB as this project uses it: in memory for a process's own work, its settings, quoting, and disk errors.
+
+Start reading at `scratch_cursor`: one instance for a process, since an instance for each task would take longer to
+start than the task. `disk_errors_named` turns disk errors into `OSError`, which every command prints in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+
+_ATTACHING = threading.Lock()
+_INSTANCES: dict[int, duckdb.DuckDBPyConnection] = {}  # by process: a child must not close its parent's
+_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def sql_text(value: str) -> str:
+    """Return the value as a string literal."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+def escaped_glob(path: Path) -> str:
+    """Return the path as a glob that matches only itself."""
+    return re.sub(r"([\[*?])", r"[\1]", str(path))
+
+
+def has_setting(name: str) -> bool:
+    """Return whether this release of DuckDB knows a setting."""
+    return name in _settings()
+
+
+@functools.cache
+def _settings() -> frozenset[str]:
+    """All names, asked once: the list takes DuckDB as long as opening a small file."""
+    with duckdb.connect() as connection:
+        return frozenset(name for (name,) in connection.execute("SELECT name FROM duckdb_settings()").fetchall())
+
+
+def scratch_cursor() -> duckdb.DuckDBPyConnection:
+    """Return a new cursor; close it when done. Timestamps are UTC, and queries run in the caller's thread."""
+    process = os.getpid()
+    try:
+        cursor = _INSTANCES[process].cursor()
+        cursor.execute("SELECT 1")
+        return cursor
+    except (KeyError, duckdb.Error):  # after an internal error, as of a torn file, DuckDB wants to be started anew
+        _INSTANCES[process] = _new_instance()
+        return _INSTANCES[process].cursor()
+
+
+@contextlib.contextmanager
+def new_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Make a database file, into which the statements of the block go at once or not at all; it is closed then."""
+    with _attached(path, "") as cursor:
+        cursor.execute("BEGIN")
+        yield cursor
+        cursor.execute("COMMIT")
+
+
+@contextlib.contextmanager
+def existing_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Open a database file to read it. Raises `duckdb.Error` where it is none."""
+    with _attached(path, " (READ_ONLY)") as cursor:
+        yield cursor
+
+
+@contextlib.contextmanager
+def _attached(path: Path, mode: str) -> Iterator[duckdb.DuckDBPyConnection]:
+    name = f'"{path.stem}"'  # as a client that opens the file calls it
+    with _ATTACHING, scratch_cursor() as cursor:
+        cursor.execute(f"ATTACH {sql_text(str(path))} AS {name}{mode}")
+        try:
+            cursor.execute(f"USE {name}")
+            yield cursor
+        except BaseException:
+            with contextlib.suppress(duckdb.Error):  # where none was begun
+                cursor.execute("ROLLBACK")
+            raise
+        finally:
+            with contextlib.suppress(duckdb.Error):  # after an internal error
+                cursor.execute("USE memory")
+                cursor.execute(f"DETACH {name}")
+
+
+def _new_instance() -> duckdb.DuckDBPyConnection:
+    connection = duckdb.connect()
+    connection.execute("SET GLOBAL TimeZone = 'UTC'")  # of the timestamps that Arrow gets
+    # DuckDB's own threads cost a fifth on small files and gain nothing there; and no thread is lost in a fork.
+    connection.execute("SET threads = 1")
+    if has_setting("async_threads"):  # since DuckDB 2.0
+        connection.execute("SET async_threads = 0")
+    return connection
+
+
+def is_disk_error(error: duckdb.Error) -> bool:
+    """Return whether DuckDB failed for lack of space or write permission."""
+    return _code(error) is not None
+
+
+@contextlib.contextmanager
+def disk_errors_named() -> Iterator[None]:
+    """Raise `OSError` where DuckDB fails for lack of space or write permission, as in its temporary files."""
+    try:
+        yield
+    except duckdb.Error as error:
+        code = _code(error)
+        if code is None:
+            raise
+        raise OSError(code, os.strerror(code)) from error
+
+
+def _code(error: duckdb.Error) -> int | None:
+    return next((code for code in _CODES if os.strerror(code) in str(error)), None)
