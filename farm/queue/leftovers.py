@@ -1,4 +1,4 @@
-"""What killed processes of ours leave behind, found and ended: trial servers, trials, Ray's helpers, temporary folders.
+"""Remains of killed processes of ours, found and ended: trial servers, trials, Ray's helpers, temporary folders.
 
 Start reading at `sweep_leftovers`. A process is ended only with proof that it is ours: it runs as this user, and either
 its environment holds `SESSION_VARIABLE` with the identity of a dispatcher that runs no more, or that dispatcher wrote

@@ -1,4 +1,4 @@
-"""What the warehouse has of a device: the runs to learn from, counted by bins of the labels and regions of the configs.
+"""Rows of a device in the warehouse, to learn from, counted by bins of the labels and regions of the configs.
 
 Start reading at `known_runs`, then `Map.of` and `fill`, which finds where rows are few.
 """

@@ -1,4 +1,4 @@
-"""Settings that a job trains with: the trial config, which families extend, and those of models outside the families.
+"""Settings that a job trains with: the trial config, which families extend, and those of models of no family.
 
 Start reading at `TrialConfig`; `featurize.configs.trial` makes one of a mapping. `Training` says what a model of any
 library trains with, and which settings exclude each other. Torch-free.

@@ -1,4 +1,4 @@
-"""What each family with a plan of its own is asked: its plan, a training step, recomputing, and what it refuses.
+"""Promises of each family with a plan of its own: its plan, a training step, recomputing, and what it refuses.
 
 Start reading at `FAMILY`; `test_family_promises.py` asks it.
 """

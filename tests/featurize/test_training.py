@@ -120,7 +120,7 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def preloaded():
-    """What `preload` did in a process, and what the first steps of its copy imported."""
+    """Modules that `preload` loaded in a process, and what the first steps of its copy imported."""
     done = subprocess.run([sys.executable, "-c", PRELOADED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

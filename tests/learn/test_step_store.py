@@ -4,6 +4,7 @@ import contextlib
 import math
 import signal
 import sqlite3
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,7 +100,8 @@ def test_another_device_or_loop_is_another_case(data, steps, traced):
 
 def test_an_interrupted_call_goes_on_where_it_was(data, steps, traced, monkeypatch):
     clock = iter(range(0, 10_000, 30))  # every case takes half a minute
-    monkeypatch.setattr(step_store, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    hurried = SimpleNamespace(monotonic=lambda: next(clock), monotonic_ns=time.monotonic_ns)
+    monkeypatch.setattr(step_store, "time", hurried)
 
     def interrupted(done, _of):
         if done == 4:
