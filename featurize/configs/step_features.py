@@ -23,9 +23,8 @@ from featurize.memory.cudnn_workspaces import scenario_features
 from featurize.memory.replay import MemoryProfile, outside_mib
 from featurize.operators.table import VOCABULARY, attention_call, category
 from featurize.recording.step_trace import BATCH, Operator, StepTrace
-from featurize.timing.costs import features as priced_features
-from featurize.timing.costs import operator_costs, python_loader_ms
-from featurize.timing.step_time import time_step
+from featurize.timing.step_time import features as priced_features
+from featurize.timing.step_time import operator_costs, python_loader_ms, time_step
 
 _INDEX = {kind: index for index, kind in enumerate(VOCABULARY)}
 
@@ -219,7 +218,7 @@ def step_features(
     """name -> number, every one finite; the same names for every job.
 
     `memory` is the trace's replay on `spec`. Sizes are in MiB, or logarithms of base 2 (`log_*`), `share_*` lie in
-    [0, 1]. `job_priced_*` are those of `featurize.timing.costs.features`, with the input pipeline of a plain loop
+    [0, 1]. `job_priced_*` are those of `featurize.timing.step_time.features`, with the input pipeline of a plain loop
     where the job runs in one.
     """
     return {

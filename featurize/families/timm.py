@@ -1,7 +1,7 @@
 """Image models of the timm library, by name, with random weights.
 
 Start reading at `build`; `layers` reads the plan off one forward pass without memory
-(`featurize.recording.plan_of_module`). timm and torch are imported when a model is built, and never to make or check a
+(`featurize.recording.skeleton`). timm and torch are imported when a model is built, and never to make or check a
 config.
 """
 
@@ -74,8 +74,7 @@ def layers(config: Config) -> list[Layer]:
 
 @lru_cache(maxsize=4096)
 def _layers(model: str, image_size: int | None) -> tuple[Layer, ...]:
-    from featurize.recording.plan_of_module import plan_of_module
-    from featurize.recording.skeleton import build_on_meta
+    from featurize.recording.skeleton import build_on_meta, plan_of_module
 
     shape = _input_shape(model, image_size)
     try:

@@ -451,9 +451,8 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
     from torch import nn
 
     from featurize.operators.cuda_policy import fused_kernels
-    from featurize.recording.plan_of_module import SAMPLES, plan_of_module
     from featurize.recording.recorder import Recorder
-    from featurize.recording.skeleton import build_on_meta
+    from featurize.recording.skeleton import SAMPLES, build_on_meta, plan_of_module
 
     tensors = parse_tensors(inputs)
 

@@ -17,8 +17,7 @@ from featurize.job.training_settings import Training, TrainingSettings
 from featurize.memory.replay import MemoryProfile, outside_mib, replay
 from featurize.recording.step_trace import StepTrace
 from featurize.timing.collectives import collective_s, communicators_mib, fabrics_of, sent_bytes
-from featurize.timing.costs import begin_moments_ms, delays_ms
-from featurize.timing.step_time import overlapped, time_step
+from featurize.timing.step_time import begin_moments_ms, delays_ms, overlapped, time_step
 
 
 @dataclass(frozen=True, kw_only=True)

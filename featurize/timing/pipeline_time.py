@@ -21,8 +21,7 @@ from featurize.job.training_settings import TrainingSettings, training_of
 from featurize.operators.replacing import replaced
 from featurize.recording.step_trace import PipelinePart, StepTrace
 from featurize.timing.collectives import SEND, collective_s, fabric_of, fabrics_of
-from featurize.timing.costs import begin_moments_ms, delays_ms
-from featurize.timing.step_time import overlapped, time_step
+from featurize.timing.step_time import begin_moments_ms, delays_ms, overlapped, time_step
 
 
 class Compute(NamedTuple):

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 
 from conf.files.disk_cache import PACKAGES
 from featurize.operators.tensor_parts import plain_parts
-from featurize.recording.batches import tensors_of
 from featurize.recording.block_record import RecordMoment, Stretch
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Event, Operator, StepTrace
+from featurize.recording.values import tensors_of
 from featurize.training.training_step import TrainingStep
 
 if TYPE_CHECKING:

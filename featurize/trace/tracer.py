@@ -29,23 +29,23 @@ from featurize.operators.cuda_policy import as_on_cuda
 from featurize.operators.own_operators import replace_bitsandbytes
 from featurize.operators.replacing import without_collection
 from featurize.operators.torch_releases import complete
-from featurize.recording.batches import (
-    Inputs,
-    arguments,
-    as_meta,
-    call,
-    mapped,
-    named_tensors,
-    own_loss,
-    shape_of,
-    tensors_of,
-)
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
 from featurize.recording.recorder import Recorder
 from featurize.recording.skeleton import BuiltOnMeta, build_on_meta, compiled_modules, on_meta, remarks, unwrapped
 from featurize.recording.step_trace import BatchMix, StepTrace
-from featurize.recording.values import name_tensor
+from featurize.recording.values import (
+    Inputs,
+    arguments,
+    as_meta,
+    call,
+    mapped,
+    name_tensor,
+    named_tensors,
+    own_loss,
+    shape_of,
+    tensors_of,
+)
 from featurize.trace.light_imports import compiler_aside
 from featurize.trace.steps_in_a_loop import SecondStep, State, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.training.play_rank import played_rank, settings_of_ranks

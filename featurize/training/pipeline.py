@@ -26,10 +26,10 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.operators.replacing import replaced
-from featurize.recording.batches import Inputs, named_tensors, tensors_of
 from featurize.recording.deeper import built_to_shorten
 from featurize.recording.skeleton import on_meta
 from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAlike, StagePass, StepTrace
+from featurize.recording.values import Inputs, named_tensors, tensors_of
 from featurize.timing.collectives import SEND
 from featurize.timing.pipeline_time import AXIS, noted_micro_batches, orders_of, schedule_class
 from featurize.training.data_parallel import Replica

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from featurize.job.layout import Parallel
 from featurize.operators.own_operators import elements
-from featurize.recording.batches import Inputs, tensors_of
 from featurize.recording.block_record import is_composite
 from featurize.recording.recorder import KERNEL, Recorder
 from featurize.recording.step_trace import Collective, PipelinePart
+from featurize.recording.values import Inputs, tensors_of
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND
 from featurize.training.data_parallel import DataParallel, Replica, limits_of
 from featurize.training.streams import Streams

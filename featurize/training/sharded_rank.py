@@ -46,10 +46,10 @@ from conf.plain_text import exception_line
 from featurize.job.layout import ROTATIONS, Parallel
 from featurize.operators.replacing import replaced
 from featurize.operators.tensor_parts import is_shared
-from featurize.recording.batches import Inputs, mapped, named_tensors
 from featurize.recording.block_record import origin
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import COMMUNICATION, GATHERED, UNREDUCED, Collective
+from featurize.recording.values import Inputs, mapped, named_tensors
 from featurize.training.experts import axes_of_groups, expert_mesh, mesh_of_sizes, pretended_mesh
 from featurize.training.rank import Ranks, ReplicatedRank
 from featurize.training.sharding import shard

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from conf.errors import UsageError
 from featurize.job.layout import EXAMPLE_STARTS, Parallel
 from featurize.nets.checkpointing import repeated_blocks
-from featurize.recording.batches import Inputs, call, mapped
 from featurize.recording.block_record import BlockRecord, Stretch
 from featurize.recording.deeper import container_of
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Operator
+from featurize.recording.values import Inputs, call, mapped
 from featurize.training.streams import Moments, SentNote, Since, Streams
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from featurize.operators.own_operators import quantize, without_skipped
 from featurize.operators.table import SCALED_PRODUCT
 from featurize.operators.tensor_parts import is_shared
 from featurize.operators.torch_releases import allow_tf32
-from featurize.recording.batches import Inputs, arguments, call, mapped, own_loss
 from featurize.recording.step_trace import Operator
+from featurize.recording.values import Inputs, arguments, call, mapped, own_loss
 from featurize.training.optimizers import (
     MovingAverage,
     OptimizerInBackward,
@@ -427,7 +427,7 @@ def cross_entropy(output: Any, targets: Tensor | None) -> Tensor:
     """Cross entropy of a model's output: logits [N, C] or [N, C, ...], or [N, T, C] with targets [N, T].
 
     An output object with `logits` (as many published models return) or a tuple's first tensor counts as the logits.
-    Without targets it is the loss that the output holds (`featurize.recording.batches.own_loss`).
+    Without targets it is the loss that the output holds (`featurize.recording.values.own_loss`).
     """
     if targets is None:
         loss = own_loss(output)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
-from featurize.recording.batches import Inputs
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
+from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
 from featurize.training.data_parallel import dense_parameters
 from featurize.training.optimizers import run_step, state_tensors

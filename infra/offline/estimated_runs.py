@@ -263,7 +263,7 @@ def _estimates(
 ) -> tuple[dict[str, Estimate], dict[str, float]]:
     """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
     from featurize.configs.trial import config_of_row
-    from featurize.timing.costs import operator_costs
+    from featurize.timing.step_time import operator_costs
     from learn.estimation.answers import answered
     from learn.estimation.requests import request_of
 

@@ -714,7 +714,7 @@ def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
     script's inputs are not kept: there, what the first embedding of that shape looks up counts.
     """
     if job.recorded is None:
-        from featurize.recording.batches import tensors_of
+        from featurize.recording.values import tensors_of
 
         inputs, _targets = job.batch("meta")
         shapes = [

@@ -85,6 +85,6 @@ def legend(loops: Iterable[str]) -> str:
 
 def loading_ms(traced: TracedStep, job: TrainingJob) -> float:
     """Return how long a plain loop takes to load the batches of a step, in ms."""
-    from featurize.timing.costs import input_ms
+    from featurize.timing.step_time import input_ms
 
     return input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)

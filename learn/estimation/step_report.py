@@ -334,7 +334,7 @@ def _facts(job: TrainingJob, platform: Platform, done: Estimate, traced: TracedS
     if job.config is not None:
         settings |= job.config.to_mapping()
     else:
-        from featurize.recording.batches import tensors_of
+        from featurize.recording.values import tensors_of
 
         inputs, _targets = job.batch("meta")
         settings["inputs"] = ", ".join(

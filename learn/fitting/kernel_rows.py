@@ -26,7 +26,7 @@ from featurize.job.training_settings import Training, TrialConfig, uses_tf32
 from featurize.nets.vision import import_library
 from featurize.recording.step_trace import Operator, StepTrace
 from featurize.timing.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, product
-from featurize.timing.costs import input_ms
+from featurize.timing.step_time import input_ms
 from featurize.trace.tracer import TraceError, trace_config, trace_step
 from learn.estimators.kernel_fitting import KERNELS, LIGER, PRODUCTS, SAILOR, MeasuredTime
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, layer_calls, mpt_config, mpt_loss

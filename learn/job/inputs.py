@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from featurize.recording.batches import Inputs
+    from featurize.recording.values import Inputs
 
 
 DEFAULT_DTYPE = "float32"  # of inputs that are given as shapes

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from featurize.cudnn.signature import SearchSettings
     from featurize.job.layout import Parallel
-    from featurize.recording.batches import Inputs
     from featurize.recording.step_trace import StepTrace
+    from featurize.recording.values import Inputs
     from featurize.training.training_step import TrainingSettings
 
 
@@ -40,7 +40,7 @@ class TrainingJob:
     name        for people: a family, a model's name
     build       makes the model, under whatever default device or fake-tensor mode the caller has entered
     batch       `batch(device)` -> (inputs, targets) on that device; inputs are the model's arguments, positional ones
-                in a tuple or keyword ones in a mapping (`featurize.recording.batches.call`). Targets None: the loss is
+                in a tuple or keyword ones in a mapping (`featurize.recording.values.call`). Targets None: the loss is
                 the output's own, or targets are made of the output, by `featurize.training.training_step.targets_for`
     settings    optimizer, precision, ... batch_size  samples in a batch config      the trial config, where the job is
     one of a family loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as
@@ -109,7 +109,7 @@ class TrainingJob:
 
     def shape_text(self) -> str:
         """Return the shapes of the batch's inputs, as `[8, 128], [8, 128]`."""
-        from featurize.recording.batches import tensors_of
+        from featurize.recording.values import tensors_of
 
         inputs, _target = self.batch("meta")
         return ", ".join(str(list(tensor.shape)) for tensor in tensors_of(inputs))
@@ -210,7 +210,7 @@ def of_module(
     """
     from torch import nn
 
-    from featurize.recording.batches import shape_of, tensors_of
+    from featurize.recording.values import shape_of, tensors_of
     from featurize.training.training_step import Training
 
     dtype = torch_dtype(input_dtype)

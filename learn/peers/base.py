@@ -27,8 +27,8 @@ from conf.errors import CommandError
 from conf.plain_text import exception_line
 from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.job.training_settings import TrainingSettings
-from featurize.recording.batches import Inputs, call, own_loss, tensors_of
 from featurize.recording.skeleton import build_on_meta, kept_results
+from featurize.recording.values import Inputs, call, own_loss, tensors_of
 from featurize.training.optimizers import make_optimizer
 from featurize.training.training_step import AUTOCAST_DTYPES, cross_entropy, targets_for
 from learn.estimators.protocol import (

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import OPTIMIZERS
-from featurize.recording.batches import call, tensors_of
+from featurize.recording.values import call, tensors_of
 from learn.job.training_job import TrainingJob
 from learn.peers.base import Peer, batch_tensors, explained, loss_of, meta_model, unique_bytes
 

@@ -108,7 +108,7 @@ def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | 
 
 def _tokens_of(inputs: object) -> int:
     """The length of sequences: of [N, length] whole numbers, or [N, length, width] floats; 0 where there are none."""
-    from featurize.recording.batches import tensors_of
+    from featurize.recording.values import tensors_of
 
     for one in tensors_of(inputs):
         if one.dim() == (3 if one.is_floating_point() else 2):

@@ -13,8 +13,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
-from featurize.timing.costs import python_loader_ms
-from featurize.timing.step_time import time_step
+from featurize.timing.step_time import python_loader_ms, time_step
 from featurize.trace.tracer import trace_config
 from learn.fitting.published_jobs import config_of
 from warehouse.exchange.published import DEVICE_NAME, PublishedRow, read_published

@@ -14,8 +14,8 @@ from featurize.job.layout import Parallel
 from featurize.memory.replay import replay
 from featurize.recording.step_trace import Collective
 from featurize.timing.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
-from featurize.timing.costs import begin_moments_ms, delays_ms
 from featurize.timing.overlap import communication_of
+from featurize.timing.step_time import begin_moments_ms, delays_ms
 from featurize.trace.tracer import trace_step
 from featurize.training.data_parallel import assigned, limits_of
 from featurize.training.training_step import Training

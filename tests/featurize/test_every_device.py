@@ -6,9 +6,8 @@ import pytest
 from small_configs import assert_ratios_hold, small_config
 
 from featurize.device.device_spec import device_names, load_device
-from featurize.timing.costs import features, operator_costs
 from featurize.timing.overlap import simulate
-from featurize.timing.step_time import time_step
+from featurize.timing.step_time import features, operator_costs, time_step
 from featurize.trace.tracer import trace_config
 from tests.family_cases import FAMILIES
 

@@ -14,7 +14,7 @@ from plan_checks import (
 
 from featurize.families import layers_of, timm, vit
 from featurize.job.layers import totals
-from featurize.recording.plan_of_module import plan_of_module
+from featurize.recording.skeleton import plan_of_module
 from featurize.trace.tracer import trace_config
 
 BASE = vit.Config(

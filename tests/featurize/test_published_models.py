@@ -14,7 +14,7 @@ from featurize.nets.vision import mend_torchvision
 from featurize.operators import cuda_policy
 from featurize.operators.library_calls import LIBRARY_CALLS
 from featurize.operators.replacing import replaced
-from featurize.recording.batches import arguments, call, own_loss, tensors_of
+from featurize.recording.values import arguments, call, own_loss, tensors_of
 from featurize.trace.tracer import trace_step
 
 PACKAGES = {"unet2d": "diffusers", "dit": "diffusers", "faster_rcnn": "torchvision", "mask_rcnn": "torchvision"}

@@ -13,7 +13,7 @@ from featurize.configs.features import group_key, scalar_features
 from featurize.families import timm
 from featurize.job.layers import totals
 from featurize.nets import vision
-from featurize.recording.plan_of_module import plan_of_module
+from featurize.recording.skeleton import plan_of_module
 from featurize.trace.tracer import trace_config
 from featurize.training.training_step import TrainingStep
 

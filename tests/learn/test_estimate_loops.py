@@ -10,9 +10,8 @@ from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.device.device_spec import describe_device
 from featurize.families import mlp
-from featurize.timing.costs import input_ms
 from featurize.timing.overlap import simulate
-from featurize.timing.step_time import time_step
+from featurize.timing.step_time import input_ms, time_step
 from featurize.trace.tracer import trace_config
 from learn import FitSettings, estimate, fit
 from learn.estimation.notes import (

@@ -15,8 +15,7 @@ from conf.reports.blocks import render_for_notebook
 from featurize.device.device_spec import describe_device
 from featurize.families import mlp, zoo
 from featurize.job.training_settings import Training
-from featurize.timing.costs import input_ms
-from featurize.timing.step_time import time_step
+from featurize.timing.step_time import input_ms, time_step
 from learn import estimate
 from learn.estimation.step_report import (
     BANDS,

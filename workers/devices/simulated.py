@@ -109,7 +109,7 @@ class SimulatedDevice:
 
     def _report_priced(self, trace: StepTrace, config: TrialConfig, link: Link) -> None:
         """Report the operators of one step at the price that the modelled time is made of."""
-        from featurize.timing.costs import operator_costs
+        from featurize.timing.step_time import operator_costs
         from warehouse.tables.schema import KERNEL_PHASES  # with pyarrow, whose threads the trial server must not have
         from workers.devices.profiling import dims_text, report_rows
 
