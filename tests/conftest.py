@@ -4,11 +4,13 @@ import contextlib
 import gc
 import importlib
 import os
+import platform
 import re
 import signal
 import sys
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,13 +35,17 @@ os.fsync = os.fstat
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# What a module of tests says that starts processes, Ray or sockets, fits models, compiles them, or reads libraries of
-# them, which takes seconds: `make test-quick` leaves it out.
+# Imports and calls of a module of tests that start processes, Ray or sockets, fit models, compile them, or read
+# libraries of them, which takes seconds: `make test-quick` leaves it out, unless the command line names its file.
 NOT_QUICK = re.compile(
-    r"subprocess|sys\.executable|multiprocessing|\bfork\b|Popen|run_ranks|\bray\b|socket|Serv(er|ice)\b|TestClient|"
-    r"estimate_script|stand_in_for_cudnn|accelerate|documented_commands|\bfit\(|make_estimator|fitted\(|torch\.compile|compile=|transformers\.|timm\b"
+    r"^\s*(import|from) (subprocess|multiprocessing|ray|socket|accelerate|transformers|timm)\b|"
+    r"[\[(]sys\.executable|\bos\.fork\(|\btransformers\.\w+\(|\bcompile=True|\btorch\.compile\(|"
+    r"\b(run_ranks|\w*Serv(er|ice)|TestClient|make_executor|\w*estimate_script|stand_in_for_cudnn|"
+    r"documented_commands|(?<!def )(fit|fitted)|make_estimator)\(",
+    re.MULTILINE,
 )
 STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "socket.bind")  # events of `sys.audit`
+_of_a_named_file = False  # the test that runs
 QUICK_CASES = 4  # of so many cases of a test, a quick run takes one
 
 
@@ -50,16 +56,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse whatever a quick run is said not to start, in the process that runs the tests."""
     if config.getoption("quick") and not getattr(config.option, "numprocesses", None):
+        platform.platform()  # starts `uname -p` when it is first asked, which xdist does as its session starts
         sys.addaudithook(_refuse_starts)
 
 
+def _named(config: pytest.Config) -> set[Path]:
+    """The files, not folders, that are named on the command line."""
+    return {path for path in (Path(one.partition("::")[0]).resolve() for one in config.args) if path.is_file()}
+
+
 def _refuse_starts(event: str, _arguments: tuple) -> None:
-    if event in STARTS:
+    if event in STARTS and not _of_a_named_file:
         raise RuntimeError(f"a quick test starts something ({event}): its module belongs to NOT_QUICK")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _of_a_named_file
+    _of_a_named_file = item.path in _named(item.config)
+    return (yield)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    is_module = collection_path.suffix == ".py" and config.getoption("quick")
+    is_module = collection_path.suffix == ".py" and config.getoption("quick") and collection_path not in _named(config)
     return True if is_module and NOT_QUICK.search(collection_path.read_text("utf-8")) else None
 
 

@@ -124,15 +124,27 @@ def died(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def executor(died):
-    """One Ray for several tests, which starts for seconds; the first ones need its GPUs as they are at the start."""
+    """One Ray for several tests, which starts for seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
         patch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(died))
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         executor = make_executor(CUDA, ClusterSettings(kind="ray"))
-        executor.start()
-        yield executor
-        executor.close()
+        try:
+            executor.start()
+            yield executor
+        finally:
+            executor.close()
+
+
+@pytest.fixture
+def singles(executor):
+    """The executor, each of whose GPUs has a worker: one of three GPUs that does not come back leaves such."""
+    await_idle(executor, 1)
+    if len(executor.idle()) < 3 or {executor._seats[name].gpus for name in executor.idle()} != {1}:
+        lose_a_worker_of_all_gpus(executor)
+    await_idle(executor, 3)
+    return executor
 
 
 def await_idle(executor, count):
@@ -141,6 +153,17 @@ def await_idle(executor, count):
             return
         assert executor.wait(0.2) == []
     raise AssertionError("the workers never came")
+
+
+def lose_a_worker_of_all_gpus(executor):
+    """Its trial ends its process, and it says then that a GPU is gone."""
+    executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
+    lost = []
+    for _ in range(600):
+        lost += executor.wait(0.2)
+        if lost and executor.idle():
+            break
+    assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
 
 
 def await_runs(executor, queue, count):
@@ -162,13 +185,12 @@ def await_runs(executor, queue, count):
     return done, workers
 
 
-def test_a_worker_whose_process_dies_while_it_starts_is_asked_again(executor, died):
-    await_idle(executor, 3)
+def test_a_worker_whose_process_dies_while_it_starts_is_asked_again(singles, died):
     assert died.exists()
 
 
-def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor):
-    await_idle(executor, 3)
+def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(singles):
+    executor = singles
     tasks = [task(index, "ddp=2") for index in range(3)]
     for worker in executor.idle():
         executor.submit(worker, tasks.pop(0))
@@ -176,7 +198,8 @@ def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwh
     assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
 
 
-def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(executor):
+def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(singles):
+    executor = singles
     layouts = [None, "ddp=2", "ddp=3", None, "ddp=2", None]
     assert executor.most_gpus() == 3
     done, _ = await_runs(executor, [task(index, layout) for index, layout in enumerate(layouts)], len(layouts))
@@ -187,11 +210,5 @@ def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(executor):
 
 def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
     await_idle(executor, 1)
-    executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
-    lost = []
-    for _ in range(600):
-        lost += executor.wait(0.2)
-        if lost and executor.idle():
-            break
-    assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
+    lose_a_worker_of_all_gpus(executor)
     await_runs(executor, [task(index) for index in range(3)], 3)

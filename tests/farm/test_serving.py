@@ -472,9 +472,17 @@ def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, tmp_path, se
     store.ask("k", estimate_question(body, Policy()).text, "someone", QuestionLimits(9, 2**20, 60.0))
     limits = TraceLimits(str(folder), (), seconds, int(gib * 2**30))
     with contextlib.closing(store), TracePool(store, limits, 1):
+        deadline = time.monotonic() + 60
         while not (asked := store.get("k")).is_over:
+            assert time.monotonic() < deadline, "the trace goes on"
             time.sleep(0.02)
         assert asked.problem == f"the trace took {reason}"
+
+
+def test_a_client_reads_that_its_trace_took_longer_than_the_services_limit(folder):
+    with served(folder, "limits.trace_s=0.05", "processes=1") as service, service.client() as client:  # noqa: SIM117
+        with pytest.raises(Refused, match=re.escape("longer than the limit of 0.05 s")):
+            client.estimate(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
 
 
 @pytest.mark.slow
