@@ -44,6 +44,17 @@ NOT_QUICK = re.compile(
     r"documented_commands|(?<!def )(fit|fitted)|make_estimator)\(",
     re.MULTILINE,
 )
+# And those that do so through what they call: a worker's trial server, an interpreter, a command, a library's models.
+ALSO_NOT_QUICK = {
+    "test_compare.py",
+    "test_device_names.py",
+    "test_families.py",
+    "test_features.py",
+    "test_hostile_arguments.py",
+    "test_hostile_trials.py",
+    "test_profiling.py",
+    "test_script_launchers.py",
+}
 STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "socket.bind")  # events of `sys.audit`
 _of_a_named_file = False  # the test that runs
 QUICK_CASES = 4  # of so many cases of a test, a quick run takes one
@@ -67,7 +78,7 @@ def _named(config: pytest.Config) -> set[Path]:
 
 def _refuse_starts(event: str, _arguments: tuple) -> None:
     if event in STARTS and not _of_a_named_file:
-        raise RuntimeError(f"a quick test starts something ({event}): its module belongs to NOT_QUICK")
+        raise RuntimeError(f"a quick test starts something ({event}): its module belongs to ALSO_NOT_QUICK")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,8 +89,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    is_module = collection_path.suffix == ".py" and config.getoption("quick") and collection_path not in _named(config)
-    return True if is_module and NOT_QUICK.search(collection_path.read_text("utf-8")) else None
+    if not config.getoption("quick") or collection_path.suffix != ".py" or collection_path in _named(config):
+        return None
+    starts = collection_path.name in ALSO_NOT_QUICK or NOT_QUICK.search(collection_path.read_text("utf-8"))
+    return True if starts else None
 
 
 def pytest_collection(session: pytest.Session) -> None:
