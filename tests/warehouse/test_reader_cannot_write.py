@@ -10,7 +10,7 @@ from warehouse_rows import run_row, samples
 
 import warehouse
 from warehouse.files.writer import RunWriter
-from warehouse.tables.duckdb_access import sql_text
+from warehouse.tables.sql_text import sql_text
 
 
 @pytest.fixture
