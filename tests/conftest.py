@@ -123,16 +123,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     `make test` runs these few, `make test-wide` the others. They are drawn by their names, so that no kind of case is
     always among the others where a test has several kinds. A quick run spreads the cases of all tests.
     """
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     quick = config.getoption("quick")
     for item in items:
         if quick and "[" in item.nodeid:
             item.add_marker(pytest.mark.spread(QUICK_CASES), append=False)
-        if item.get_closest_marker("spread") is not None:
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for of_test in cases.values():
+        if (mark := item.get_closest_marker("spread")) is not None:
+            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (_, n), of_test in cases.items():
         drawn = {item.nodeid: zlib.crc32(item.nodeid.encode()) for item in of_test}
-        n = of_test[0].get_closest_marker("spread").args[0]
         kept = sorted(drawn, key=drawn.__getitem__)[: -(-len(drawn) // n)]
         for item in of_test:
             if item.nodeid not in kept:

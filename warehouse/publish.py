@@ -38,8 +38,9 @@ from warehouse.files.snapshots import Snapshot, find_snapshot, snapshots, take_s
 from warehouse.reading.checks import check
 from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.columns import JOBS, TABLES, described
-from warehouse.tables.duckdb_access import disk_errors_named, sql_text
+from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES
+from warehouse.tables.sql_text import sql_text
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same

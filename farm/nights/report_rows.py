@@ -20,7 +20,7 @@ from featurize.families import family_names
 from learn.rows.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
-from warehouse.tables.duckdb_access import sql_text
+from warehouse.tables.sql_text import sql_text
 
 FAILED = ("crashed", "timeout", "invalid")
 GROUPS_SHOWN = 12  # of failures; the rest is counted

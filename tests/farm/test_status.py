@@ -234,6 +234,15 @@ def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
     assert call(status)[1].split()[-1] == "cancelled"
 
 
+@pytest.mark.parametrize(
+    ("module", "arguments", "problem"),
+    [(status, ["format=xml"], "unknown format 'xml'; known: json, table"), (cancel, [], "missing job=")],
+)
+def test_an_unknown_format_and_a_job_that_is_not_given_are_told(call, queue, module, arguments, problem):
+    code, _, err = call(module, *arguments)
+    assert code == 2 and problem in err
+
+
 def test_no_control_character_of_a_stored_error_reaches_the_terminal(capsys):
     hostile = "a\x1b[2J\x9bb\u202ec\x07"
     job = {

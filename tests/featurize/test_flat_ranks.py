@@ -114,9 +114,7 @@ def traced(name, rank=0):
 
 @pytest.mark.parametrize(
     "name",
-    with_wide(
-        CASES, ("two", "kept", "halves", "checkpointed", "accumulated", "accumulated apart", "adapted", "hybrid")
-    ),
+    with_wide(CASES, ("two", "kept", "halves", "checkpointed", "accumulated apart", "adapted", "hybrid")),
 )
 def test_bytes_and_collectives_are_those_of_real_flat_ranks(measured, name):
     for rank in range(layout_of(name).ranks):

@@ -73,9 +73,8 @@ PARTS_CASES = {
     ),
     "sequence and experts": ({"fsdp": 2, "cp": 2, "ep": 4}, lambda: Attending(forward_part=Mixture)),
 }
-PLAIN_PARTS = (  # the others have all that these have
+PLAIN_PARTS = (  # others have all that these have, and all their dimensions together
     "sequence",
-    "sequence and replicas",
     "experts",
     "whole experts",
     "split experts",

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from small_configs import small_config
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
@@ -207,6 +208,32 @@ def test_autocast_casts_a_shared_weight_once_a_forward():
     casts = [op for op in trace.operators if op.phase == "forward" and op.output_shapes == ((64, 64),)]
     weights = [op for op in casts if op.name == "aten::_to_copy" and op.dtype == "bfloat16"]
     assert len(weights) == 2  # the weight, and the input, which has its shape
+
+
+def test_checkpointing_takes_less_memory_for_more_operators():
+    class Deep(nn.Module):
+        def __init__(self, recompute):
+            super().__init__()
+            self.recompute = recompute
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(8)
+            )
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            return x
+
+    kept, recomputed = (
+        trace_step(
+            lambda again=again: Deep(again),
+            lambda device: vectors(device, batch=4096, width=64),
+            settings=Training(optimizer="sgd"),
+        )
+        for again in (False, True)
+    )
+    assert recomputed.peak_live_bytes < 0.6 * kept.peak_live_bytes
+    assert recomputed.flops > 1.2 * kept.flops
 
 
 def test_a_convolution_has_a_library_call_for_every_kernel_that_may_take_a_workspace():

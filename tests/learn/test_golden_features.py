@@ -52,7 +52,9 @@ def test_values_that_moved_are_not_written_until_the_version_is_raised(tmp_path,
     moved = json.loads(json.dumps({**STORED, "cases": {"mlp": CASES["mlp"]}}))
     moved["cases"]["mlp"]["values"]["plan"]["layers"] += 1
     path.write_text(json.dumps(moved))
-    with pytest.raises(SystemExit, match=r"plan layers is .*\n.*raise FEATURES_VERSION in featurize/job/version\.py"):
+    with pytest.raises(
+        SystemExit, match=r"plan layers is .*\n.*raise FEATURES_VERSION in featurize/configs/features\.py"
+    ):
         golden_features.write()
     assert json.loads(path.read_text()) == moved
     path.write_text(json.dumps({**moved, "version": FEATURES_VERSION - 1}))

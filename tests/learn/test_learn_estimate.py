@@ -24,7 +24,7 @@ from featurize.trace.tracer import TraceError
 from learn import FitSettings, estimate, fit
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest
-from learn.job.training_job import Case, of_configs, of_module
+from learn.job.training_job import Case, of_config, of_configs, of_module
 from learn.peers.base import analyse
 from learn.rows import step_store
 from learn.rows.data import load_rows
@@ -489,6 +489,15 @@ def test_every_training_free_estimator_answers_modules(name):
     without_context = any(f"{name} leaves the CUDA context out" in text for text in done.warnings)
     assert without_context == (name in ("faketensor", "xmem"))
     assert any("bound" in text for text in done.warnings)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "faketensor", "horus", "xmem"])
+def test_a_config_takes_its_memory_from_a_training_free_estimator_by_name(name):
+    config = mlp.Config(batch_size=32, input_size=128, classes=10, depth=2)
+    done = estimate(config, estimator=name, machine="described")
+    expected = analyse(get_estimator(name)(), of_config(config), describe_device(DEVICE)).mib
+    assert done.peak_memory_mib == pytest.approx(expected, rel=0.02)
+    assert done.answered_by["memory"] == name and done.answered_by["drama"] == "trace"
 
 
 @pytest.mark.parametrize(("model", "operator"), [(Peeks, "aten::_local_scalar_dense"), (Custom, "gpufarm_test::twice")])

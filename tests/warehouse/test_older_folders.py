@@ -127,6 +127,26 @@ def test_older_files_alone_are_merged_in_an_older_folder(folder, newer_schema):
 @pytest.mark.parametrize(
     ("kind", "column"), [("kernels", "kernel_row"), ("ranks", "rank"), ("collocations", "member"), ("stale", "label")]
 )
+@pytest.mark.parametrize("views_left", [True, False])
+def test_a_folder_from_before_there_was_a_table_is_read_on_a_disk_that_takes_no_files(
+    folder, monkeypatch, kind, column, views_left
+):
+    def refuse(*_arguments):
+        raise OSError(30, "Read-only file system")
+
+    RunWriter(folder).write(run_row(1), samples(3))
+    shutil.rmtree(folder.root / kind)
+    if not views_left:
+        folder.warehouse.unlink()
+    monkeypatch.setattr("warehouse.files.views.write_bytes", refuse)
+    assert ask(folder, f"SELECT count(*), count({column}) FROM {kind}") == [(0, 0)]
+    assert ask(folder, "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry)") == [(1, 3)]
+    assert not (folder.root / kind).exists() and folder.warehouse.exists() == views_left
+
+
+@pytest.mark.parametrize(
+    ("kind", "column"), [("kernels", "kernel_row"), ("ranks", "rank"), ("collocations", "member"), ("stale", "label")]
+)
 def test_a_folder_from_before_there_was_a_table_is_read_by_any_client(folder, kind, column):
     RunWriter(folder).write(run_row(1), samples(1))
     shutil.rmtree(folder.root / kind)

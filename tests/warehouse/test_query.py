@@ -114,6 +114,17 @@ def test_out_that_cannot_be_written_is_named_without_the_temporary_file(query, n
     assert ".tmp" not in err and "/.o" not in err and len(err) < 100
 
 
+@pytest.mark.parametrize("out", ["/", ".", "~"])
+def test_out_that_is_a_folder_is_refused(query, out):
+    code, _, err = query("SELECT 1 AS a", "format=csv", f"out='{out}'")
+    assert (code, err) == (2, f"error: out={out} cannot be written: it is a folder\n")
+
+
+def test_an_unknown_format_lists_the_known(query):
+    code, _, err = query("SELECT 1", "format=xlsx")
+    assert code == 2 and "csv, json, parquet, table" in err
+
+
 def test_table_shows_all_cells_and_says_when_rows_are_left_out(query, filled):
     code, out, _ = query("SELECT run_id, smact FROM runs ORDER BY 1")
     assert code == 0 and "J-000001" in out and "NULL" in out and "2 rows" in out

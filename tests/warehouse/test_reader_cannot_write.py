@@ -10,7 +10,7 @@ from warehouse_rows import run_row, samples
 
 import warehouse
 from warehouse.files.writer import RunWriter
-from warehouse.tables.duckdb_access import sql_text
+from warehouse.tables.sql_text import sql_text
 
 
 @pytest.fixture
@@ -209,6 +209,8 @@ def test_a_query_is_a_select_or_an_explanation_of_one(query, sql):
         "WITH a AS (SELECT 1 AS x) SELECT * FROM a",
         "EXPLAIN (SELECT 1 AS a)",
         "SHOW ALL TABLES",
+        "SHOW TABLES",
+        "SUMMARIZE runs",
         "DESCRIBE SELECT * FROM runs",
     ],
 )

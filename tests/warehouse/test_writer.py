@@ -181,6 +181,12 @@ def test_a_killed_writer_leaves_readable_files_only(folder, rounds):
     assert missing == 0
 
 
+def test_torn_temporary_files_are_not_seen(folder):
+    RunWriter(folder).write(run_row(1), samples())
+    (folder.partition("runs", "cnn") / ".J-000002.parquet.1-abc.tmp").write_bytes(b"PAR1 torn")
+    assert ask(folder, "SELECT count(*) FROM runs") == [(1,)]
+
+
 def test_a_job_snapshot_is_replaced_and_counted(folder):
     writer = RunWriter(folder)
     job = {"job_id": "J", "family": "cnn", "n": 2, "seed": 0, "space": "{}", "submitted_at": 0.0}

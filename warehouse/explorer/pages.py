@@ -24,8 +24,8 @@ from warehouse.explorer.limited_query import ExplorerReader, QueryRows
 from warehouse.files.folder import DataFolder
 from warehouse.reading.coverage import USABLE, memory_grid
 from warehouse.reading.pairing import Pair, summed_up
-from warehouse.tables.duckdb_access import sql_text
 from warehouse.tables.schema import SOURCES
+from warehouse.tables.sql_text import sql_text
 
 RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")

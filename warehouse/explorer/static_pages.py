@@ -23,8 +23,8 @@ from warehouse.explorer.filters import LISTINGS, NULL, Filters
 from warehouse.explorer.limited_query import ExplorerReader
 from warehouse.explorer.pages import POLICY, device_page, devices_page, list_page, overview, rendered, run_page
 from warehouse.files.views import typed_nulls
-from warehouse.tables.duckdb_access import sql_text
 from warehouse.tables.schema import JOB_SCHEMA, STALE_SCHEMA, TABLES
+from warehouse.tables.sql_text import sql_text
 
 FOLDER = "pages"
 FIRST_PAGE = "index.html"

@@ -23,8 +23,8 @@ from conf.files.outputs import sync
 from conf.plain_text import first_line, one_line
 from warehouse.files.layout import KINDS, LISTING_SCHEMA, FolderLayout, verify, write_bytes
 from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
-from warehouse.tables.duckdb_access import escaped_glob, sql_text
 from warehouse.tables.schema import TABLES
+from warehouse.tables.sql_text import escaped_glob, sql_text
 
 _MAGIC = b"PAR1"
 _LEAST_BYTES = 12  # the magic twice, and the length of the footer

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 
 from warehouse.files.layout import checksum_problem, content_problem
 from warehouse.files.plain_file import NoPlainFile, open_binary
-from warehouse.tables.duckdb_access import escaped_glob, scratch_cursor, sql_text
+from warehouse.tables.duckdb_access import scratch_cursor
+from warehouse.tables.sql_text import escaped_glob, sql_text
 
 _BATCH_FILES = 500  # DuckDB holds their footers meanwhile, some 50 KiB each
 _BATCH_BYTES = 8 * 2**20  # of compressed data, which may be a million rows

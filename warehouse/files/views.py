@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from warehouse.files.layout import KINDS, OF_RUNS, FolderLayout, write_bytes
 from warehouse.files.merged import MERGED_PREFIX
-from warehouse.tables.duckdb_access import escaped_glob, existing_database, new_database, sql_text
+from warehouse.tables.duckdb_access import existing_database, new_database
 from warehouse.tables.schema import (
     DETAILS,
     ENVIRONMENT,
@@ -25,6 +25,7 @@ from warehouse.tables.schema import (
     STATUSES,
     TABLES,
 )
+from warehouse.tables.sql_text import escaped_glob, sql_text
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 

@@ -20,7 +20,6 @@ from warehouse.files.layout import KINDS, OF_RUNS
 from warehouse.files.plain_file import plain
 from warehouse.files.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
 from warehouse.reading.connection import WarehouseConnection, connect
-from warehouse.tables.duckdb_access import sql_text
 from warehouse.tables.schema import (
     COLLOCATION_RATIOS,
     DATASET_JOB_PREFIX,
@@ -34,6 +33,7 @@ from warehouse.tables.schema import (
     TABLES,
     Detail,
 )
+from warehouse.tables.sql_text import sql_text
 
 SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and need a look
 _EXAMPLES = 5

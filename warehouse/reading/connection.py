@@ -32,7 +32,8 @@ from conf.plain_text import first_line
 from warehouse.files import views
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import hold_shared
-from warehouse.tables.duckdb_access import has_setting, sql_text
+from warehouse.tables.duckdb_access import has_setting
+from warehouse.tables.sql_text import sql_text
 
 if TYPE_CHECKING:
     from warehouse.files.folder_files import FolderFiles

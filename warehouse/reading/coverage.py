@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from conf.reports.charts import Grid
-from warehouse.tables.duckdb_access import sql_text
+from warehouse.tables.sql_text import sql_text
 
 OUT_OF_MEMORY = "OOM"
 # What `farm.sampling.coverage` learns from: a label, or an out-of-memory of the device, and no doubt.

@@ -1,4 +1,4 @@
-"""DuckDB as this project uses it: in memory for a process's own work, its settings, quoting, and disk errors.
+"""DuckDB as this project uses it: in memory for a process's own work, its settings, and disk errors.
 
 Start reading at `scratch_cursor`: one instance for a process, since an instance for each task would take longer to
 start than the task. `disk_errors_named` turns disk errors into `OSError`, which every command prints in one line.
@@ -10,26 +10,17 @@ import contextlib
 import errno
 import functools
 import os
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
 
+from warehouse.tables.sql_text import sql_text
+
 _ATTACHING = threading.Lock()
 _INSTANCES: dict[int, duckdb.DuckDBPyConnection] = {}  # by process: a child must not close its parent's
 _CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-
-
-def sql_text(value: str) -> str:
-    """Return the value as a string literal."""
-    return "'" + value.replace("'", "''") + "'"
-
-
-def escaped_glob(path: Path) -> str:
-    """Return the path as a glob that matches only itself."""
-    return re.sub(r"([\[*?])", r"[\1]", str(path))
 
 
 def has_setting(name: str) -> bool:
