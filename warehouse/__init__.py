@@ -1,4 +1,4 @@
-"""The warehouse: Arrow schemas, atomic Parquet writer, DuckDB views, compaction. Start reading at `schema.py`.
+"""The warehouse: Arrow schemas, atomic Parquet writer, DuckDB views, compaction. Start reading at `tables/schema.py`.
 
 Imports no sibling but `conf`, and never torch or Ray, so that `query` and `status` answer at once.
 """

@@ -1,5 +1,5 @@
 """Trial configs as data, and the numbers that describe them to a learner.
 
-Start reading at `trial.config_from_mapping`; `own_code` decides whose code a config may name. Called by all rooms; it
+Start reading at `trial.config_from_mapping`; `trial.refusal` says whose code a config may name. Called by all rooms; it
 calls the families, and for features of steps the timing and the memory of a trace.
 """
