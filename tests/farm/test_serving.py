@@ -566,7 +566,8 @@ def kill_trace(service) -> bool:
 def test_a_killed_service_goes_on_with_what_was_asked_and_sigterm_ends_all_processes(folder):
     body = {"config": {**MLP, "depth": 300}, "method": "full"}
     with served(folder, "processes=1") as first:
-        _, _, pending = first.post("/v1/estimate", body)
+        status, _, pending = first.post("/v1/estimate", body, prefer="wait=0")
+        assert status == 202, "it is killed before there is an answer"
         answering = first.answering()
         first.stop(signal.SIGKILL)
     psutil.wait_procs(answering, timeout=30)
