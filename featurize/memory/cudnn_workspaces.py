@@ -56,11 +56,12 @@ _NOT_AS_ASKED = "cuDNN {} takes none for 1x1 kernels in fp32"
 class ConvolutionWorkspace:
     """The workspace of one convolution.
 
-    source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output
-    (`featurize.operators.library_calls`) sizes      bytes that PyTorch tries to take, the largest first engine
-    cuDNN's name of the configuration that the heuristics name first; empty where cuDNN was not asked layout     in
-    which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed cudnn      version of cuDNN; empty
-    where it is guessed problem    why cuDNN did not answer, where it was asked
+    source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`library_calls`)
+    sizes      bytes that PyTorch tries to take, the largest first
+    engine     cuDNN's name of the configuration that the heuristics name first; empty where cuDNN was not asked
+    layout     in which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed
+    cudnn      version of cuDNN; empty where it is guessed
+    problem    why cuDNN did not answer, where it was asked
     """
 
     source: str

@@ -42,16 +42,17 @@ class TrainingJob:
     batch       `batch(device)` -> (inputs, targets) on that device; inputs are the model's arguments, positional ones
                 in a tuple or keyword ones in a mapping (`featurize.recording.values.call`). Targets None: the loss is
                 the output's own, or targets are made of the output, by `featurize.training.training_step.targets_for`
-    settings    optimizer, precision, ... batch_size  samples in a batch config      the trial config, where the job is
-    one of a family loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as
-    `featurize.training.training_step` takes it training_loop  it runs in the usual loop, as
-    `featurize.trace.tracer.trace_step` has it; the farm's own trials do not recorded    gives its step where that is
-    traced by other means, as a script's is; nothing is built then search      how cuDNN searches in the process that
-    was traced, where that is another one; None: as in this process batches     of each step, in order, where their
-    shapes differ; `batch` is then the one with the most elements parallel    the ranks of a job on several GPUs, each
-    of which does what the rest says; None: one GPU given       a module's model, inputs and the like, as they were
-    given: what tells the job from others key         what tells it, where `learn.job.traced` has found that out; empty:
-    nothing does
+    settings    optimizer, precision, ...
+    batch_size  samples in a batch
+    config      the trial config, where the job is one of a family
+    loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `training_step` takes it
+    training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
+    recorded    gives its step where that is traced by other means, as a script's is; nothing is built then
+    search      how cuDNN searches in the process that was traced, where that is another one; None: as in this process
+    batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
+    parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
+    given       a module's model, inputs and the like, as they were given: what tells the job from others
+    key         what tells it, where `learn.job.traced` has found that out; empty: nothing does
 
     Raises:
         UsageError: Settings or batches that several ranks do not go with.
@@ -308,9 +309,9 @@ MODULE = "module"  # family of what is no family's
 class Case:
     """One training job on one GPU model: a trial config, or the workload of any module. Equal ones are the same job.
 
-    device         its name, as the driver or conf/device has it; `spec` describes it training_loop  it runs in the
-    usual loop, as `featurize.trace.tracer.trace_step` has it; the farm's own trials do not torch_version  of the
-    environment it runs in, where that is known
+    device         its name, as the driver or conf/device has it; `spec` describes it
+    training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
+    torch_version  of the environment it runs in, where that is known
     """
 
     config: TrialConfig | None = None
