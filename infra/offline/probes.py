@@ -5,7 +5,6 @@ Start reading at `main`. `python -m infra.offline.probes probes=[contexts,questi
 
 from __future__ import annotations
 
-import pkgutil
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from conf.cli.settings import Checked, key
 from conf.plain_text import counted
 from workers.probes.children import DEVICES
 
-PROBES = ("contexts", "workspaces", "questions", "histories")  # modules of `workers.probes`
+PROBES = ("contexts", "workspaces", "questions", "histories")
 EXIT_LEFT = 3  # some of it is not measured: no time was left, or it failed
 EXIT_NOT_HERE = 4  # nothing can be measured on this machine
 
@@ -41,12 +40,14 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int
     Returns:
         0, `EXIT_LEFT`, `EXIT_NOT_HERE`, or 1 where some failed and none was ever measured.
     """
+    from workers.probes import contexts, histories, questions, workspaces
+
+    probes = dict(zip(PROBES, (contexts, workspaces, questions, histories), strict=True))
     until_s = time.monotonic() + seconds
     given, left, is_here = 0, 0, True
     failures: dict[str, str] = {}
     for name in names:
-        probe = pkgutil.resolve_name(f"workers.probes.{name}:measure")
-        result = probe(out, device, lambda: until_s - time.monotonic())
+        result = probes[name].measure(out, device, lambda: until_s - time.monotonic())
         given += len(result.measured) + len(result.kept)
         left += len(result.left)
         is_here &= result.no_device is None
