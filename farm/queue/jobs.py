@@ -34,7 +34,7 @@ from farm.queue.queue_values import (
     task_of_row,
 )
 from warehouse.files.folder import DataFolder
-from warehouse.files.presence import queue_copy
+from warehouse.files.queue_copy import queue_copy
 from workers.task import Lease, Task
 
 MAX_ATTEMPTS = 3

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError
+from conf.files.identity import version_of
 from farm.serving.problems import Problem, invalid
 from featurize.configs.features import FEATURES_STAMP
 from featurize.configs.trial import TrialConfig, config_of_row
@@ -265,7 +265,7 @@ class ServiceState:
         """Return a text that changes where answers may."""
         if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
             self._looked_at = time.monotonic()
-            self._text = "\n".join([_release(), FEATURES_STAMP, *self._fitted()])
+            self._text = "\n".join([version_of("gpufarm") or "unknown", FEATURES_STAMP, *self._fitted()])
         return self._text
 
     def _fitted(self) -> list[str]:
@@ -274,10 +274,3 @@ class ServiceState:
             return [f"{os.path.basename(one)}/{name}" for one in targets for name in sorted(os.listdir(one))]
         except OSError:
             return []
-
-
-def _release() -> str:
-    try:
-        return version("gpufarm")
-    except PackageNotFoundError:
-        return "unknown"

@@ -1,33 +1,20 @@
 """One rank of a job in a trace: what it holds of the model and of the batch, and what it sends.
 
 Start reading at `Rank`, which each way of spreading a job extends; `featurize.training.play_rank` chooses among them.
-`Ranks.ran` finds the operators that run on tensors which ranks share, and what is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
 
 from featurize.job.layout import Parallel
 from featurize.operators.own_operators import elements
-from featurize.recording.block_record import is_composite
-from featurize.recording.recorder import KERNEL, Recorder
+from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Collective, PipelinePart
 from featurize.recording.values import Inputs, tensors_of
-from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND
 from featurize.training.data_parallel import DataParallel, Replica, limits_of
-from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
 
 
@@ -129,154 +116,3 @@ class ReplicatedRank(Rank):
 
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(one for replica in self._replicas for one in replica.collectives())
-
-
-_WRAPPERS = (DTensor, AsyncCollectiveTensor)
-# What process groups run, into tensors that they are given (torch/csrc/distributed/c10d/Ops.cpp), and what DTensor runs
-# beside the kernels until it is waited for (Functional.cpp).
-_KINDS = {
-    **dict.fromkeys(
-        (
-            "c10d::_allgather_base_",
-            "c10d::allgather_",
-            "c10d::allgather_into_tensor_coalesced_",
-            "_c10d_functional::all_gather_into_tensor",
-            "_c10d_functional::all_gather_into_tensor_coalesced",
-        ),
-        ALL_GATHER,
-    ),
-    **dict.fromkeys(
-        (
-            "c10d::_reduce_scatter_base_",
-            "c10d::reduce_scatter_",
-            "c10d::reduce_scatter_tensor_coalesced_",
-            "_c10d_functional::reduce_scatter_tensor",
-            "_c10d_functional::reduce_scatter_tensor_coalesced",
-        ),
-        REDUCE_SCATTER,
-    ),
-    **dict.fromkeys(
-        (
-            "c10d::allreduce_",
-            "c10d::allreduce_coalesced_",
-            "_c10d_functional::all_reduce",
-            "_c10d_functional::all_reduce_",
-            "_c10d_functional::all_reduce_coalesced",
-        ),
-        ALL_REDUCE,
-    ),
-    **dict.fromkeys(("c10d::broadcast_", "_c10d_functional::broadcast"), BROADCAST),
-    **dict.fromkeys(("c10d::alltoall_base_", "c10d::alltoall_", "_c10d_functional::all_to_all_single"), ALL_TO_ALL),
-}
-_WAIT = "_c10d_functional::wait_tensor"
-_WRAP = "_c10d_functional::_wrap_tensor_autograd"  # whose kernel for meta tensors does not
-_NO_WORK = "profiler::"
-_COPY_IN = "fsdp::all_gather_copy_in"
-
-
-class Ranks:
-    """One rank among those of a traced job.
-
-    Args:
-        streams: Of its GPU, with the recorder of its step.
-        axes: Name of a process group -> the mesh's dimension that it joins.
-    """
-
-    def __init__(self, streams: Streams, axes: Mapping[str, str]) -> None:
-        assert streams.recorder is not None
-        self._recorder, self._streams, self._axes = streams.recorder, streams, axes
-        # Storage of a result -> its collective, and the inputs that live until it is over.
-        self._under_way: dict[int, tuple[int, list[Tensor]]] = {}
-
-    def ran(self, func: OpOverload, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator that sends, or waits for what was sent; `KERNEL` for one that computes. NotImplemented where
-        its tensors are shared among ranks: PyTorch then runs it on this one's part of them.
-
-        Args:
-            func: The operator.
-            types: Of its tensors.
-            args: On meta tensors.
-            kwargs: Likewise.
-        """
-        if self.are_shared(types):
-            return NotImplemented
-        name = func._schema.name
-        if name.startswith("aten::"):
-            if not _is_composite(func):
-                return KERNEL
-            with self._recorder:  # what runs below DTensor was not taken apart above it
-                return func.decompose(*args, **kwargs)
-        if name == _WAIT:
-            return self._waited(args[0])
-        if name == _WRAP:
-            return AsyncCollectiveTensor(args[0])
-        kind = _KINDS.get(name)
-        if name == _COPY_IN and not self._recorder.paused:
-            self._recorder.log.copied(args[0])
-        if name == _COPY_IN or name.startswith(_NO_WORK) or (kind is not None and self._recorder.paused):
-            return func(*args, **kwargs)
-        if kind is None:
-            return KERNEL
-        return (self._of_group if name.startswith("c10d::") else self._functional)(kind, func, args, kwargs)
-
-    @staticmethod
-    def are_shared(types: Sequence[type]) -> bool:
-        """Return whether some of these types of tensors are shared among ranks."""
-        return any(issubclass(one, _WRAPPERS) for one in types)
-
-    def _of_group(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
-        self._streams.send(kind, _nbytes(args[:2]), self._axis(func, args, kwargs), asynchronous=asynchronous)
-        return func(*args, **kwargs)
-
-    def _functional(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        given, made = list(tensors_of(args[0])), list(tensors_of(out))
-        if kind == ALL_TO_ALL:
-            sizes = _argument(func, args, kwargs, "input_split_sizes", ())
-            kind = SEND if sum(size > 0 for size in sizes) == 1 < len(sizes) else kind  # all goes to one rank
-        number = self._streams.send(kind, _nbytes((given, made)), self._axis(func, args, kwargs), asynchronous=True)
-        for tensor in made:
-            self._recorder.made(tensor, func._schema.name)
-            self._under_way[tensor.untyped_storage()._cdata] = number, given
-        return out
-
-    def _waited(self, tensor: Tensor) -> Tensor:
-        if (under_way := self._under_way.pop(tensor.untyped_storage()._cdata, None)) is not None:
-            self._streams.wait_for(under_way[0])
-        return tensor
-
-    def begin_step(self) -> None:
-        """Forget the step before."""
-        self._under_way.clear()
-        self._streams.begin_step()
-
-    def _axis(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> str:
-        group = _argument(func, args, kwargs, "process_group", _argument(func, args, kwargs, "group_name", None))
-        if isinstance(group, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(group)
-        name = group if isinstance(group, str) else getattr(group, "group_name", "")
-        return self._axes.get(name) or own_axis(name)
-
-
-_is_composite = functools.cache(is_composite)
-
-
-def own_axis(group: Any) -> str:
-    """Return what `fabrics_of` calls a process group that the model made itself, by the group's name."""
-    members = dist.get_process_group_ranks(_resolve_process_group(group))
-    if len(members) == dist.get_world_size():
-        return ""
-    return f"{len(members)}x{members[1] - members[0] if len(members) > 1 else 1}"
-
-
-def _argument(func: OpOverload, args: tuple, kwargs: dict[str, Any], name: str, default: object) -> Any:
-    if name in kwargs:
-        return kwargs[name]
-    names = [argument.name for argument in func._schema.arguments]
-    return args[names.index(name)] if name in names and names.index(name) < len(args) else default
-
-
-def _nbytes(sides: Sequence) -> int:
-    """Bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
-    return max((sum(tensor.nbytes for tensor in tensors_of(side)) for side in sides), default=0)

@@ -33,7 +33,7 @@ from learn.script.fake_cuda import CUDA, giving, on_the_gpu
 from learn.script.script_recorder import ScriptRecorder
 
 if TYPE_CHECKING:
-    from featurize.training.rank import Ranks
+    from featurize.training.ranks import Ranks
     from featurize.training.streams import Streams
     from featurize.training.zero import ZeroRank
 
@@ -65,7 +65,7 @@ class RankZero:
         own wrappers run on meta tensors where the release allows that."""
         if self._streams is not None:
             return
-        from featurize.training.rank import Ranks  # their imports are heavy
+        from featurize.training.ranks import Ranks  # their imports are heavy
         from featurize.training.streams import Streams
 
         complete_collectives()
@@ -117,7 +117,7 @@ class RankZero:
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
-        from featurize.training.rank import own_axis
+        from featurize.training.ranks import own_axis
 
         return "" if group is None or self._streams is None else own_axis(group.group_name)
 

@@ -31,7 +31,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, models_folder, read_json, say_damaged
 from learn.rows.targets import SLOWDOWN
 from learn.sharing.profile import JobProfile, Slowdown, utilization
-from warehouse.exchange.published_tables import NOT_TOGETHER
+from warehouse.tables.schema import NOT_TOGETHER
 
 if TYPE_CHECKING:
     import os

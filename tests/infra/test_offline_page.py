@@ -22,9 +22,9 @@ from infra.offline.run_sections import is_corrected, memory_blocks, pair_blocks,
 from learn.estimation.notes import PIPELINE
 from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
 from tests.parsed_page import ParsedPage
-from warehouse.exchange.published_tables import NOT_TOGETHER
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import NOT_TOGETHER
 
 CONFIGS = [
     *(mlp.Config(batch_size=32, input_size=256 * k, depth=2, classes=10) for k in range(1, 6)),

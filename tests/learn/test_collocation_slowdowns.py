@@ -185,7 +185,7 @@ def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
 def test_groups_that_were_not_together_are_never_learned_from(groups):
     from dataclasses import replace
 
-    from warehouse.exchange.published_tables import NOT_TOGETHER
+    from warehouse.tables.schema import NOT_TOGETHER
 
     wrong = [
         replace(g, group_id=f"x{g.group_id}", slowdowns=(9.0, 9.0), joint_memory_mib=None, doubt=NOT_TOGETHER)

@@ -6,7 +6,6 @@ import pytest
 from warehouse_rows import ask, collocations, run_row, samples
 
 from conf.errors import UsageError
-from warehouse.exchange.published_tables import NOT_TOGETHER
 from warehouse.export import ExportSettings, export
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
@@ -15,6 +14,7 @@ from warehouse.files.writer import RunWriter
 from warehouse.ingest import IngestSettings, ingest, print_report
 from warehouse.publish import PublishSettings, publish
 from warehouse.reading.checks import check
+from warehouse.tables.schema import NOT_TOGETHER
 
 NOW_S = 4_000_000_000.0
 UUID = "GPU-11111111-2222-3333-4444-555555555555"

@@ -38,6 +38,7 @@ from warehouse.exchange.imported_rows import (
     whole,
     whole_above_zero,
 )
+from warehouse.tables.schema import NOT_TOGETHER
 
 # The benchmark tries these from the largest down and reports the first that runs.
 TIMM_BATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -72,7 +73,6 @@ _ACTIVE = json.dumps(
 )
 _PARALLEL = "model, gpu, gpus, tp, pp, micro_batch, global_batch, precision, what_was_measured, value, unit"
 NO_SPEED = "no speed beside the other, or alone"
-NOT_TOGETHER = "the joint memory is that of one member alone: they did not train at the same time"
 _ALWAYS_ONE = "its speed is exactly 1 beside every partner: it may not have been measured"
 _TABLES_DIFFER = "the file's tables differ by more than 10% for this pair on this GPU"
 _ORDERS_DIFFER = "the file has the pair in the other order with another figure"

@@ -1,18 +1,14 @@
 """Compares the runs in the queue with those in the warehouse: which are missing, and which the queue does not know.
 
 Start reading at `compare`. Both sides are read cheaply: small files by their names, merged ones by three columns, and
-the queue's file as any SQLite client would, since its commands are in a package that this one does not import. SQLite
-needs to write beside a file in WAL mode, even to read it; `queue_copy` is for read-only folders.
+the queue's file as any SQLite client would, since its commands are in a package that this one does not import.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import shutil
 import sqlite3
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from conf.errors import EnvironmentProblem
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import is_merged_name
 from warehouse.files.plain_file import plain
+from warehouse.files.queue_copy import queue_copy
 
 _TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
 _FOREIGN = ("import-", "dataset-")  # of the job_id of rows that no queue has run
@@ -37,8 +33,6 @@ _BUSY_S = 10.0  # waits for who holds the file
 _MOST_LOOKS = 5  # at a partition that a compaction changes meanwhile
 
 Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
-_COPY_TRIES = 5
-_PARTS = ("", "-wal")  # the shared memory beside them is made anew from these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,42 +241,3 @@ def _minus(tasks: Tasks, others: Tasks) -> dict[str, np.ndarray]:
 def _counted(tasks: Tasks) -> str:
     runs = sum(map(len, tasks.values()))
     return f"{runs:,} run{'s' if runs != 1 else ''} of {len(tasks):,} job{'s' if len(tasks) != 1 else ''}"
-
-
-@contextlib.contextmanager
-def queue_copy(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary copy of the queue, with its log of changes.
-
-    Raises `EnvironmentProblem` if another process keeps writing to it, `OSError` if it cannot be read.
-    """
-    with tempfile.TemporaryDirectory(prefix="gpufarm-queue-") as folder:
-        copy = Path(folder, path.name)
-        _copy(path, copy)
-        yield copy
-
-
-def _copy(path: Path, copy: Path) -> None:
-    """Copy the database and its log of changes; repeat if another process wrote meanwhile."""
-    for _ in range(_COPY_TRIES):
-        before = _state(path)
-        for suffix in _PARTS:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.copyfile(f"{path}{suffix}", f"{copy}{suffix}")
-        if _state(path) == before:
-            return
-        for suffix in _PARTS:
-            Path(f"{copy}{suffix}").unlink(missing_ok=True)
-    raise EnvironmentProblem(
-        f"{path} cannot be copied: another process keeps writing to it; try again, or use a writable folder"
-    )
-
-
-def _state(path: Path) -> list[tuple[int, int, int] | None]:
-    states: list[tuple[int, int, int] | None] = []
-    for suffix in _PARTS:
-        try:
-            status = os.stat(f"{path}{suffix}")
-            states.append((status.st_ino, status.st_size, status.st_mtime_ns))
-        except FileNotFoundError:
-            states.append(None)
-    return states

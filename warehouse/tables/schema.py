@@ -18,6 +18,8 @@ SCHEMA_VERSION = 6
 STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
 DATASET_JOB_PREFIX = "dataset-"  # of the job_id of rows that were loaded: they are not of this folder's own jobs
+# The doubt about an imported group whose members did not share the GPU.
+NOT_TOGETHER = "the joint memory is that of one member alone: they did not train at the same time"
 OOM_KINDS = ("device", "host")  # which memory ran out; only `device` bounds the GPU-memory label from below
 # Whether a run's labels can be relied on. `suspect`: something was odd, and the labels that it touches say so;
 # `untrusted`: they must not be learned from. NULL: not judged (imported rows, older files).

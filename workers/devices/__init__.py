@@ -14,11 +14,11 @@ import pkgutil
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
+from conf.files.identity import version_of
 
 if TYPE_CHECKING:
     from featurize.configs.trial import TrialConfig
@@ -191,7 +191,7 @@ def software_environment() -> dict[str, str | None]:
         "cuda_version": torch.version.cuda,
         "python_version": platform.python_version(),
         "allocator_settings": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
-        "farm_version": farm_version(),
+        "farm_version": version_of("gpufarm"),  # None: it runs from a source tree
     }
 
 
@@ -215,14 +215,6 @@ def host_memory_mib() -> float:
 def host_memory_share_mib(workers: int) -> float:
     """Return each trial's default share of the host memory in MiB: 90 % of it, divided evenly among `workers`."""
     return host_memory_mib() * _HOST_MEMORY_SHARE / workers
-
-
-def farm_version() -> str | None:
-    """Return this project's installed version; None if it runs from a source tree."""
-    try:
-        return version("gpufarm")
-    except PackageNotFoundError:
-        return None
 
 
 def make_device(choice: DeviceChoice) -> Device:
