@@ -64,9 +64,12 @@ def test_members_run_alone_and_then_together_with_windows_that_see_all_at_work(w
         assert row["slowdown"] == run.step_time_ms / alone.step_time_ms
         assert row["joint_memory_mib"] > max(row["solo_memory_mib"], run.peak_memory_mib)
         assert (run.smact, run.power_w, run.energy_j) == (None, None, None), "nobody knows whose they would be"
-    assert max(runs[""].window_start_ms, runs["-with-1"].window_start_ms) < min(
-        runs[""].window_end_ms, runs["-with-1"].window_end_ms
-    )
+    members = runs[""], runs["-with-1"]
+    begin_ms, end_ms = (max(getattr(run, f"window_{edge}_ms") for run in members) for edge in ("start", "end"))
+    assert [(row["window_start_ms"], row["window_end_ms"]) for row in (first, second)] == [(begin_ms, end_ms)] * 2
+    for telemetry in (result.telemetry, result.others[-1].telemetry):
+        seen_ms = telemetry.column("t_ms").to_pylist()
+        assert min(seen_ms) <= begin_ms and max(seen_ms) >= end_ms, "each is at work until the last window ends"
     assert not result.retryable and not result.repeat
     assert not psutil.Process(worker._server.pid).children()
 
