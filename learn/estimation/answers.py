@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from conf.cli.commands import naming_the_extra
@@ -55,7 +55,7 @@ from learn.estimation.notes import (
     loops_of_sources,
     times,
 )
-from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of, workspace_notes
+from learn.estimation.platforms import SEVERAL_GPUS, Platform, buffers_mib, ranks_of, talk_of, workspace_notes
 from learn.estimation.requests import Request, StepFiles
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
 from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, load_latest
@@ -77,9 +77,6 @@ _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem"
 WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
 
 
-@naming_the_extra()
-@as_a_training_script()
-@without_collection()
 def answered(
     request: Request, *, timeline: bool = False, traces: Traces | None = None
 ) -> tuple[Estimate, TracedStep | None]:
@@ -93,13 +90,46 @@ def answered(
     Raises:
         UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
     """
+    (asked,) = _asked([request], timeline, traces)
+    if asked.error is not None:
+        raise asked.error
+    assert asked.done is not None, "it is finished"
+    return asked.done, asked.traced
+
+
+def answered_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate | CommandError]:
+    """Return a job's estimate on each of the platforms, or why there is none. The job is traced once."""
+    job = keyed(request.job)
+    asked = _asked([replace(request, job=job, platform=one) for one in platforms], False, {})
+    return [outcome for one in asked if (outcome := one.error or one.done) is not None]
+
+
+@naming_the_extra()
+@as_a_training_script()
+@without_collection()
+def _asked(requests: Sequence[Request], timeline: bool, traces: Traces | None) -> list[_Answer]:
+    """Return the answers to requests that differ in their platform alone: each fitted model is asked once for all."""
     began = time.monotonic_ns()
-    asked = _Answer(request, timeline, traces)
-    asked.trace()
-    asked.ask()
-    asked.place()
-    done = asked.moved(asked.estimate())
-    return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), asked.traced
+    steps = StepStore(requests[0].options.data)
+    answers = [_Answer(request, timeline, traces, steps) for request in requests]
+    with contextlib.ExitStack() as lent:
+        for one in answers:
+            one.attempt(partial(one.trace, answers[0].failure))
+            one.attempt(partial(one.ask, lent))
+        of_model: dict[int, list[_Question]] = {}
+        for question in (question for one in answers for question in one.questions):
+            of_model.setdefault(id(question.artifact), []).append(question)
+        for questions in of_model.values():
+            if (artifact := questions[0].artifact) is not None:
+                prediction = artifact.estimator.predict([question.case for question in questions], steps)
+                for row, question in enumerate(questions):
+                    question.prediction, question.row = prediction, row
+    for one in answers:
+        one.attempt(one.finish)
+    seconds = (time.monotonic_ns() - began) / 1e9 / len(answers)
+    for one in answers:
+        one.done = one.done and replace(one.done, seconds=seconds)
+    return answers
 
 
 @as_a_training_script()
@@ -125,6 +155,24 @@ def is_of_job(error: CommandError) -> bool:
     return isinstance(error.__cause__, CommandError) and not isinstance(error.__cause__, UnsuitableDevice)
 
 
+@dataclass
+class _Question:
+    """A target whose figure a fitted model may know: what it is asked, and, once it was, the row of its prediction.
+
+    artifact   the model; None: none knows the target
+    default    it comes with the project
+    notes      on models that were passed over
+    """
+
+    target: str
+    artifact: Artifact | None
+    default: bool
+    case: Case
+    notes: list[Note]
+    prediction: Prediction | None = None
+    row: int = 0
+
+
 class _Answer:
     """Gathers the figures of one estimate.
 
@@ -135,13 +183,17 @@ class _Answer:
     figures     column of each further target -> the figure
     by, loops   target -> who gave it, and of which loop
     beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
+    questions   which fitted models are asked between `ask` and `finish`
+    done, error   the estimate, or why there is none
     """
 
-    def __init__(self, request: Request, timeline: bool, traces: Traces | None) -> None:
+    def __init__(self, request: Request, timeline: bool, traces: Traces | None, steps: StepStore) -> None:
         self.request, self.platform, self._timeline, self._traces = request, request.platform, timeline, traces
         self.device, self._on = request.platform.device, request.platform.machine
-        self._steps = StepStore(request.options.data)
-        self._lent = contextlib.ExitStack()
+        self._steps = steps
+        self.questions: list[_Question] = []
+        self.done: Estimate | None = None
+        self.error: CommandError | None = None
         self.job = keyed(_in_loop(request, request.job))
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
@@ -153,6 +205,14 @@ class _Answer:
         self.loops: dict[str, str] = {}
         self.notes: list[Note] = []
         self.beyond_fit = False
+
+    def attempt(self, stage: Callable[[], None]) -> None:
+        """Take a stage of the answer, unless one before it failed."""
+        if self.error is None:
+            try:
+                stage()
+            except CommandError as error:
+                self.error = error
 
     def _case(self) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
@@ -166,11 +226,13 @@ class _Answer:
     def _step_of(self, job: TrainingJob, **options: Any) -> TracedStep:
         return step_of(job, self.device, allocator=self.platform.allocator, **options)
 
-    def trace(self) -> None:
-        """Trace the step, or keep why it cannot be traced."""
+    def trace(self, failure: CommandError | None) -> None:
+        """Trace the step, or keep why it cannot be traced: `failure`, where it was tried on another GPU model."""
         buffers_mib(self.job, self.device)  # refuses a GPU model before anything is traced
         self.platform.prepare_workspaces(self.job)
         try:
+            if failure is not None and not isinstance(failure, UnsuitableDevice):
+                raise failure
             self.traced = self._step_of(self.job, timeline=self._timeline, traces=self._traces)
         except CommandError as error:
             self.failure = error
@@ -196,8 +258,8 @@ class _Answer:
         self.notes += [Note("trace", WARNING, one) for one in mixed.trace.notes if one not in longest.trace.notes]
         return longest
 
-    def ask(self) -> None:
-        """Ask the estimator that was named, else the fitted models. Raises the trace's failure where nobody answers."""
+    def ask(self, lent: contextlib.ExitStack) -> None:
+        """Ask the method that was named, else say what fitted models are to be asked, to whom records are lent."""
         estimator, job = self.request.options.estimator, self.job
         beyond = training_of(job.settings).beyond_fits()
         beyond += () if job.parallel is None else (SEVERAL_GPUS,)
@@ -216,16 +278,26 @@ class _Answer:
                 text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
             at_hand = self.traced if self.platform.allocator is None and not job.batches else None
-            with self._steps.lent(self.case, at_hand), self._lent:
-                self._ask_fitted()
-        if self.failure is None:
-            return
-        if estimator in (None, "trace") and job.parallel is None:
+            lent.enter_context(self._steps.lent(self.case, at_hand))
+            self._choose_models(lent)
+
+    def finish(self) -> None:
+        """Take what fitted models answered, and gather the estimate. Raises why there is none."""
+        if self.questions:
+            self._take_fitted()
+        if self.failure is not None:
+            self._answer_without_trace(self.failure)
+        self.place()
+        self.done = self.moved(self.estimate())
+
+    def _answer_without_trace(self, failure: CommandError) -> None:
+        """Take what was stored of the job. Raises `failure`, why it cannot be traced, where nobody answers."""
+        if self.request.options.estimator in (None, "trace") and self.job.parallel is None:
             self._ask_stored()
         if self.memory is None:
-            advice = f"; {WITHOUT_TRACE}" if isinstance(self.failure, CannotTrace) and self.failure.limit else ""
-            kind = UsageError if isinstance(self.failure, UsageError) else EnvironmentProblem
-            raise kind(f"{self.failure}{advice}") from self.failure
+            advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
+            kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
+            raise kind(f"{failure}{advice}") from failure
 
     def _take(self, target: str, figure: float, by: str, loop: str) -> None:
         """Take a target's figure, with its source and its loop."""
@@ -261,9 +333,8 @@ class _Answer:
         text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
         self.notes.append(Note("stored-trace", INFO, text))
 
-    @cached_property
-    def _case_in_a_plain_loop(self) -> Case:
-        """The case in such a loop, its record at hand while models are asked."""
+    def _case_in_a_plain_loop(self, lent: contextlib.ExitStack) -> Case:
+        """Return the case in such a loop, its record at hand while models are asked."""
         case = self.case
         if case.training_loop or case.spec is None:
             return case
@@ -271,12 +342,12 @@ class _Answer:
         looped = replace(case, training_loop=True, module=module)
         with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
             traced = step_of(looped.job, case.spec, traces=self._traces)
-            self._lent.enter_context(self._steps.lent(looped, traced))
+            lent.enter_context(self._steps.lent(looped, traced))
         return looped
 
-    def _ask_fitted(self) -> None:
-        """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
-        folder's, else the one that comes with the project.
+    def _choose_models(self, lent: contextlib.ExitStack) -> None:
+        """Choose for each target the newest fitted model that knows the case's family and device: the data folder's,
+        else the one that comes with the project.
 
         Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
         each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
@@ -298,10 +369,9 @@ class _Answer:
         shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
         if estimator is not None and "memory" not in shipped:
             load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
-        absent: list[str] = []
-        notes: list[Note] = []
+        in_a_loop = None
         for target in TARGETS:
-            own = None
+            own, notes = None, list[Note]()
             try:
                 own = find_latest(folder, target, **learnt)
             except StaleArtifact as error:
@@ -309,55 +379,55 @@ class _Answer:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
             artifact, passed_over = _of_loop(target, own, shipped.get(target), self.request.options.loop)
-            notes += passed_over
-            of_model = None if artifact is None else self._ask_model(target, artifact, artifact is not own)
-            if of_model is None:
-                absent.append(target)
-            else:
-                notes += of_model
-        self.notes += _merged(notes)
-        if absent:
+            asked = case
+            if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
+                asked = in_a_loop = in_a_loop or self._case_in_a_plain_loop(lent)
+            self.questions.append(_Question(target, artifact, artifact is not own, asked, [*notes, *passed_over]))
+
+    def _take_fitted(self) -> None:
+        """Take the figures of fitted models, and note what has none."""
+        answers = [(question, self._take_model(question)) for question in self.questions]
+        self.notes += _merged([note for question, notes in answers for note in (*question.notes, *(notes or ()))])
+        if absent := [question.target for question, notes in answers if notes is None]:
+            home = DataFolder.resolve(self.request.options.data).models
             text = (
-                f"no fitted model for {family or 'modules'} on {case.device} in {folder.models} for "
-                f"{', '.join(absent)}{': answered by the trace' if self.traced is not None else ''} "
+                f"no fitted model for {self.case.family if self.case.config else 'modules'} on {self.case.device} in "
+                f"{home} for {', '.join(absent)}{': answered by the trace' if self.traced is not None else ''} "
                 f"(python -m learn.fit target={absent[0]} fits one)"
             )
             self.notes.insert(0, Note("not-fitted", INFO, text))
 
-    def _ask_model(self, target: str, artifact: Artifact, default: bool) -> list[Note] | None:
+    def _take_model(self, question: _Question) -> list[Note] | None:
         """Take the figure of one fitted model. Returns the notes on it; None where it has no answer.
-
-        Args:
-            target: Of the model.
-            artifact: The model.
-            default: It comes with the project.
 
         Raises:
             UsageError: The estimator that was named has no answer for memory.
         """
-        sources = artifact.meta["rows"]["source"]
-        asked = self._case_in_a_plain_loop if loops_of_sources(sources) == {PIPELINE} else self.case
-        prediction = artifact.estimator.predict([asked], self._steps)
-        if prediction.refusals:
-            if target == "memory" and self.request.options.estimator is not None:
-                raise UsageError(f"estimator={self.request.options.estimator} has no answer: {prediction.refusals[0]}")
+        target, artifact, default = question.target, question.artifact, question.default
+        prediction, row = question.prediction, question.row
+        if artifact is None or prediction is None:
             return None
-        point, name = float(prediction.point[0]), artifact.meta["estimator"]
+        if row in prediction.refusals:
+            if target == "memory" and (named := self.request.options.estimator) is not None:
+                raise UsageError(f"estimator={named} has no answer: {prediction.refusals[row]}")
+            return None
+        point, name = float(prediction.point[row]), artifact.meta["estimator"]
         by = f"{name} (default)" if default else f"{name} {artifact.version}"
-        self._take(target, point, by, loop_named(asked.training_loop))
+        self._take(target, point, by, loop_named(question.case.training_loop))
         if target == "memory":
             assert self.memory is not None
-            if (bound := _bound_of(prediction, artifact, self.request.options.coverage)) is not None:
+            if (bound := _bound_of(prediction, row, artifact, self.request.options.coverage)) is not None:
                 self.memory = self.memory.bounded(bound)
-            self.beyond_fit = default and 0 in prediction.outside
+            self.beyond_fit = default and row in prediction.outside
         of_target = (target,)
         notes = [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
         notes += [
             Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", of_target)
-            for text in prediction.unfamiliar.get(0, ())
+            for text in prediction.unfamiliar.get(row, ())
         ]
-        of_loop = ", for a plain training loop with its input pipeline" if asked is not self.case else ""
-        notes.append(Note("fitted-rows", INFO, f"fitted on {', '.join(sources)} rows{of_loop}", of_target))
+        of_loop = ", for a plain training loop with its input pipeline" if question.case is not self.case else ""
+        sources = ", ".join(artifact.meta["rows"]["source"])
+        notes.append(Note("fitted-rows", INFO, f"fitted on {sources} rows{of_loop}", of_target))
         if default and not is_current(artifact.meta["feature_version"]):
             text = (
                 "the model that comes with the project was fitted with features "
@@ -593,7 +663,7 @@ def _parameters(job: TrainingJob) -> int | None:
         return None
 
 
-def _bound_of(prediction: Prediction, artifact: Artifact, coverage: float) -> MemoryBound | None:
+def _bound_of(prediction: Prediction, row: int, artifact: Artifact, coverage: float) -> MemoryBound | None:
     """Return the bound of one case by a fitted model, of left-out groups, or of held-out rows where its fit left out
     none. None where it is not calibrated."""
     quantiles = {}
@@ -601,12 +671,12 @@ def _bound_of(prediction: Prediction, artifact: Artifact, coverage: float) -> Me
         at = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
         if at is None:
             return None
-        quantiles[level] = float(at[0])
+        quantiles[level] = float(at[row])
     held_out: Mapping[str, Any] = {}
     if coverage == LEVEL:
-        held = prediction.held_of(0)
+        held = prediction.held_of(row)
         held_out = artifact.bound_held_out() if held is None else asdict(held)
-    causes_mib = {HELD_OUT: quantiles[coverage] - float(prediction.point[0])}
+    causes_mib = {HELD_OUT: quantiles[coverage] - float(prediction.point[row])}
     return MemoryBound(coverage=coverage, quantiles_mib=quantiles, causes_mib=causes_mib, held_out=held_out)
 
 
