@@ -62,7 +62,7 @@ from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, f
 from learn.job.traced import CannotTrace, TracedStep, key_of, step_of, trace_of, wants_values
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
 from learn.peers.base import TRACE_HAS_NO_BOUND, Peer, analyse
-from learn.rows.step_store import StepStore, traced_column
+from learn.rows.step_store import StepRecord, StepStore, traced_column
 from learn.rows.targets import get_target
 from warehouse.files.folder import DataFolder
 
@@ -238,6 +238,8 @@ class _Answer:
             self.failure = error
             if self.case.config is not None:  # it may name code that nobody allowed to run: what was stored may answer
                 self._steps.recall([self.case, replace(self.case, training_loop=True)])
+            if self._steps.features(self.case) is None:
+                self._steps.keep(self.case, StepRecord(error=str(error)))
         if self.traced is not None and self.traced.trace.mix is not None:
             self.alone = self.job.alone(self.traced.trace.mix.longest)
             self.case = self._case()
