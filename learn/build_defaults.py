@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
@@ -150,7 +151,7 @@ def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int],
     (folder / "MODEL_CARD.md").write_text(_card(metas))
 
 
-def _card(metas: Mapping[str, Mapping]) -> str:
+def _card(metas: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the model card; `metas` are the artifacts' `meta.json` by target."""
     first = next(iter(metas.values()))
     measured = first["rows"]["source"].get("measured", 0)
@@ -180,7 +181,7 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
-def _cell(name: str, meta: Mapping) -> str:
+def _cell(name: str, meta: Mapping[str, Any]) -> str:
     values = meta["metrics"].get(name)
     if values is None or values["test"] is None:
         return "–"

@@ -362,7 +362,7 @@ def largest_batch(
     Example:
         >>> largest_batch(torchvision.models.resnet50, [8, 3, 224, 224], device="RTX-4090", precision="bf16").batch
     """
-    from learn.estimation.answers import answered
+    from learn.estimation.answers import answer
 
     _require_by(by)
     request = request_of(model, inputs, **options)
@@ -374,7 +374,7 @@ def largest_batch(
     def card_needed_mib(units: int) -> float:
         batch = units * unit
         try:
-            done = estimates[batch] = answered(replace(request, job=job.with_samples(batch)))[0]
+            done = estimates[batch] = answer(replace(request, job=job.with_samples(batch)))
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         # The bound stays at the card's memory over many batches, and shows no slope there.
@@ -420,7 +420,7 @@ def devices_that_fit(
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
-    from learn.estimation.answers import answered_on, is_of_job
+    from learn.estimation.answers import answers_on, is_of_job
 
     _require_by(by)
     specs = [platform_of(one, machine=CURRENT).device for one in (device_names() if devices is None else devices)]
@@ -444,7 +444,7 @@ def devices_that_fit(
     together = len(platforms) if request.platform.workspaces is None else 1  # a process of cuDNN speaks for one
     for at in range(0, len(platforms), max(together, 1)):
         places = [*platforms][at : at + together]
-        for place, done in zip(places, answered_on(request, [platforms[one] for one in places]), strict=True):
+        for place, done in zip(places, answers_on(request, [platforms[one] for one in places]), strict=True):
             outcomes[place] = done
             platforms[place].release_workspaces()
     fits, problems = [], []
