@@ -68,7 +68,7 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
             continue
         absolute = name.endswith("absolute_error")
 
-        def say(value, absolute=absolute) -> str:
+        def say(value: float | None, absolute: bool = absolute) -> str:
             if value is None:
                 return "–"
             return (f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}") if absolute else f"{value:.1%}"
