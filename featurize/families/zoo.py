@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
 
 from conf.errors import CommandError, UsageError
 from conf.files.identity import canonical_json
@@ -350,7 +350,7 @@ def _load(model: str, arguments: str) -> Callable[..., Any]:
     return part
 
 
-def _is_module(value: object) -> bool:
+def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
     from torch import nn
 
     return isinstance(value, nn.Module)

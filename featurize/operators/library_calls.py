@@ -229,7 +229,7 @@ def _flash_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
     rows = heads * (-(-length // 128) * 128)
     nbytes = 4 * rows * (-(-query.shape[-1] // 32) * 32) + 4 * rows
     own, shared = (tensor.shape[-2 if kernel.length_first else -3] for tensor in (query, key))
-    return nbytes if own == shared else nbytes + 2 * key.nbytes // shared * own
+    return int(nbytes if own == shared else nbytes + 2 * key.nbytes // shared * own)
 
 
 def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
@@ -239,7 +239,7 @@ def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int
     query, key = args[1:3]
     heads, length, _ = kernel.sizes(query.shape, key.shape)
     nbytes = heads * -(-length // 64) * -(-query.shape[-1] // 64) * (64 * 64 * 4 + 16)
-    return max(nbytes, args[0].nbytes) if args[0].element_size() >= 4 else nbytes
+    return int(max(nbytes, args[0].nbytes) if args[0].element_size() >= 4 else nbytes)
 
 
 _ATTENTION_BYTES = {"flash_backward": _flash_backward_bytes, "efficient_backward": _efficient_backward_bytes}

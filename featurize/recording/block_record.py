@@ -613,7 +613,8 @@ def origin(error: BaseException | None) -> tuple[str, str]:
     """The operator and the module that an error of a recorded step came from, empty where they are not known."""
     while error is not None:
         if "traced_at" in vars(error):
-            return vars(error)["traced_at"]
+            operator, module = vars(error)["traced_at"]
+            return operator, module
         error = error.__cause__ or error.__context__
     return "", ""
 

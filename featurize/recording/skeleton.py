@@ -227,7 +227,9 @@ class _ParametersToMeta:
 class _Construction(TorchFunctionMode):
     """Small tensors on the CPU, large ones on meta, and what comes of both together on meta."""
 
-    def __torch_function__(self, func: Callable[..., Any], types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _FILLS and args[0].is_meta and not torch.is_grad_enabled():
             return args[0]
@@ -254,7 +256,7 @@ class _Construction(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Tensor:
+def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Any:
     """Make the tensor of a function that makes one: on the CPU up to `largest` elements, else on meta."""
     if kwargs.get("out") is not None or _some(args, _is_tensor) or str(kwargs.get("device")) == "meta":
         return func(*args, **kwargs)
@@ -311,7 +313,7 @@ def _is_real(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_meta
 
 
-def _all_meta(value):
+def _all_meta(value: Any) -> Any:
     if isinstance(value, list | tuple) and any(map(_is_real, value)):
         return type(value)(map(_all_meta, value)) if type(value) in (list, tuple) else value
     return value.to("meta") if _is_real(value) else value
@@ -522,12 +524,14 @@ class _Reader(TorchFunctionMode):
         at, flops = self._inside.pop()
         self._plan[at] = Layer(_kind(module), _elements(output), self._take(module.parameters(recurse=False)), flops)
 
-    def _take(self, parameters) -> int:
+    def _take(self, parameters: Iterable[Any]) -> int:
         fresh = [p for p in parameters if isinstance(p, nn.Parameter) and id(p) not in self._counted]
         self._counted.update(map(id, fresh))
         return sum(p.numel() for p in fresh)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         kind, flops, owned = _priced(func, args, kwargs, output)
@@ -541,7 +545,7 @@ class _Reader(TorchFunctionMode):
 
 
 def _priced(
-    func, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> tuple[str | None, int, tuple[Any, ...]]:
     """Kind, FLOPs per sample and possible parameters of a call; kind None for what makes no layer of its own."""
     if func is F.linear or func in _CONVOLUTIONS:
@@ -586,7 +590,7 @@ def _einsum_flops(args: tuple[Any, ...]) -> int:
     sizes = {
         letter: size for term, x in zip(terms, tensors, strict=True) for letter, size in zip(term, x.shape, strict=True)
     }
-    return 2 * math.prod(sizes.values())
+    return int(2 * math.prod(sizes.values()))
 
 
 def _elements(output: object) -> int:

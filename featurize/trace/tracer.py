@@ -72,7 +72,7 @@ class TraceError(Exception):
         super().__init__(f"{doing}{where}: {exception_line(cause)}")
         self._made_of = doing, operator, module, cause
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_of
 
 
