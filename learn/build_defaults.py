@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, key
@@ -116,11 +117,11 @@ def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int],
     (folder / CARD.name).write_text(card_of(metas))
 
 
-def card_of(metas: Mapping[str, Mapping]) -> str:
+def card_of(metas: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the model card: facts of the artifacts' `meta.json` by target, and the prose of the card that is there."""
     from learn.judging.report import METRICS, metric_text
 
-    def figure(name: str, meta: Mapping) -> str:
+    def figure(name: str, meta: Mapping[str, Any]) -> str:
         test, cv = (metric_text(name, meta["metrics"][name][of], meta["unit"]) for of in ("test", "cv_mean"))
         return f"{test} ({cv})"
 

@@ -181,7 +181,9 @@ def config_models(data: Any, family: str | None, device: DeviceSpec) -> ConfigMo
 
 
 @lru_cache(maxsize=64)
-def _config_models(home: Path, written: tuple, shipped: Path, family: str | None, device: str) -> ConfigModels | None:
+def _config_models(
+    home: Path, written: tuple[Any, ...], shipped: Path, family: str | None, device: str
+) -> ConfigModels | None:
     from warehouse.files.folder import DataFolder
 
     artifacts: dict[str, Artifact] = {}
@@ -231,11 +233,11 @@ def _of_family(
     family = configs[0].family
     figures, bound = models.predict([Case(config, device.name, described=device) for config in configs])
     targets = list(figures)
-    columns: dict[str, list] = {get_target(target).column: points.tolist() for target, points in figures.items()}
+    columns: dict[str, list[Any]] = {get_target(target).column: points.tolist() for target, points in figures.items()}
     unknown = [None] * len(configs)
     moved_mib = _moved_mib(family, device, on) if "memory" in models.ours else 0.0
     memory = [mib + moved_mib for mib in columns["peak_memory_mib"]]
-    upper: list = unknown
+    upper: list[Any] = unknown
     if bound is not None:
         upper = [max(mib + moved_mib, point) for mib, point in zip(bound.tolist(), memory, strict=True)]
     shared: dict[str, Any] = {

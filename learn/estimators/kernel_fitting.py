@@ -326,7 +326,7 @@ class TimeFit:
 
     def _all_kernels(self, names: tuple[Sequence[str], Sequence[str]]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
         """Return the kernels of all rows as one sequence, how often each runs, and in which row."""
-        alike: dict[tuple, list[int]] = {}
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for at, row in enumerate(self.rows):
             alike.setdefault((row.device, row.channels_last, row.searched), []).append(at)
         kernels, calls = [], []
@@ -417,7 +417,7 @@ class TimeFit:
         beside_others = busy * torch.exp(values["leftover"][self.host] * self.is_sharded)
         return torch.where(self.one_kernel, one_kernel, overlapped_ms(beside_others, host))
 
-    def _parameters(self, values: Values, convert: Callable) -> Parameters:
+    def _parameters(self, values: Values, convert: Callable[..., Any]) -> Parameters:
         return Parameters(
             names=self.names,
             compute=convert(values["compute"]),

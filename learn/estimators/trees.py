@@ -242,7 +242,7 @@ class _Nodes:
     """The columns of `Trees`, as they grow while LightGBM's nested nodes are read."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list] = {name: [] for name in _KINDS if name != "start"}
+        self.columns: dict[str, list[Any]] = {name: [] for name in _KINDS if name != "start"}
 
     def add(self, node: Mapping[str, Any]) -> int:
         """Add a node of `Booster.dump_model` with all below it, and return its number."""

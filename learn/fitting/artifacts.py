@@ -50,7 +50,7 @@ MODEL = "model"  # folder of what `Estimator.load` reads
 MOST_BYTES = 256 * 2**20
 MOST_UNPACKED_BYTES = 2**30
 MOST_JSON_BYTES = 32 * 2**20
-_verified: dict[tuple, str | None] = {}  # (path, size, time, ...) of every file -> what is wrong
+_verified: dict[tuple[Any, ...], str | None] = {}  # (path, size, time, ...) of every file -> what is wrong
 _said: set[str] = set()
 
 
@@ -199,7 +199,7 @@ class Artifact:
     """One fitted version. `meta` is `meta.json`; the estimator is loaded on first use."""
 
     path: Path
-    meta: Mapping
+    meta: Mapping[str, Any]
 
     @property
     def version(self) -> str:
@@ -330,8 +330,8 @@ def save_artifact(
     data: DataPlace,
     target: str,
     estimator: Savable,
-    meta: Mapping,
-    report: Mapping,
+    meta: Mapping[str, Any],
+    report: Mapping[str, Any],
     *,
     now: datetime,
     extras: Callable[[Path], None] = lambda _folder: None,

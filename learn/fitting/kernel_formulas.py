@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -171,7 +171,7 @@ class WaveScaling:
         self.fit = fit
         self.sizes = sizes_of(fit.rows)
         self.ends = ends_of(fit.rows)
-        self.alike: dict[tuple, list[int]] = defaultdict(list)
+        self.alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for at, row in enumerate(fit.rows):
             self.alike[_job_of(row)].append(at)
 
@@ -218,7 +218,7 @@ def wave_factors(
     return waves * (bandwidth * sms) ** bound * clock ** (1 - bound)
 
 
-def _job_of(row: MeasuredTime) -> tuple:
+def _job_of(row: MeasuredTime) -> tuple[Any, ...]:
     """Return what rows have in common that run the same kernels in the same setting."""
     calls = row.calls
     columns = (calls.count, calls.pipe, calls.flops, calls.nbytes, calls.rows, calls.columns, calls.depth, calls.batch)

@@ -55,7 +55,7 @@ class Promotion:
     current: str | None = None
     candidate: str | None = None
     held_out: int = 0
-    figures: Mapping[str, Mapping | None]
+    figures: Mapping[str, Mapping[str, Any] | None]
     source: str | None = None
     device_name: str | None = None
 
@@ -300,8 +300,8 @@ class PairedComparison:
 
     worse: bool
     why: str
-    current: Mapping
-    candidate: Mapping
+    current: Mapping[str, Any]
+    candidate: Mapping[str, Any]
 
 
 def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> PairedComparison:

@@ -79,7 +79,11 @@ def known_workload(name: str, batch_size: int) -> TrainingJob:
 
 
 def _workload(
-    name: str, build: Callable[[], nn.Module], batch: Callable, batch_size: int, loss: Callable | None
+    name: str,
+    build: Callable[[], nn.Module],
+    batch: Callable[..., Any],
+    batch_size: int,
+    loss: Callable[..., Any] | None,
 ) -> TrainingJob:
     from featurize.job.training_settings import Training
 

@@ -292,7 +292,7 @@ def refusals(done: Benchmark) -> list[str]:
 
 def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
     """Write settings, figures, notes and every row with its estimates, replacing `path` in one step."""
-    rows: dict[tuple[str, str], dict] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (file, estimator), scored in done.scored.items():
         for row in scored:
             about = {name: getattr(row, name) for name in ("group", "family", "label", "batch_size")}

@@ -64,7 +64,7 @@ class Evaluation:
         both = (self.train_rows, self.test_rows)
         return len(np.unique(np.concatenate([classes_of(rows, self.bins) for rows in both]))) == 1
 
-    def summary(self) -> dict:
+    def summary(self) -> dict[str, Any]:
         """{metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
         table = {}
         for name, value in self.test.items():

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,7 @@ def metric_text(name: str, value: float | None, unit: str) -> str:
     return f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}"
 
 
-def write_report(folder: Path, evaluation: Evaluation, meta: Mapping) -> None:
+def write_report(folder: Path, evaluation: Evaluation, meta: Mapping[str, Any]) -> None:
     """Write `report.html` and `test_predictions.csv` into `folder`."""
     _write_predictions(folder / "test_predictions.csv", evaluation)
     page = _page(evaluation, meta)
@@ -110,7 +111,7 @@ def _write_predictions(path: Path, evaluation: Evaluation) -> None:
             writer.writerow([row.run_id, row.family, f"{row.label:.6g}", *cells])
 
 
-def _page(evaluation: Evaluation, meta: Mapping) -> Page:
+def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
     facts = {
         "rows": ", ".join(f"{n} {name}" for name, n in meta["rows"]["status"].items()),
         "families": ", ".join(f"{name} {n}" for name, n in meta["rows"]["family"].items()),

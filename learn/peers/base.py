@@ -241,12 +241,12 @@ class PlainStep:
         self,
         inputs: Inputs,
         targets: Tensor | None,
-        phase: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+        phase: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda name: contextlib.nullcontext(),
     ) -> None:
         with phase("zero_grad"):
             self.optimizer.zero_grad(set_to_none=True)
         with phase("forward"):
-            casts: contextlib.AbstractContextManager = contextlib.nullcontext()
+            casts: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if self._dtype is not None:
                 casts = torch.autocast(self._device, dtype=self._dtype)
             with casts:
@@ -327,7 +327,7 @@ class _Operators(TorchFunctionMode):
 
     failed: str | None = None
 
-    def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable[..., Any], types, args=(), kwargs=None):
         try:
             return func(*args, **(kwargs or {}))
         except Exception:

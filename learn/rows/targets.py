@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +89,7 @@ class Bins:
         """Class index of each value, (n,) int."""
         return (np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1)
 
-    def to_mapping(self) -> dict:
+    def to_mapping(self) -> dict[str, Any]:
         return {
             "labels": list(self.labels),
             "edges": list(self.edges),

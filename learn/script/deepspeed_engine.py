@@ -241,7 +241,7 @@ class DeepSpeedEngine(nn.Module):
 
     save_16bit_model = save_fp16_model = save_checkpoint
 
-    def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict]:
+    def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict[str, Any]]:
         self._job.note(_NOT_SAVED)
         return None, {}
 
@@ -420,7 +420,7 @@ class _Part(types.ModuleType):
             f"{self.__name__} is not followed; estimate the model itself with the layout, as in parallel=ddp=8,zero=2"
         )
 
-    def __mro_entries__(self, bases: tuple) -> tuple:
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
         return self()
 
     def __instancecheck__(self, instance: object) -> bool:

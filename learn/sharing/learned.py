@@ -218,6 +218,7 @@ def _traffic(job: JobProfile) -> float:
     return 0.0 if known is None else known
 
 
+Part = tuple[Sequence[MeasuredGroup], Sequence[MeasuredGroup]]  # what is fitted on, and what is left out
 LEAST_GROUPS = 10
 _PERCENTILE = 0.90
 _BASE = 0.1  # of the spread of slowdowns: it grows with the slowdown beyond 1, from here
@@ -420,7 +421,7 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
     return ContentionFormula(own_share, others_share, sharpness, bandwidth * has_bandwidth)
 
 
-def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[tuple[list[MeasuredGroup], list[MeasuredGroup]]]:
+def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[Part]:
     """Return what is fitted on and what is left out: each model (`by` model) or GPU model (`by` device) in turn.
 
     Members that did not train at the same time are never fitted on; parts with too few groups to fit on are left out.
@@ -429,7 +430,7 @@ def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[tuple[list[
     def names(group: MeasuredGroup) -> tuple[str, ...]:
         return group.models if by == "model" else (group.device,)
 
-    parts = []
+    parts: list[Part] = []
     for name in sorted({name for group in groups for name in names(group)}):
         inside = [group for group in groups if name not in names(group) and not group.is_apart]
         if len(inside) >= LEAST_GROUPS:
@@ -468,7 +469,7 @@ def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
     expected, measured = [], []
     for part in parts:
         known = KnownJobs.fitted([group for group in groups if group not in part])
-        for group in filter(lambda group, known=known: known.knows(group.jobs), part):
+        for group in [group for group in part if known.knows(group.jobs)]:
             expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
             measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
     return _spread((np.array(expected), np.array(measured))) if expected else 1.0
