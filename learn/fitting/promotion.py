@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -178,7 +178,7 @@ def _notes(every: Rows, candidate: Evaluation) -> Iterator[str]:
         yield f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged"
 
 
-def is_held_out(groups) -> np.ndarray:
+def is_held_out(groups: Iterable[Any]) -> np.ndarray:
     """(n,) bool: of near-copy groups by their key, the fifth that no candidate is ever fitted on. It hangs on the key
     alone, so that every night's rows find their side and the rows to judge by only grow."""
     limit = int(HELD_OUT_SHARE * 2**64)
@@ -371,7 +371,7 @@ def errors(of: Evaluation) -> np.ndarray:
     """Return the absolute errors of the rows with an exact label, (n,), in the target's space."""
     exact = [(row.estimate, row.label) for row in of.scored if row.label is not None]
     estimate, label = to_space(np.array(exact, dtype=float).reshape(-1, 2).T, of.test_rows.target.space)
-    return np.abs(estimate - label)
+    return np.asarray(np.abs(estimate - label))
 
 
 def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float, float]:

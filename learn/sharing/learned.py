@@ -413,10 +413,10 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
         off = 1.0 / slowdown - speed
         total = (weights * (torch.sqrt(off**2 + _TOLERANCE**2) - _TOLERANCE)).sum()
         total = total + _FIRMNESS * ((values - start) ** 2).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         return total
 
-    search.step(loss)  # type: ignore[no-untyped-call]
+    search.step(loss)
     own_share, others_share, sharpness, bandwidth = values.detach().exp().tolist()
     return ContentionFormula(own_share, others_share, sharpness, bandwidth * has_bandwidth)
 
