@@ -493,8 +493,8 @@ def load_slowdowns(path: Path) -> LearnedSlowdowns:
     checked(path, read_json(path / "meta.json"))
     try:
         stored = json.loads((path / "model" / _FILE).read_text())
-        if (found := stored.pop("format")) != FORMAT:
-            raise EnvironmentProblem(f"slowdown models of format {found}, this code knows {FORMAT}")
+        if (version := stored.pop("format")) != FORMAT:
+            raise EnvironmentProblem(f"slowdown models of format {version}, this code knows {FORMAT}")
         known, contention = stored["known"], stored["contention"]
         known["groups"] = {(name, tuple(partners)): value for name, partners, value in known["groups"]}
         stored["contention"] = None if contention is None else ContentionFormula(**contention)
