@@ -188,9 +188,9 @@ class Queue:
         (highest,) = self._file.only("SELECT coalesce(max(seq), 0) FROM jobs")
         if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
             return int(highest) + 1
-        own = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
+        former = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
         (removed,) = self._file.only("SELECT coalesce(max(seq), 0) FROM removed_jobs")
-        return int(max(highest, removed) + 1 if own is None else own[0])
+        return int(max(highest, removed) + 1 if former is None else former[0])
 
     def next_index(self, job_id: str) -> int:
         """Return the index from which a submission continues: one past the job's highest, 0 for a new job.
@@ -384,14 +384,14 @@ class Queue:
 
     def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
         """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not yet."""
-        seq, done = self._seq(job_id), 0
+        seq, marked = self._seq(job_id), 0
         with self._file.transaction():
             for index, status in statuses.items():
                 changed = self._file.change(_FINISH, (status, None, None, None, seq, index))
                 if changed and doubts and index in doubts:
                     self._tally(seq, doubts[index])
-                done += changed
-        return done
+                marked += changed
+        return marked
 
     def bound_waits(self, now: float) -> int:
         """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number."""

@@ -531,7 +531,7 @@ def device_page(
     by_source = dict(reader.rows(f"SELECT source, count(*) {where} GROUP BY source ORDER BY 2 DESC, 1").rows)
     if not by_source:
         return None
-    chosen = source if source is not None else next(one for one in (*_ORDER, *by_source) if one in by_source)
+    chosen = source if source is not None else next(label for label in (*_ORDER, *by_source) if label in by_source)
     if chosen not in by_source:
         raise UsageError(f"{name} has no runs of source {chosen!r}; it has {', '.join(by_source)}")
     where += f" AND source = {sql_text(chosen)}"
