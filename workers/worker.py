@@ -98,10 +98,10 @@ class Worker:
         return self._server
 
     def share_as(self, sharing: str) -> str | None:
-        """Have the following trials share the GPU so: under `mps` its service runs. Return why that cannot be."""
+        """Set how later trials share the GPU, starting the MPS service for `mps`. Return the reason if that fails."""
         if self.device.backend != "cuda" or (sharing == "mps") == (self._mps is not None):
             return None
-        self.discard_server()  # which has the environment of before, and trials under the service
+        self.discard_server()  # it has the earlier environment, and trials under the service
         if self._mps is not None:
             self._mps.close()
             self._mps = None

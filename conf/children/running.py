@@ -170,7 +170,7 @@ class ChildServer:
             return Child(answer["started"], ours)
         except OSError as error:
             ours.close()
-            raise ServerLost(f"{self.name} is gone: {error}{self.words()}") from error
+            raise ServerLost(f"{self.name} is gone: {error}{self.output_suffix()}") from error
         except ServerLost:
             ours.close()
             raise
@@ -189,7 +189,7 @@ class ChildServer:
             self._output.close()
             self._output = None
 
-    def words(self) -> str:
+    def output_suffix(self) -> str:
         """Return what the server has printed, as the end of a message."""
         if self._output is None:
             return ""
@@ -202,9 +202,9 @@ class ChildServer:
         try:
             packet = _packet(source)
         except TimeoutError as error:
-            raise ServerLost(f"{self.name} did not answer within {timeout_s:.0f} s{self.words()}") from error
+            raise ServerLost(f"{self.name} did not answer within {timeout_s:.0f} s{self.output_suffix()}") from error
         if not packet:
-            raise ServerLost(f"{self.name} died{self.words()}")
+            raise ServerLost(f"{self.name} died{self.output_suffix()}")
         message: dict[str, Any] = json.loads(packet)
         return message
 

@@ -46,7 +46,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
 
-# What the user's machine, not our code, is to blame for: printed in one line instead of a traceback.
+# Errors caused by the user's machine rather than by our code: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
     errno.EACCES,
     errno.EPERM,

@@ -73,8 +73,8 @@ class Output:
 
     key: str  # as the user spelled it: out or report
     given: str
-    path: Path  # after all links; of a descriptor the path as given
-    descriptor: int | None = None  # one that this process has open already
+    path: Path  # after all links; for a descriptor, the path as given
+    descriptor: int | None = None  # an already open descriptor, where the output names one
     is_plain: bool = True  # a file that is replaced in one step; devices and pipes take what they are given
 
 
@@ -380,10 +380,10 @@ def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | Non
 
 
 def open_own_file(folder: int, name: str, flags: int = os.O_RDONLY, *, private: bool = False) -> int:
-    """Return a descriptor of a plain file of this user in an open folder, made with mode 0600; it never waits.
+    """Open a plain file of this user in an open folder and return its descriptor. Never blocks.
 
-    `flags` are those of `os.open`. A `private` file is one that nobody else may write to. Raises `OSError` as opening
-    does, and `PermissionError` for whatever is no such file.
+    `flags` are those of `os.open`; a file that they create has mode 0600. A `private` file is one that nobody else may
+    write to. Raises `OSError` as opening does, and `PermissionError` for anything that is not such a file.
     """
     descriptor = os.open(name, flags | os.O_NONBLOCK | _NO_LINK, 0o600, dir_fd=folder)
     status = os.fstat(descriptor)

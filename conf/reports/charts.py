@@ -19,8 +19,8 @@ Anchor: TypeAlias = Literal["start", "middle", "end"]
 _MOST_LOG_TICKS = 8
 _LEAST_GAP = 10.0  # pixels between two texts
 _WIDEST_COLUMN = 40.0  # pixels
-SHADES = 6  # beside empty
-DARK_SHADE = 4  # from which on a text is light
+SHADES = 6  # not counting the empty one
+DARK_SHADE = 4  # from this shade on, text is drawn light
 
 
 class Svg(Markup):

@@ -127,8 +127,8 @@ def _python_of(text: str, path: Path) -> Path | None:
 def code_folder() -> Iterator[Path]:
     """A folder that holds links to this project's packages and nothing else.
 
-    As PYTHONPATH it gives another environment this code, and hides none of its own packages, as the folder that this
-    project is installed in would.
+    On PYTHONPATH it gives another environment this code without hiding that environment's own packages, as this
+    project's site-packages would.
     """
     import farm
 

@@ -62,11 +62,11 @@ def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
 class Dispatcher:
     """Runs the tasks of one device, or of one of its jobs.
 
-    `clock` gives seconds since the epoch and may jump; `steady` gives seconds and never does. Deadlines, leases and
-    backoffs follow `steady`, from the epoch as it was at the start; what is written down of a run follows `clock`.
+    `clock` returns seconds since the epoch and may jump; `steady` returns seconds and never does. Deadlines, leases and
+    backoffs follow `steady`, from the epoch as it was at the start; what is recorded of a run follows `clock`.
 
-    `shares`: so many workers have a share each, the tasks whose index leaves the same rest; a worker takes another's
-    only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
+    `shares`: number of workers with a share each: worker i's tasks are those with index % shares == i. A worker takes
+    another's only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
 
     `trust`: modules whose code a task may name although this user did not submit it (`farm.dispatch.submitted_code`).
     `outcomes` counts the runs that land.
@@ -114,7 +114,7 @@ class Dispatcher:
         """
         events = self._service.events
         try:
-            self._queue.bound_waits(self._now())
+            self._queue.cap_waits(self._now())
             self._executor.start()
             events.emit("device_started", device=device_from_key(self._device_key).to_mapping())
             stop.install()  # again: Ray has put its own handlers in their place
@@ -272,7 +272,7 @@ class Dispatcher:
         try:
             for one in (*result.others, result):  # the task's own run is the last: with it the task is done
                 self._write(as_final(one))
-        except (OSError, MemoryError):  # the machine's, not the run's
+        except (OSError, MemoryError):  # a fault of this machine, not of the run
             raise
         except Exception as error:  # whatever a worker sent: one task's business, not the job's
             result = lost_run(task, f"its run was refused by the warehouse: {error}")

@@ -86,7 +86,7 @@ class RayExecutor:
         self._unstarted: list[str] = []
         self._notices: list[str] = []
         self._unreached: list[str] = []  # asked again at the next look: Ray needs seconds to call a node dead
-        self._was_ready = False  # some worker, at some time
+        self._was_ready = False  # whether any worker has ever been ready
         self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
         self._idle: list[str] = []

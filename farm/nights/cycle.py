@@ -239,7 +239,7 @@ class NightWork:
     def _measure(self, kind: str, configs: Sequence[tuple[int, TrialConfig]], shares: int) -> str | None:
         """Run these configs as a job and return its id; None if the time was up. Raises `Left` on a signal."""
         job_id = self.cycle.job(kind)
-        ended = self._work_off(job_id, [(index, (config,)) for index, config in configs], shares)
+        ended = self._run_tasks(job_id, [(index, (config,)) for index, config in configs], shares)
         if ended == "asked":
             raise Left
         if ended == "time":
@@ -247,7 +247,7 @@ class NightWork:
             return None
         return job_id
 
-    def _work_off(
+    def _run_tasks(
         self, job_id: str, tasks: Sequence[tuple[int, Sequence[TrialConfig]]], shares: int = 1, of_time: float = 1.0
     ) -> Ended:
         """Queue the tasks as this job and run it: `all`, or why it ends before, `asked` or `time`.
@@ -288,7 +288,7 @@ class NightWork:
         began = time.monotonic()
         ended = self._run_pairs()
         if ended == "all" and configs:
-            ended = self._work_off(job_id, configs)
+            ended = self._run_tasks(job_id, configs)
         if ended != "all":
             self._take_out(job_id)
         failure = failed_before(self.queue, job_id) if self._queued(job_id) else None

@@ -30,19 +30,19 @@ from featurize.configs.trial import TrialConfig, config_from_mapping, config_has
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
 
-_AHEAD = 1.5  # where only time is given: so many times the runs that are expected to fit into it
+_AHEAD = 1.5  # where only time is given, how many times the runs that are expected to fit are planned
 _ROWS_AT_MOST = 5_000  # known rows that a choice looks at: more cost minutes, and teach committees little
-_TRIED = 200  # candidates whose expected times say how many those are
+_TRIED = 200  # candidates whose expected times show how many runs fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Tonight's configurations in the order in which they run.
 
-    places      of each: (what it is a sequence of, index in it); None for those of `again`
-    again       of them, at the beginning: measured before, stale since
-    summary     of those chosen by the policy, None where there are none
-    next_index  of each sequence, by what it is a sequence of (`_key`)
+    places      a configuration's (sequence, index in it); None for repeats
+    again       number of repeats at the beginning: measured before, stale since
+    summary     summary of the policy's choice, None where it chose none
+    next_index  sequence (`_key`) -> the next index in it
     """
 
     configs: tuple[TrialConfig, ...]

@@ -227,11 +227,11 @@ class Queue:
     ) -> list[Task | UnreadableTask]:
         """Lease up to `limit` tasks to `worker` until now + lease_s: highest priority, oldest job, lowest index.
 
-        Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those whose index leaves the
-        rest r when it is divided by k. `held`: tasks that the caller still works on. They stay its own where their
-        lease has run out, because a clock was set or the caller was slow.
+        Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those with index % k == r.
+        `held`: tasks that the caller still works on. They stay its own where their lease has run out, because a clock
+        was set or the caller was slow.
         """
-        rest, shares = share or (0, 1)
+        remainder, shares = share or (0, 1)
         only = None if job_id is None else self._seq(job_id)
         tasks: list[Task | UnreadableTask] = []
         with self._file.transaction():
@@ -248,7 +248,7 @@ class Queue:
                 rows = self._file.all(
                     _TASKS.format("attempt + 1", "tasks_queued")
                     + "WHERE job_seq = ? AND state = 'queued' AND task_index % ? = ? ORDER BY task_index LIMIT ?",
-                    (seq, shares, rest, wanted),
+                    (seq, shares, remainder, wanted),
                 )
                 if len(rows) < wanted and shares == 1:
                     self._file.change("UPDATE jobs SET ready = 0 WHERE seq = ?", (seq,))
@@ -393,8 +393,9 @@ class Queue:
                 done += changed
         return done
 
-    def bound_waits(self, now: float) -> int:
+    def cap_waits(self, now: float) -> int:
         """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number."""
+        # The index is partial: SQLite uses it only for its own condition, which `state IN` repeats.
         return self._file.change(
             "UPDATE tasks INDEXED BY tasks_due SET due = ? "
             "WHERE state IN ('waiting', 'leased') AND state = 'waiting' AND due > ?",

@@ -245,8 +245,8 @@ class _Simulation:
         self.crashed = [False] * count
         self.crashes = self.failed = self.collocated = 0
         self.now = self.active_s = self.used_s = 0.0
-        self.refused: set[int] = set()  # types that no GPU took
-        self.changed: set[int] = set()  # GPUs that changed since
+        self.refused: set[int] = set()  # job types that no GPU could take at the last look
+        self.changed: set[int] = set()  # GPUs that changed since then
         self.reserved_for = -1
 
     def run(self) -> ReplayResult:

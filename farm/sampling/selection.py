@@ -83,7 +83,7 @@ class Chosen:
 
     @property
     def why(self) -> str:
-        """Return the reason in words: the cell with the fewest rows, the region, and the doubt if asked for."""
+        """Return the reason in words: the cell with the fewest rows, the region, and any uncertainty."""
         emptiest = min((name for name in self.rows if name != "region"), key=lambda name: self.rows[name])
         reason = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
         return reason if self.uncertainty is None else f"{reason}; {self.uncertainty:.1f} x as uncertain as the mean"

@@ -33,7 +33,7 @@ def activation(name: str, elements: int) -> Layer:
 
 
 def dropout(rate: float, elements: int) -> Layer:
-    """Absent at rate 0: PyTorch then returns its input as it is."""
+    """Return a dropout layer, marked absent at rate 0, where PyTorch returns its input unchanged."""
     return Layer("dropout", elements, present=rate > 0)
 
 

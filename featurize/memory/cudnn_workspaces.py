@@ -1,8 +1,8 @@
 """Workspaces of a traced step's convolutions on one GPU model, how they are known, and what follows if they are not.
 
 Start reading at `convolution_workspaces`; `for_release` turns its answers into those of a PyTorch release's own cuDNN.
-Nobody knows without a GPU, or without asking cuDNN, which workspaces convolutions take. How the peak answers to several
-assumptions is known (`scenario_features`), and a learner weighs them by what was measured.
+Nobody knows without a GPU, or without asking cuDNN, which workspaces convolutions take. `scenario_features` returns the
+peak under several assumptions, which a learner weights by measurements.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def building(build: Callable[[], T]) -> T:
-    """`build()` as if the package were installed, also where it is the call that imports transformers."""
+    """Call `build()` as if flash-attn were installed, even if that call is the first to import transformers."""
     known = _transformers() is not None
     try:
         with as_installed():

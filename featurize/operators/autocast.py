@@ -135,7 +135,7 @@ class Autocast:
         return call
 
     def _wrap_softmax(self, function: Callable, kernel: Callable) -> Callable:
-        """In fp16 the kernel that reads halves and gives floats; else a copy in fp32 first."""
+        """Call, in fp16, the kernel that reads halves and returns floats; else make a copy in fp32 first."""
         otherwise = self._wrap(function, torch.float32)
 
         @functools.wraps(function)
@@ -150,12 +150,12 @@ class Autocast:
 
 @contextlib.contextmanager
 def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
-    """Within, meta tensors are cast as by CUDA's autocast of that type (None: by none), and by what a model itself asks
-    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass."""
+    """Within, meta tensors are cast as by CUDA's autocast of that type (None: not cast), and as the model's own calls
+    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass ask."""
     autocast = Autocast(dtype)
 
-    class OfAModel(torch.autocast):
-        """Meta stands for CUDA, which PyTorch's own context refuses or knows to be absent."""
+    class ModelAutocast(torch.autocast):
+        """The context that the model enters. Meta stands for CUDA, which PyTorch's own refuses or knows is absent."""
 
         def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
             self._of_gpu = device_type in ("cuda", "meta")
@@ -174,11 +174,11 @@ def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
             return super().__exit__(*error)
 
     def of_cuda(enabled=True, dtype=torch.float16, cache_enabled=True):
-        return OfAModel("cuda", dtype, enabled, cache_enabled)
+        return ModelAutocast("cuda", dtype, enabled, cache_enabled)
 
     with _lock, contextlib.ExitStack() as stack:
         for owner in (torch, torch.amp, torch.amp.autocast_mode):
-            stack.enter_context(replaced(owner, "autocast", OfAModel))
+            stack.enter_context(replaced(owner, "autocast", ModelAutocast))
         # Asked for the type of a tensor's device, which PyTorch knows no autocast of.
         enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 

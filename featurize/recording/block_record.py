@@ -213,7 +213,7 @@ class BlockRecord:
         return self._storages[block]
 
     def signature(self, block: int) -> tuple:
-        """Return what is the same for blocks that stand for each other."""
+        """Return the properties that interchangeable blocks share."""
         return self._sizes[block], self.kinds[block], self._makers[block], self._streams[block]
 
     def stays(self, tensor: Tensor) -> bool:
@@ -579,7 +579,7 @@ def _traffic(
         source = bytes_read(args[0])
         reads += min(source, gathered_bytes(traits.name, args, writes)) - source
         elements = max(t.numel() for t in outputs)
-    if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # into the rows that it holds alone
+    if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # only the rows that it holds are written
         rows, target = args[1]._values(), bytes_read(args[0])
         reads, writes = reads + bytes_read(rows) - target, writes + bytes_read(rows) - target
         elements = rows.numel()

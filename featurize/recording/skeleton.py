@@ -78,7 +78,7 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 class BuiltOnMeta:
-    """A factory whose model was built on meta already: it gives that one away, and builds others after it."""
+    """A factory whose first model was built on meta already: `taken` returns it once, calls build new ones."""
 
     def __init__(self, model: nn.Module, factory: Callable[[], nn.Module]) -> None:
         self._model: nn.Module | None = model
@@ -89,7 +89,7 @@ class BuiltOnMeta:
         return self._factory()
 
     def taken(self) -> nn.Module | None:
-        """Return the one that was built, the first time."""
+        """Return the model that was built, the first time; None later."""
         model, self._model = self._model, None
         return model
 

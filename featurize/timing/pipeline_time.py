@@ -62,8 +62,7 @@ def finished_ms(
 ) -> list[float]:
     """Return when each rank has done all of its items, from their common beginning.
 
-    A message begins when both sides have posted it, and runs beside the kernels; what it shares its way with does not
-    slow it.
+    A message begins when both sides have posted it, and overlaps the kernels. Contention for the link is ignored.
 
     Args:
         orders: The items of each rank.

@@ -165,8 +165,8 @@ class SecondStep:
     Args:
         recorder: Sees the steps.
         step: The training step. It accumulates no gradients, and frees them before it begins.
-        loop: Hears of both steps; None: they run in a loop themselves.
-        before: What `kept_by` gives as the first step begins.
+        loop: Notified of both steps; None if the steps already run in a loop.
+        before: What `kept_by` returns as the first step begins.
     """
 
     def __init__(self, recorder: Recorder, step: TrainingStep, loop: StepsInALoop | None, before: State | None) -> None:

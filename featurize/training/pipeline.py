@@ -95,7 +95,7 @@ class TracedStage(PipelineStage):
         return self._run(FORWARD, compute)[0]
 
     def loss(self, compute: Callable[[], Tensor]) -> Any:
-        """Return the loss of the micro-batch whose forward pass was the last one. Args: `compute()` is it."""
+        """Return the loss of the micro-batch whose forward pass was the last one; `compute()` computes it."""
 
         def computed() -> list[Tensor]:
             loss = compute()

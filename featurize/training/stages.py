@@ -393,10 +393,10 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
 
     Args:
         model: The whole one, as it was surveyed.
-        survey: Of it.
+        survey: The model's survey.
         begin: Place of the stage's first member.
         end: The place after its last one.
-        inputs: Of one micro-batch, which stages but the first need for what they compute of it themselves.
+        inputs: One micro-batch. Stages after the first need it for what they compute from it themselves.
     """
     places = set(range(begin, end))
     places |= {BEFORE} if begin == 0 else set()
@@ -405,7 +405,7 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
     for place, name in enumerate(survey.names):
         if place in places:
             continue
-        kind = _Enter if place == begin - 1 else _Leave if place == end else _PassedBy
+        kind = _Enter if place == begin - 1 else _Leave if place == end else _Placeholder
         survey.container._modules[name] = kind(survey.forms[place], survey.outputs[place].detach(), stage)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -415,8 +415,8 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
     return stage
 
 
-class _PassedBy(nn.Module):
-    """Stands for a member of another stage: gives a tensor like its own, whatever comes in."""
+class _Placeholder(nn.Module):
+    """Replaces a member of another stage: returns a tensor like that member's, whatever comes in."""
 
     def __init__(self, form: Form, example: Tensor, stage: Stage) -> None:
         super().__init__()
@@ -428,15 +428,15 @@ class _PassedBy(nn.Module):
         return self.form(self.example)
 
 
-class _Enter(_PassedBy):
-    """Stands for the member before a stage's first one."""
+class _Enter(_Placeholder):
+    """Replaces the member before a stage's first one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.form(vars(self)["stage"].arrived())
 
 
-class _Leave(_PassedBy):
-    """Stands for the member after a stage's last one."""
+class _Leave(_Placeholder):
+    """Replaces the member after a stage's last one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["stage"].leave(next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))

@@ -127,7 +127,7 @@ class ZeroRank(Rank):
         self._streams = Streams()
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
-        # Says whether a micro-step is the last one of its step, where the settings do not.
+        # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
         self._masters: list[nn.Parameter] = []
         self._optimizers: list[torch.optim.Optimizer] = []

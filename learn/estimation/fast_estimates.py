@@ -552,7 +552,8 @@ def _plain(value: object) -> str:
 def sampled_cases(n: int, seed: int = 0) -> tuple[Case, ...]:
     """Return `sampled_configs(n, seed)` in the usual training loop, on `DEVICES`.
 
-    Every other four rounds of the families run on the GPU model that was measured, the rest on the others in turn.
+    Rounds over the families alternate in fours: four on the measured GPU model, then four on one of the others, in
+    turn.
     """
     others = [name for name in DEVICES if name != DEFAULT_DEVICE]
     cases = []

@@ -305,7 +305,7 @@ class Memory:
         )
 
     def moved(self, mib: float) -> Self:
-        """Return the memory with its figure and its bound so much higher."""
+        """Return a copy with the estimate and its bound raised by `mib`."""
         bound: dict[str, Any] = {name: None if (at := getattr(self, name)) is None else at + mib for name in _BOUND}
         distribution = tuple((p, at + mib) for p, at in self.distribution)
         return replace(self, peak_memory_mib=self.peak_memory_mib + mib, distribution=distribution, **bound)

@@ -52,17 +52,17 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 _SLACK = 0.05  # of a range's width, beyond which a value is outside
 _BITS: Mapping[float, str] = {32: "fp32", 19: "tf32", 16: "half precision"}
 _STATES: Mapping[float, str] = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
-# Along which a case may be of a kind that no fit has seen: features of its settings, its device, its operators, its
-# family. Beyond a feature's range is `RANGE`.
+# Axes along which a case may be of an unseen kind: features of its settings, its device, its operators, its family.
+# `RANGE`: beyond a feature's range.
 AXES_OF_SETTINGS = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
 DEVICE, OPERATORS, FAMILY, RANGE = "device", "operators", "family", "range"
 MOST_LEFT_OUT = 3  # kinds of one axis, the ones with most rows: each costs a fit
-LEAST_LEFT_OUT = 10  # rows on either side, for their errors to say anything
-LEAST_KNOWN = 30  # held-out rows of a family, for them to say what its share is
+LEAST_LEFT_OUT = 10  # rows on either side; with fewer, their errors mean little
+LEAST_KNOWN = 30  # held-out rows of a family; fewer do not show what its share is
 _SHARES = np.linspace(0.0, 1.0, 21)
 _WIDTH = 0.95  # quantile of the absolute error by which widths are compared
 _WORST = 0.5  # a logarithm of an error beyond it counts as this much
-_CERTAIN = 1e-3  # an error below a thousandth is none
+_CERTAIN = 1e-3  # an error below a thousandth counts as none
 _NO_ERROR = 1e-6
 _WIDEST = 4.0
 

@@ -233,8 +233,8 @@ class Artifact:
 
     @cached_property
     def fitted_run_ids(self) -> frozenset[str]:
-        """The rows that the kept model has seen: of `learn.fit` those that judged its figures as well, which came from
-        other fits; of a promotion only those that it was fitted on."""
+        """The ids of the runs that the saved model was fitted on. `learn.fit` refits on all rows, so its models include
+        the held-out rows of their report; a promoted model does not."""
         self.check()
         with _damaged_unless_read(self.path, "report.json"):
             report = json.loads((self.path / "report.json").read_text())

@@ -269,7 +269,7 @@ class Given:
 
     seconds    what this answer took, where each was timed
     upper      the bound that 99 of 100 labels should stay under; quantiles: those of `RELIABILITY`; where calibrated
-    classes    name of the bins -> index of the class it is told to be in; where absent, that of the estimate
+    classes    name of the bins -> index of the predicted class; defaults to the class of the estimate
     """
 
     estimate: float | None

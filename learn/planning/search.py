@@ -135,7 +135,7 @@ class MicroBatches:
     pipelined: int = 1
 
     def at_most(self, size: int) -> int:
-        """Return the largest size that is at most this one; 0 stands for the given batch."""
+        """Return the largest allowed size of at most `size`; 0 means the given batch."""
         most = size or self.given
         if self.per_replica is None:
             return most

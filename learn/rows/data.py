@@ -468,7 +468,7 @@ def named(run_ids: Sequence[str]) -> str:
 
 
 def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
-    """Return how many rows, some of them, and the commonest reasons with their counts."""
+    """Return a sentence: the number of rows, some of their ids, and the commonest reasons with their counts."""
     counts = Counter(reason for _, reason in rows)
     shown = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in counts.most_common(_REASONS))
     more = "; ..." if len(counts) > _REASONS else ""

@@ -1,5 +1,4 @@
-"""torch.distributed for the one process that runs: the rank 0 of its group, whose other ranks say what it says.
-
+"""torch.distributed for the one process that runs: rank 0 of a group whose other ranks are assumed to send the same.
 Start reading at `RankZero.begin`, which has the rank's streams, its wrappers and what it sends; then at
 `install_process_group`. DistributedDataParallel has its buckets and copies, without its reducer, whose C++ needs
 tensors of a GPU; its rules are in `featurize.training.data_parallel`.

@@ -233,7 +233,7 @@ class KnownJobs:
 
     Args:
         middle: Logarithm of the typical slowdown.
-        suffers, costs: Name -> beyond that.
+        suffers, costs: Job name -> logarithm added to `middle`, for its own slowdown and for the slowdown it causes.
         groups: (name, names of partners, sorted) -> logarithm of the slowdown.
     """
 

@@ -59,7 +59,7 @@ _ALWAYS = (
 )
 # A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
 _WHOLE = ("t_ms", "energy_j")
-_SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a dictionary would only cost
+_SPLIT = ("t_ms", "energy_j", "step_time_ms")  # nearly all values are distinct: a dictionary would only add size
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
 _ERROR_CHARACTERS = 2000  # of an error's end, where its message is
 # Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.

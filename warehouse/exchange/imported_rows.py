@@ -31,7 +31,7 @@ from warehouse.tables.schema import LABELS, RUN_SCHEMA, STATUSES
 
 DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
 UNTRACEABLE = "untraceable"  # `runs.error_type` of a row that no trial config describes: queried, never fitted
-UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
+UNKNOWN_FAMILY = "unknown"  # the family of a row that does not name what ran
 
 _NO_CARD_MIB = 2**20  # more than any device has, for a device of unknown memory
 _CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki

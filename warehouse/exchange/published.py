@@ -308,11 +308,11 @@ class _Measured(NamedTuple):
 
 
 def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
-    """A model whose tensors alone, as the file has them, fill more than the card ran out of memory, whatever was seen
-    in use; so did one whose memory falls with a larger batch, there and at every larger batch.
+    """Mark a row as out of memory if its tensors alone exceed the card, whatever usage was recorded.
 
-    Unless the card cannot have been the reason: memory grows at most in proportion to the batch, so half a batch that
-    took less than half the card tells that the fall is the smaller batch's own excess (a convolution's workspace).
+    Where memory falls at a larger batch, that row and those of all larger batches are marked as well, unless the card
+    cannot have been the reason: memory grows at most in proportion to the batch, so if half a batch took less than
+    half the card, the fall is the smaller batch's own excess (a convolution's workspace).
     """
     by_model: dict[str, list[_Measured]] = defaultdict(list)
     for index, row in enumerate(rows):

@@ -222,7 +222,7 @@ def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryL
     statement = only_statement(connection, sql).strip().rstrip(";")
     if not statement.lstrip("( \n").upper().startswith(("SELECT", "WITH", "FROM", "VALUES")):
         raise UsageError("a query begins with SELECT, WITH, FROM or VALUES")
-    statement = f"({statement}\n)"  # a comment at its end takes nothing after it along
+    statement = f"({statement}\n)"  # so that a trailing comment cannot swallow the closing parenthesis
     relation = connection.sql(f"FROM {statement}")
     places = [f"c{place}" for place in range(len(relation.columns))]
     columns = [

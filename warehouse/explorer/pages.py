@@ -71,7 +71,7 @@ Estimates = Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, float 
 
 @dataclass(frozen=True)
 class FacetValue:
-    """A value that can be chosen. query: of the URL that chooses it, or no longer."""
+    """A value that can be chosen. query: the URL query that selects this value, or deselects it."""
 
     value: str
     rows: int

@@ -68,7 +68,7 @@ class SnapshotFile:
 class Snapshot:
     """The warehouse at one moment: files that nobody changes, and their manifest."""
 
-    folder: DataFolder  # laid out as a data folder, but none: nothing can be added to it
+    folder: DataFolder  # laid out like a data folder, but read-only
     name: str
     taken_at: datetime.datetime  # UTC
     schema_version: int

@@ -83,7 +83,7 @@ class Link(Protocol):
         ...
 
     def labels_taken(self) -> bool:
-        """Wait until the worker has taken its last sample, after `result`. Return False if it never says so."""
+        """Wait until the worker has taken its last sample, after `result`. Return False if the worker goes away."""
         ...
 
     def wait_for_go(self) -> bool:

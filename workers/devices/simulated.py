@@ -153,7 +153,7 @@ class SimulatedDevice:
     ) -> None:
         """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean.
 
-        `shown` is what the device shows, to which the partners of a trial beside others add.
+        `step` has the trial's own figures, `shown` those of the whole device, partners included.
         """
         steady = {
             "memory_used_mib": shown.peak_memory_mib,

@@ -339,7 +339,7 @@ def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[
     alone_ms = None if member.alone is None else member.alone.step_ms
     values: dict[str, Any] = {"status": run.status}
     if run.status == "oom" and run.oom_kind == "device":
-        values["died_of"] = _died_of(members, place)
+        values["died_of"] = _memory_culprit(members, place)
     if ended:
         values["doubt"] = "; ".join(_how_ended(members, other) for other in ended)
     elif not alone_ms or not run.step_time_ms:
@@ -352,9 +352,9 @@ def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[
     return values
 
 
-def _died_of(members: Sequence[EndedMember], place: int) -> int:
-    """Return the member whose allocation exhausted the memory: the one itself where it ran out alone as well, else the
-    partner that held the most."""
+def _memory_culprit(members: Sequence[EndedMember], place: int) -> int:
+    """Return the member whose allocations exhausted the memory: the member itself if it ran out alone as well, else
+    the partner that held the most."""
     alone = members[place].alone
     if alone is not None and alone.status == "oom":
         return place

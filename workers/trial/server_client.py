@@ -194,7 +194,7 @@ class TrialServer(ChildServer):
         try:
             return child.has_ended()
         except ServerLost as lost:
-            raise ServerLost(f"{lost}{self.words()}") from lost
+            raise ServerLost(f"{lost}{self.output_suffix()}") from lost
 
 
 def _read_reports(trial: RunningTrial) -> tuple[list[Report], bool]:
