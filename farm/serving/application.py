@@ -362,7 +362,7 @@ class EstimationService:
         """Return a traced question's answer, or 202. Raises `Problem`."""
         row = await self.questions.get(key)
         if row is None:
-            raise Problem(HTTPStatus.NOT_FOUND, "not-found", "There is no question of this id, or it was long ago.")
+            raise Problem(HTTPStatus.NOT_FOUND, "not-found", "There is no question with this id; it may have expired.")
         return await self._waited(kind, row, caller)
 
     async def health(self) -> Health:
@@ -496,7 +496,7 @@ class EstimationService:
         except CommandError as error:
             raise invalid(self.scrubber.text(str(error)), "") from error
         except (ArithmeticError, ValueError) as error:
-            raise invalid("the job's sizes are beyond what can be counted", "") from error
+            raise invalid("the job's sizes are too large to be counted", "") from error
 
 
 _BODY: TypeAdapter[EstimateRequest] = TypeAdapter(EstimateRequest)

@@ -223,7 +223,7 @@ def _keep_own(path: str, module: nn.Module, experts: int, mesh: DeviceMesh) -> N
     if experts % ranks:
         fitting = ", ".join(str(one) for one in range(2, experts + 1) if experts % one == 0)
         raise UsageError(
-            f"parallel: ep={ranks} does not divide the {experts} experts of {path}; of these, {fitting} do"
+            f"parallel: ep={ranks} does not divide the {experts} experts of {path}; ep can be {fitting}"
         )
     count = experts // ranks
     first = mesh.get_local_rank() * count

@@ -405,7 +405,7 @@ def _require_whole_heads(model: nn.Module, styles: Mapping[str, str], ranks: int
             if isinstance(heads, int) and heads % ranks:
                 fitting = ", ".join(str(one) for one in range(2, heads + 1) if heads % one == 0)
                 raise UsageError(
-                    f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); of these, {fitting} do"
+                    f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); tp can be {fitting}"
                 )
 
 

@@ -239,7 +239,7 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
     if given_too := [name for name, value in of_traces.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
     if answer_options.coverage != LEVEL:
-        raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+        raise UsageError(f"method=fast supports coverage={LEVEL} only; leave coverage= out")
     for config in configs:
         if not isinstance(config, TrialConfig):
             raise UsageError("method=fast answers from a trial config alone; modules take method=full")
