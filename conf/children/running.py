@@ -76,7 +76,7 @@ class ChildServer:
 
     Args:
         command: That executes the server; the descriptor of its control socket is added.
-        environment: Of the server and its children; None is this process's.
+        environment: Environment of the server and its children; None: this process's.
         keeps_output: Whether its output is kept for the message of `ServerLost`, rather than printed.
     """
 
@@ -216,7 +216,7 @@ class ChildRunner:
     folder is deleted.
 
     Args:
-        environment: Of the program; None is this process's.
+        environment: The program's environment; None: this process's.
     """
 
     folder: Path
@@ -267,7 +267,7 @@ def local_server(prepare: str, environment: Mapping[str, str] | None = None, *, 
 
     Args:
         prepare: `module:function` that imports what children need; empty for nothing.
-        environment: Of the server and its children; None is this process's.
+        environment: Environment of the server and its children; None: this process's.
         folder_base: Where it makes a folder that lives as long as the server; empty for none.
     """
     return ChildServer([sys.executable, str(_FILE), prepare, folder_base], environment)

@@ -235,9 +235,9 @@ def curves(
     """Draw lines over `names`, from 0 on.
 
     Args:
-        names: Of the places from left to right; every line has a value, or None, for each.
+        names: Names of the places from left to right; every line has a value, or None, for each.
         lines: What is drawn.
-        unit: Of the values.
+        unit: Unit of the values.
         limit: A value drawn across, dashed.
         most: The largest value that there can be, where the axis ends at the latest.
     """

@@ -234,8 +234,8 @@ class Comparison:
 
     pairs       each side with `LABELS` and `_OF_A_SIDE`
     statuses    every combination but ok on both sides, the commonest first
-    alone       config hashes that one side has and the other has not: (before, after)
-    versions    of each side: column of `runs` -> its values, the commonest first
+    alone       config hashes that only one side has: (before, after)
+    versions    for each side: column of `runs` -> its values, the commonest first
     unhashed    rows (before, after) that name no configuration, as imported ones may
     """
 

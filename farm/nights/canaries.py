@@ -362,7 +362,7 @@ class CanaryVerdict:
     verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
                  environment; `sick`: a canary failed, or something moved that no change of the environment explains
     environment  tonight's; before: the one compared with; newest: that of the night before. Columns of `ENVIRONMENT`
-    runs         of canaries tonight, whatever came of them
+    runs         runs of canaries tonight, whatever their outcome
     shared       as in `compare`
     configs      config_hash -> canary; job_ids: tonight's
     """

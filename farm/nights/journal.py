@@ -50,7 +50,7 @@ class ComparedLabel:
 
     before, now  medians, in `unit`; None where there is none
     tolerance    by which they may differ, in `unit`
-    run_ids      of tonight's
+    run_ids      tonight's runs
     """
 
     family: str = ""
@@ -344,8 +344,8 @@ class Cycle:
 
     name      the day it began, `2026-11-20`, then `2026-11-20.2`; also its snapshot's
     token     eight hex digits in the ids of its jobs
-    settings  of the command, as JSON
-    outcome   empty while it is open, then one of `OUTCOMES`; `said`: in a sentence
+    settings  the command's settings, as JSON
+    outcome   empty while it is open, then one of `OUTCOMES`; `said`: the same in a sentence
     """
 
     name: str

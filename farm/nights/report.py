@@ -227,7 +227,7 @@ class StepTime:
 class Night:
     """Cost and result of one cycle, for curves over the cycles. None: not reached, or not measured.
 
-    gpu_seconds  of its workers: of a simulated cycle no GPU's time; energy_j: of that modelled
+    gpu_seconds  its workers' time: for a simulated cycle no GPU's time, and `energy_j` is modelled
     """
 
     cycle: str

@@ -58,7 +58,7 @@ class Drift:
 
     operators  label -> the operator families that moved, or `everything`
     moved      each label in a sentence
-    marks      of the rows whose labels are stale in tonight's environment
+    marks      marks of the rows whose labels are stale in tonight's environment
     families   run_id of each of these -> its family
     """
 

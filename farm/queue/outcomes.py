@@ -25,7 +25,7 @@ _CHARACTERS = 300  # of a reason that is shown
 class FailedJob:
     """A job without a single measured trial.
 
-    trials  of the job that ended, by status; reason: the commonest, `count` trials have it (`of` trials were looked at)
+    trials  the job's ended trials, by status; reason: the commonest, of `count` trials (`of` were looked at)
     """
 
     job_id: str

@@ -116,7 +116,7 @@ class ExpectedSpeedPolicy(_FittingPolicy):
     Args:
         needs_mib: what each job type needs at the accepted risk.
         types: job types; `estimated` is read, and `truth` for an oracle.
-        estimator: of slowdowns.
+        estimator: estimates slowdowns.
     """
 
     name = "ours"
@@ -183,9 +183,9 @@ def make_policy(
         name: one of `POLICIES`.
         estimator: one of `farm.replaying.traces.ESTIMATORS`; `exclusive` asks none.
         types: the job types of the trace.
-        risk: of running out of memory that `ours` accepts for a placement, where the estimator gives a distribution:
-            `ours_bound`. Of others the margin must stay free.
-        most_slowdown: that `ours` expects of any job at most.
+        risk: risk of running out of memory that `ours` accepts for a placement, where the estimator has a distribution:
+            `ours_bound`. With other estimators the margin must stay free.
+        most_slowdown: largest slowdown that `ours` expects of any job.
         lookahead: how many waiting jobs `ours` looks at.
         slowdowns: estimator of slowdowns that `ours` asks; by default the packaged one, learned from measured pairs.
     """

@@ -45,10 +45,10 @@ class JobType:
     """One kind of job, alone on a GPU.
 
     weight       light, medium or heavy, as CARMA's authors group their jobs
-    gpus         that it takes
-    minutes      of one epoch; epochs: the numbers of epochs that jobs of this type train
+    gpus         GPUs that it takes
+    minutes      minutes of one epoch; epochs: the numbers of epochs that jobs of this type train
     memory_mib   true peak of each of its GPUs, as published
-    busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: of the GPU over all time.
+    busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: the GPU's, over all time.
                  Simulated: the traced step's, scaled by how much of the published time the traced steps fill
     estimates    estimator -> MiB; an estimator without a figure is left out
     need         what the default estimator says of its memory, as a distribution; None where it has no figure
@@ -352,7 +352,7 @@ def generate_trace(name: str, *, n: int | None, gpus: int, load: float, seed: in
         gpus: GPUs of the cluster; with `load` it sets how fast Philly's and Alibaba's jobs arrive.
         load: GPU time that arrives, over what the cluster has. CARMA's arrivals are those published, `load` times
             as fast.
-        seed: of all that is drawn.
+        seed: seed of everything that is drawn.
     """
     drawn = random.Random(f"{name} {seed}")
     types = load_catalogue()

@@ -47,7 +47,7 @@ class Groups:
         pool: Configs to choose from.
         size: Members of a group.
         memory_mib: What the device has; None: memory is not looked at, as where it is the host's.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Raises:
         UsageError: No group of the pool fits the device.

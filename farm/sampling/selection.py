@@ -63,11 +63,11 @@ class CandidatePool:
 class Chosen:
     """One candidate to run, with the reasons.
 
-    index         in its family's sequence
+    index         index in its family's sequence
     bins          dimension -> the cell that it probably falls into (`farm.sampling.coverage.DIMENSIONS`)
     rows          dimension -> rows that were known of that cell before this choice
-    uncertainty   of `active`: 1 is the candidates' mean; disagreement: of it, in the logarithm of memory
-    distance      of `active`: to the nearest row known or chosen before, in standard deviations of features
+    uncertainty   for `active`: 1 is the candidates' mean; disagreement: its own, in the logarithm of memory
+    distance      for `active`: distance to the nearest row known or chosen before, in standard deviations of features
     figures       target -> what is expected, in the target's unit
     """
 

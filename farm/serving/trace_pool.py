@@ -44,7 +44,7 @@ class TracePool:
 
     Args:
         store: The questions. What ran when the service last ended is asked again.
-        limits: Of one trace.
+        limits: Limits of one trace.
         size: Children at the same time. One of several is kept from a client that has all the others.
         log: Is called with an event's name and fields.
     """

@@ -204,7 +204,7 @@ class AddressSpace:
 class OutOfMemory(Exception):
     """No cached block serves the request, and no segment for it fits, even after all cached segments were given back.
 
-    requested_bytes   of the segment that did not fit; `capacity_bytes` is the limit it met: what the device gives,
+    requested_bytes   size of the segment that did not fit; `capacity_bytes` is the limit it met: what the device gives,
     or the allowed fraction of it.
     """
 

@@ -367,7 +367,7 @@ class _Pool:
         """Yield the bytes that are reserved after all steps, then after each repetition of the last one.
 
         Args:
-            sizes: Of the calls' workspaces; those of the other pool are left out.
+            sizes: Workspace sizes of the calls; those of the other pool are left out.
         """
         allocator = CachingAllocator()
         handles: dict[int, int | None] = {}

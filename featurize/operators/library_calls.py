@@ -89,7 +89,7 @@ def winograd_bytes(channels: int, response: Sequence[int]) -> int:
     transformed in the workspace, 36 values for each tile of 4 x 4 places and for each kernel.
 
     Args:
-        channels: Of the input.
+        channels: Channels of the input.
         response: Shape of the output.
     """
     batch, filters, height, width = response

@@ -282,7 +282,7 @@ class BlockRecord:
         """Note that what happened in a stretch happens again, in the present step.
 
         Args:
-            stretch: Of this record.
+            stretch: A stretch of this record.
             entering: Block that the stretch gives back -> the one that is given back now.
 
         Returns:
@@ -461,7 +461,7 @@ class OperatorRecord:
             inputs: What it is computed from.
             outputs: What it makes.
             into: Place of the operator whose kernel computes this one, too.
-            again: Of the inputs, what that kernel has read or made already.
+            again: Those inputs that the kernel has read or made already.
             kept: It writes its outputs; False: nothing but the kernel itself reads them.
             leads: The kernel is named after this operator.
 
@@ -551,7 +551,7 @@ def _traffic(
     """Return what an operator moves: each tensor once, however often it is given.
 
     Args:
-        traits: Of the operator.
+        traits: The operator's traits.
         args: As it was called.
         inputs: On meta, of its arguments.
         outputs: On meta, of its results.

@@ -521,7 +521,7 @@ def piece_of_nodes(graph: Graph, sizes: dict[Node, int], limits: Sequence[float]
     From the last operator backwards, a piece takes operators until the parameters that they read reach the limit.
 
     Args:
-        graph: Of one forward pass.
+        graph: The graph of one forward pass.
         sizes: Input of the graph that holds a parameter with a gradient -> its bytes.
         limits: Bytes of the last piece's parameters, and of all others'.
     """

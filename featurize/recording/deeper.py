@@ -62,8 +62,8 @@ def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
     The sources of operators are left out.
 
     Args:
-        shallow: Of a few blocks.
-        longer: Of one period of blocks more.
+        shallow: Trace of a few blocks.
+        longer: Trace of one period of blocks more.
         times: Periods beyond the shallow one; 1 gives the longer trace.
 
     Raises:
@@ -180,8 +180,8 @@ def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> 
     """Return the records of the deep trace.
 
     Args:
-        firsts: Of the shallow trace.
-        seconds: Of the longer one.
+        firsts: Items of the shallow trace.
+        seconds: Items of the longer one.
         times: As in `deeper`.
     """
     first, second = ([*(item.exact for item in items), None] for items in (firsts, seconds))

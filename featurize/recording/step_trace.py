@@ -62,7 +62,7 @@ def joined(kernel: Operator, other: Operator, place: int, leads: bool) -> Operat
     Args:
         kernel: The operator so far, at `place` among all.
         other: What its kernel computes, too; `bytes_read` is what the kernel has not read yet.
-        place: Of the operator.
+        place: Place of the operator.
         leads: It is named after `other`, unless it looks up rows, which says how many there are.
     """
     looks_up = _LOOKUP in (kernel.name, other.name)
@@ -128,12 +128,12 @@ class StagePass(NamedTuple):
 class PipelinePart:
     """One rank's part of a pipeline's step.
 
-    kinds    of all stages of the pipeline: stages of the same kind hold modules that are alike
+    kinds    the kinds of all the pipeline's stages: stages of the same kind hold modules that are alike
     starts   paths of the modules at which all stages but the first begin
     sent     bytes that each stage but the last one sends to the next of a micro-batch, and gets back
-    passes   of the rank's own stages, in their order
+    passes   passes of the rank's own stages, in their order
     end      number of the step's operators before the end of the last one
-    groups   of all ranks of the pipeline; empty where one rank was asked for
+    groups   all ranks of the pipeline in groups; empty where one rank was asked for
     """
 
     kinds: tuple[str, ...]
@@ -149,7 +149,7 @@ class RanksAlike:
     """Ranks of a pipeline whose stages are of the same kinds; those after the first one need no more memory.
 
     ranks   their numbers among the ranks of `pp`
-    trace   of the first of them
+    trace   trace of the first of them
     """
 
     ranks: tuple[int, ...]

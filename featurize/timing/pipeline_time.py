@@ -134,7 +134,7 @@ def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, s
     """Return micro-batches of each stage of a rank whose passes show what all others do, but for the first one's.
 
     Args:
-        order: Of the rank.
+        order: The rank's order.
         by_state: A pass finds the parameters of its stage as the pass before it left them: gathered, or not.
     """
     noted: dict[int, set[int]] = {}

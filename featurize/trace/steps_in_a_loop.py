@@ -237,12 +237,12 @@ class SecondStep:
         return [p.grad for p in self._step.model.parameters() if p.grad is not None]
 
     def _moved(self, known: Mapping[int, int], passes: int, updated: int) -> Callable[[int], int]:
-        """Return what gives, for the number of an event of the first step, the number of the second step's.
+        """Return a function from the number of the first step's event to that of the second step's.
 
         Args:
             known: Block of the first step -> the second step's; none for those that are taken once.
             passes: Number of the event at which the second step's passes begin.
-            updated: Of the one after its update.
+            updated: Number of the event after its update.
         """
         first, after = self._marks[0].events, self._marks[-2].events
         events = (*self._stretches[0].events, *self._stretches[1].events)

@@ -76,9 +76,9 @@ class Replica:
 
     Args:
         model: On the meta device, as the optimizer gets it.
-        recorder: Hears of memory and operators.
+        recorder: Is notified of memory and operators.
         parallel: The wrapper's own settings.
-        kind: Of the buckets' blocks.
+        kind: Kind of the buckets' blocks.
         axis: The dimension of the mesh whose ranks hold replicas; empty: all ranks.
     """
 

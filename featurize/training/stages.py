@@ -45,8 +45,8 @@ class Survey:
     """A model's members in the order in which they run, and who uses which parameter.
 
     container  whose members the stages share
-    names      of the members, within the container
-    paths      of the members, within the model
+    names      the members' names within the container
+    paths      the members' paths within the model
     blocks     places of the repeated blocks among them; all places where there are none
     outputs    place -> a tensor like that which the next member takes
     forms      place -> in what form it is given
@@ -76,7 +76,7 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
 
     Args:
         model: The whole one, on the meta device.
-        inputs: Of one micro-batch.
+        inputs: Inputs of one micro-batch.
         stages: Their number.
         dtype: To which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as they
             are.
@@ -473,8 +473,8 @@ class _Batch:
     """A micro-batch on its way through one stage.
 
     kept        blocks that its passes so far took for a later one; None: given back, or a result since
-    signatures  of these
-    spans       operators of its passes so far
+    signatures  signatures of these blocks
+    spans       operators of the passes so far
     """
 
     kept: list[int | None] = field(default_factory=list)
@@ -525,9 +525,9 @@ class RepeatedPasses:
     """Runs passes of the stages of one rank, or repeats those that were noted.
 
     Args:
-        recorder: Of the step.
-        streams: Of the GPU.
-        states: Of the shards of each stage: passes repeat others that begin in the same state.
+        recorder: The step's recorder.
+        streams: The GPU's streams.
+        states: States of each stage's shards: passes repeat others that begin in the same state.
         noted: Stage -> micro-batches whose passes run, and are noted, in the first run of the schedule. None: all
             passes run in every one.
         unlike: Micro-batches that run in every one, since no other is like them.
@@ -557,10 +557,10 @@ class RepeatedPasses:
     def run(
         self, kind: str, stage: int, micro_batch: int, compute: Callable[[], Sequence[Tensor | None]]
     ) -> Sequence[Tensor | None]:
-        """Return what a pass gives.
+        """Return a pass's results.
 
         Args:
-            kind: Of the pass; a micro-batch has one of each, `BACKWARD` last.
+            kind: Kind of the pass; a micro-batch has one of each, `BACKWARD` last.
             stage: Number of the stage.
             micro_batch: Number of the micro-batch.
             compute: Runs the pass.
@@ -648,10 +648,10 @@ def _memory_of(
     """Return what a pass does to memory.
 
     Args:
-        memory: Of the step.
+        memory: The step's memory.
         stretch: The pass's events.
-        batch: The pass's micro-batch, which hears of what is kept.
-        results: What it gives.
+        batch: The pass's micro-batch, which is told what is kept.
+        results: The pass's results.
         ends: It is the micro-batch's last one.
 
     Raises:

@@ -119,7 +119,7 @@ class ZeroRank(Rank):
     Args:
         parallel: Stage and settings.
         rank: Which one, from 0.
-        settings: Of the training.
+        settings: The training settings.
     """
 
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:

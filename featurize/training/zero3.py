@@ -239,10 +239,10 @@ class SharedParameters:
     Modules are followed forward and back. The first pass is recorded; later ones are fetched ahead.
 
     Args:
-        model: Whose. Its parameters are empty from now on.
+        model: The model. Its parameters are empty from now on.
         parallel: The ranks that share them, and stage 3's settings.
-        streams: Of the rank's GPU.
-        stream: On which parameters are gathered.
+        streams: The streams of the rank's GPU.
+        stream: The stream on which parameters are gathered.
     """
 
     def __init__(self, model: nn.Module, parallel: Parallel, streams: Streams, stream: OneStream) -> None:

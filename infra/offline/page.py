@@ -242,8 +242,8 @@ class Results:
         kind: `measured` (on a GPU), `cpu`, `simulated`, or `none` where neither runs nor probes say it.
         has_runs: Whether there are rows of that kind, with estimates or not.
         device_name: As the driver names it; empty where nothing names a device.
-        device: Its description; None of a GPU without one. Of other devices the default GPU's.
-        runs: Of that kind.
+        device: Its description; None for a GPU without one. Other devices have the default GPU's.
+        runs: Runs of that kind.
         problem: Why the runs cannot be read; empty if they can.
     """
 

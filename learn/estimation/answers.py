@@ -334,7 +334,7 @@ class _Answer:
         """Take the figure of one fitted model. Returns the notes on it; None where it has no answer.
 
         Args:
-            target: Of the model.
+            target: The model's target.
             artifact: The model.
             default: It comes with the project.
 

@@ -312,8 +312,8 @@ class DeviceFit:
     fits       whether the figure that was asked for is at most the card's memory; None where there is no answer
     room_mib   memory that is left of the card, or of the share that the allocator allows; negative where the job does
                not fit
-    estimate   of the job on that GPU model; None where there is no answer
-    problem    why there is none
+    estimate   the job's estimate on that GPU model; None where there is no answer
+    problem    why there is no estimate
     """
 
     device: str

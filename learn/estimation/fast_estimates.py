@@ -356,7 +356,7 @@ def fit_config_models(
 
     Args:
         cases: Sampled configurations; each is traced once, in 0.1 to 0.3 s.
-        seed: Of the configurations, splits and fits.
+        seed: Seed of the configurations, splits and fits.
         data: Data folder that keeps the traced steps; None: the default one.
         workers: As in `StepStore.prepare`.
         progress: Is called with a step's name, what is done and the total.

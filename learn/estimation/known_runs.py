@@ -189,7 +189,7 @@ def moved(
         done: The estimate, traced on its machine.
         runs: At least one.
         trace_of: The job's traced step at a batch size, on the same machine.
-        coverage: Of the bound.
+        coverage: Coverage of the bound.
         without: What is uncertain of the traced step without the runs.
 
     Raises:
@@ -351,7 +351,7 @@ class OwnRuns:
         """Return the job's runs on a GPU model, and notes: those at its own batch size, else at the nearest smaller and
         the nearest larger one. The others would change nothing, and each is traced.
 
-        Of several runs at one batch size, the median. Runs that hold more than the card has are of another card.
+        Several runs at one batch size count as their median. Runs that hold more than the card are of another card.
 
         Raises:
             CommandError: The folder that the caller asked for cannot be read.

@@ -87,8 +87,8 @@ class Familiarity:
     ranges   feature -> (least, most)
     kinds    operator classes of the forward passes; devices: names, without the vendor; settings: feature -> values
     torch    PyTorch's releases, as 2.4
-    families of the rows
-    modules  of families with many of them: a library's, which its authors keep together
+    families the rows' families
+    modules  modules of families with many: a library's, which its authors keep together
     """
 
     ranges: Mapping[str, Sequence[float]]
@@ -267,8 +267,8 @@ def kinds_to_leave_out(
     """Yield each axis with the mask of rows of one of its kinds, where both sides have rows enough to fit and judge.
 
     Args:
-        records: Of the rows fitted on; devices, families: theirs, in the same order.
-        exact: (n,) bool: the row has a label, and no bound only.
+        records: Records of the rows fitted on; devices, families: theirs, in the same order.
+        exact: (n,) bool: the row has a label, not only a bound.
     """
     masks: dict[str, dict[object, np.ndarray]] = {
         axis: _by_value([record.values[axis] for record in records]) for axis in AXES_OF_SETTINGS
@@ -565,11 +565,11 @@ def _weighed(
     correction: np.ndarray,
     correction_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> Evidence:
-    """Return what leaving out one kind of the rows after the other shows.
+    """Return the evidence from leaving out one kind of rows after the other.
 
     Args:
         rows: The rows fitted on.
-        records: Of their steps.
+        records: Records of their steps.
         residual: Label less trace, (n,).
         correction: What fits without each row's group add to the trace, (n,).
         correction_of: Mask of the rows to fit on, and of those asked -> what the fit adds to the trace of these.

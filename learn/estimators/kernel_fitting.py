@@ -74,7 +74,7 @@ def descended(
     Args:
         begin: Name -> where the value begins; left as it is.
         losses: Gives each row's loss, (rows,), for values with the names and shapes of `begin`.
-        weights: Of the rows, (rows,).
+        weights: Weights of the rows, (rows,).
         how: Steps, rates and limits.
     """
     sizes = torch.tensor([value.numel() for value in begin.values()])
@@ -115,7 +115,7 @@ def weights_by(
     """Return each row's weight, (rows,), 1 in sum: 0 outside the mask `of`, else by the number of rows of its label.
 
     Args:
-        labels: Of the rows.
+        labels: Labels of the rows.
         of: Mask of the rows that are fitted on.
         power: 1: all labels count alike; 0.5: a label counts by the root of its number.
         factors: Label -> weight beside that.
@@ -134,7 +134,7 @@ def left_out_errors(
 
     Args:
         known: Errors of the fit on all rows, (rows, ...).
-        masks: Of the rows that are left out in turn.
+        masks: Masks of the rows that are left out in turn.
         errors_without: Mask of what is left out -> errors of all rows, fitted on the others.
     """
     errors = np.full_like(known, np.nan)
@@ -244,13 +244,13 @@ class MeasuredTime:
 
     Args:
         name: For messages.
-        source: Of the measurement: rows of a source are left out together. `KERNELS` for single kernels.
+        source: Source of the measurement: rows of a source are left out together. `KERNELS` for single kernels.
         group: What is left out together of a source: a family of models.
         device: The GPU model.
         calls: The kernels of the step.
         measured_ms: Its time.
         channels_last, searched: As in `kernels_on`.
-        run_id: Of the row of `runs`; empty for single kernels.
+        run_id: Id of the row of `runs`; empty for single kernels.
     """
 
     name: str

@@ -56,7 +56,7 @@ class Held:
     """Share of left-out rows that a bound held.
 
     Args:
-        share: Of the rows, each judged by a bound that had seen none of its group.
+        share: Share of the rows, each judged by a bound that had seen none of its group.
         rows: Their number.
         groups: The number of groups; each was left out once.
         kind: What a group is, in the plural.

@@ -274,7 +274,7 @@ def save_judged(
         estimator: The fitted one.
         rows: What it was fitted on, or what it was fitted and judged on.
         evaluation: How good it is.
-        seed: Of splits and fits.
+        seed: Seed of splits and fits.
         now: Time that names the version; time-zone aware.
         fitted_on: all, or train: the rows of the evaluation that judged it are not among those that it has seen.
         about: What else `meta.json` says.

@@ -442,7 +442,7 @@ def left_out_ratios(formula: Formula, masks: Sequence[np.ndarray], heard: Callab
 
     Args:
         formula: Whose estimates.
-        masks: Of the rows that are left out in turn; at least one.
+        masks: Masks of the rows that are left out in turn; at least one.
         heard: Is called before each fit.
 
     Returns:

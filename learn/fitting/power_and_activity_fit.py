@@ -89,7 +89,7 @@ class MeasuredPower:
         calls: The kernels of a step.
         power_w: Limit in W -> mean power in W.
         times: Limit in W -> time of an epoch, in any unit.
-        step_ms: Of a step at the highest limit; None where the steps of an epoch are not known.
+        step_ms: Time of a step at the highest limit; None where the steps of an epoch are not known.
     """
 
     model: str
@@ -269,7 +269,7 @@ class ActivityFit:
     Args:
         rows: What was measured.
         learned: The efficiencies that give the kernels' times.
-        eager: Of the host; None: the packaged constants.
+        eager: Constants of the host; None: the packaged ones.
     """
 
     def __init__(

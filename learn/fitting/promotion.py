@@ -210,9 +210,9 @@ def _beside(current: Evaluation, candidate: Evaluation, seed: int) -> dict[str, 
     """Return the verdict on the candidate and the current model, on rows held out that neither has seen.
 
     Args:
-        current: Of the current model, on the rows that it has not seen.
-        candidate: Of the candidate, on all rows held out.
-        seed: Of the comparison.
+        current: Evaluation of the current model, on the rows that it has not seen.
+        candidate: Evaluation of the candidate, on all rows held out.
+        seed: Seed of the comparison.
     """
     ours = candidate.among(current.test_rows.run_ids)
     asked, judges = len(current.test_rows), ours.test_rows

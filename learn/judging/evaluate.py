@@ -124,7 +124,7 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
     """Judge an estimator's prediction of rows that it has not seen.
 
     Args:
-        prediction: Of the rows.
+        prediction: Prediction of the rows.
         rows: Held-out rows.
         bins: Classes that the rows are told apart by.
         estimator: Its name.

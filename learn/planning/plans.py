@@ -192,7 +192,7 @@ class _Kept:
 class _Searches:
     """Goes over the layouts.
 
-    rows        of all layouts so far; `estimates` of those that were traced
+    rows        all layouts so far; `estimates`: those of the traced ones
     refused     checkpointing that the model does not take -> why
     """
 

@@ -88,10 +88,10 @@ class LabelledRow:
                of the top bin, or of no less than its label's where it had a share of the device only; regressors
                without a use for "at least" leave it out (`Rows.exact`).
     device_memory_mib
-               of the device, or the share of it that the trial was allowed (`runs.memory_fraction`); card_mib: of the
+               memory of the device, or the share that the trial was allowed (`runs.memory_fraction`); card_mib: of the
                whole device. NaN where nobody knows.
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
-    module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
+    module     what reports tell rows apart by, and what is left out as a whole: family and topology, or a library's
                own name for a kind of model.
     doubt      why the label may be wrong, as the rows beside it have it; empty for none. Such rows are not fitted on.
     """

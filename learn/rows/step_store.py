@@ -209,7 +209,7 @@ class StepStore:
         was. What is damaged is computed again.
 
         Args:
-            cases: of trial configs; those of modules are left out
+            cases: cases of trial configs; those of modules are left out
             workers: processes; 0: this one; None: this one, until as many as there are CPUs would be done sooner. What
                 ends one of them is the record of its case, and not kept
             progress: `progress(done, of)` hears of every computed case

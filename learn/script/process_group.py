@@ -43,7 +43,7 @@ class RankZero:
     """The one process that runs, among those that a launcher starts.
 
     Args:
-        recorder: Of the script.
+        recorder: The script's recorder.
         command: How its processes are started.
 
     `launched` is how many there are. A script that starts them by itself changes it.

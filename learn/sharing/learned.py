@@ -56,15 +56,15 @@ class MeasuredGroup:
     """Jobs that trained on one GPU at the same time.
 
     Args:
-        group_id: Of `collocations`.
+        group_id: Id in `collocations`.
         title: Source of the rows, for tables: imported files by their name, else measured or simulated.
         series: Table or campaign of that source; empty where there is one.
         device: GPU model.
         jobs: Members alone, in the order of their numbers.
         models: Network of each, by which models are held out.
-        slowdowns: Of each member, as measured: noise may take them below 1.
-        joint_memory_mib: Of the whole group; None where it was not measured.
-        doubt: Why a figure may be wrong; empty: nothing speaks against them.
+        slowdowns: Each member's, as measured: noise may take them below 1.
+        joint_memory_mib: Memory of the whole group; None where it was not measured.
+        doubt: Why a figure may be wrong; empty: no reason is known.
     """
 
     group_id: str

@@ -53,7 +53,7 @@ class ImportedRow:
     """A row of a file as a row of ours.
 
     row      its place in the file, 1 for the first below the header
-    columns  of the table that it lands in; `status` is `ok` where the table has none
+    columns  values by column of the table that it lands in; `status` is `ok` where the table has none
     problem  why it is `invalid`
     doubt    why its figures may be wrong
     """
@@ -68,7 +68,7 @@ class ImportedRow:
 class ImportedFile:
     """One file's rows, in its order.
 
-    rows              of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
+    rows              rows of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
     measured_columns  how many of its columns describe the run besides its memory
     pairs             places and cells of its rows that are two jobs on one GPU
     left_out          rows that no table keeps

@@ -39,7 +39,7 @@ class PublishedRow:
     file         stem of the file; row: its place there, 1 for the first below the header
     status       ok; oom (`memory_mib` is then no need, the job needs more than the card); invalid (no label)
     reason       why oom or invalid; doubt: why an `ok` or `oom` may be wrong, judged by the rows beside it
-    family       of a configuration: mlp, cnn, transformer; None for a named model
+    family       a configuration's family: mlp, cnn, transformer; None for a named model
     config       that family's trial config in mapping form, complete: `family`, `batch_size` and what the file leaves
                  to be known; empty for a named model, see `timm_config`
     model        name of a published model, group its module or kind; both None for configurations

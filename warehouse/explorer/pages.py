@@ -468,7 +468,7 @@ class Residuals:
     """How far the estimates of one target are off.
 
     errors   family -> runs, median and 90th percentile of the absolute error; `all` is first
-    unit     of the errors
+    unit     unit of the errors
     above    share of the runs whose measurement is above the estimated bound; None without one
     """
 
@@ -513,7 +513,7 @@ def device_page(
     """Return a device model's page; None where no run has it.
 
     Args:
-        reader: Of the warehouse.
+        reader: Reads the warehouse.
         name: As runs have it in `device_name`.
         source: Whose runs; default the first that there is of measured, imported, simulated.
         estimates: Estimates runs; None shows no residuals.

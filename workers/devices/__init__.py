@@ -55,7 +55,7 @@ class Together:
         member: Its own number.
         size: Members of the group.
         sharing: How they share: a word of `workers.settings.SHARING`.
-        alone: Of each member, for simulated devices; None: it has no figures alone, as it ran out of memory.
+        alone: Each member's figures alone, for simulated devices; None where it ran out of memory.
     """
 
     member: int

@@ -34,9 +34,9 @@ class Measurement:
     """One child process.
 
     Args:
-        name: Of it, unique within a probe; its rows carry it.
+        name: Its name, unique within a probe; its rows carry it.
         function: `module:function` that the child calls; it yields rows.
-        arguments: Of the function.
+        arguments: Arguments of the function.
         environment: Variables on top of this process's.
     """
 

@@ -51,8 +51,8 @@ class Observed:
 
     backend     cuda, cpu or simulated
     t0_ns       when the trial began
-    period_s    of the sampling
-    samples     as the sensors gave them
+    period_s    period of the sampling
+    samples     the sensors' readings
     values      what the trial itself reported: column -> figure
     shared      other trials of its group were on the device: what that shows is not this trial's alone
     oom_kills   by the kernel since boot, before the trial was started
@@ -233,7 +233,7 @@ class TrialRun:
     """Listens to one trial, and keeps what comes of it.
 
     Args:
-        server: Of the trial.
+        server: The trial's server.
         trial: Its process.
         watch: Its sensors.
         observed: Takes what it reports and what the sensors read.
@@ -314,13 +314,13 @@ class TrialWatch:
     The first rank's figures decide on the window, as it does itself.
 
     Args:
-        settings: Of the trial.
-        slots: Of the worker: one, or one for each rank.
+        settings: The trial's settings.
+        slots: The worker's slots: one, or one for each rank.
         ranks: Processes that train.
-        pid: Of the trial.
-        observed: Learns why sensors give nothing, and gets the samples in the end.
+        pid: Process of the trial.
+        observed: Takes the reasons why sensors read nothing, and in the end the samples.
         sampled: Whether the device is sampled at all.
-        partners: Processes of trials that run beside it, which are no strangers on the device.
+        partners: Processes of trials that run beside it, which do not count as strangers on the device.
     """
 
     def __init__(

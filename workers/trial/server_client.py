@@ -117,7 +117,7 @@ class TrialServer(ChildServer):
     ) -> RunningTrial:
         """Fork a child for `trial` (a JSON-able mapping, see `body.run_trial`); `reader` reads its reports.
 
-        With `trial["ahead"]` it gets itself ready and waits; `tell(trial, "go")` lets it run. Beyond `memory_limit_mib`
+        With `trial["ahead"]` it gets ready and waits; `tell(trial, "go")` lets it run. Beyond `memory_limit_mib`
         of host memory it is ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
