@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_BUSY = 75  # EX_TEMPFAIL: another cycle works on the folder
-_CELLS_SHOWN = 6  # of each dimension, by a dry run
+_CELLS_SHOWN = 6  # cells of each dimension that a dry run shows
 
 
 def entry(settings: GrowSettings) -> int:

@@ -370,7 +370,7 @@ def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 _MEMBER_TICK_S = 0.02  # members are listened to in turns, each at most so long
-_WARM_BY = 0.5  # of the deadline: a member that is not warm by then holds up the others, and is killed
+_WARM_BY = 0.5  # share of the deadline: a member that is not warm by then holds up the others, and is killed
 
 
 def run_group(worker: Worker, task: Task) -> RunResult:

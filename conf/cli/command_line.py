@@ -125,7 +125,7 @@ def run(
         settings: Any = made(settings_class(name), cfg)
         try:
             return entry(settings) or 0
-        except SystemExit as error:  # of a user's model
+        except SystemExit as error:  # raised by a user's model
             print_error(f"the code that was run ends the process, with exit code {shown(error.code)}")
             return EXIT_USAGE
     except CommandError as error:

@@ -24,7 +24,7 @@ MOST_BYTES = 256 * 2**20
 _BUSY_S = 1.0
 _AT_ONCE = 500  # parameters of one statement; SQLite allows at least 999
 _LIBRARIES = ("torch", "timm", "torchvision", "transformers")  # libraries whose code determines a trace
-PACKAGES = ("conf", "featurize", "learn")  # of this project, whose code makes traces and answers
+PACKAGES = ("conf", "featurize", "learn")  # this project's packages, whose code makes traces and answers
 _TABLE = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, sha256 BLOB NOT NULL, content BLOB NOT NULL)"
 
 

@@ -60,8 +60,8 @@ TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _LINKS = 40  # as many as the kernel follows
-MOST_BYTES = 1 << 30  # of a file that grows with the data: a list of files, a plan
-MARKER_BYTES = 1 << 16  # of a file that says what a folder is
+MOST_BYTES = 1 << 30  # most bytes of a file that grows with the data: a list of files, a plan
+MARKER_BYTES = 1 << 16  # most bytes of a file that says what a folder is
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_MAY = 0o077
 _OTHERS_MAY_WRITE = 0o022
@@ -196,7 +196,7 @@ def output_file(
     except BrokenPipeError:  # the reader has what it wanted
         raise
     except OSError as error:
-        if error.errno is None:  # of what the block reads, as Arrow raises it
+        if error.errno is None:  # raised by what the block reads, as Arrow does
             raise
         # By its number: a library's own text may name the temporary file.
         why = os.strerror(error.errno)

@@ -214,7 +214,7 @@ class StatusChange:
     after: str
     configurations: int
     examples: tuple[str, ...]  # config hashes
-    error: str | None  # of the side that failed, the first
+    error: str | None  # the error of the side that failed, the first one's
 
 
 @dataclass(frozen=True, kw_only=True)

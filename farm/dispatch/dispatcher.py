@@ -212,7 +212,7 @@ class Dispatcher:
         return None if layout is None or gpus is None else gpu_problem(layout, gpus)
 
     def _expect_back(self, spec: Task) -> None:
-        trials = 1 + (len(spec.alone) if spec.partners else 0)  # of a group also each member alone
+        trials = 1 + (len(spec.alone) if spec.partners else 0)  # a group runs each member alone as well
         self._stuck_at[spec.run_id] = self._steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
 
     def _waits_for_work(self) -> bool:
@@ -370,7 +370,7 @@ class StopRequest:
         self._announce()
 
 
-_TEXT_CHARACTERS = 4_000  # of any text of a run, but its error
+_TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
 _JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is none
 _OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # by which a run is known as that of its task
 _TEXT_COLUMNS = tuple(

@@ -117,9 +117,9 @@ class NightStop(TimedStop):
         raise KeyboardInterrupt
 
 
-_FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
+_FAILURES_AT_MOST = 3  # failures of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
-_PAIRS_AT_MOST = 5_000  # of a night without a number
+_PAIRS_AT_MOST = 5_000  # pairs of a night without a number
 _PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress meanwhile
 
 
@@ -448,7 +448,7 @@ def _pairs(ran: RunPayload) -> str:
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:
     """Return the message for notifications. `error`: the failure, if the journal may lack it."""
-    report = folder.reports / f"{cycle.name}.html"  # of a step that failed, there is one all the same
+    report = folder.reports / f"{cycle.name}.html"  # a step that failed has a report all the same
     errors = [step.payload["error"] for step in cycle.steps.values() if step.state == "failed"]
     return {
         "cycle": cycle.name,

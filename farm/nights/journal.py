@@ -144,7 +144,7 @@ class ChoicePayload(Payload):
 
     def to_mapping(self) -> dict[str, Any]:
         mapping = super().to_mapping()
-        if self.plan is None:  # of a night that is only looked ahead to
+        if self.plan is None:  # a night that is only looked ahead to
             del mapping["plan"]
         if self.policy is not None:
             return mapping

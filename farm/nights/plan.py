@@ -230,9 +230,9 @@ def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[
     return {**_positions(cycles), **own}
 
 
-_PAST_RUNS = 10  # of a family, from which on its own median wall time is what a run is expected to take
+_PAST_RUNS = 10  # runs of a family from which on its own median wall time is what a run is expected to take
 _STARTUP_S, _STEPS = 15.0, 100  # else: a guess of process start and context, and of the steps until a window is steady
-_LOG_ERROR = 0.15  # of a rough memory figure: standard deviation of its logarithm where nothing better is known
+_LOG_ERROR = 0.15  # standard deviation of the logarithm of a rough memory figure where nothing better is known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _STATUS_CSS = dict(zip(STATUSES, ("k4", "k5", "k2", "k6", "k0"), strict=True))  # ok, oom, timeout, crashed, invalid
 _OUTCOMES = {"good": "good night", "look": "worth a look", "bad": "needs somebody"}
-_SHOWN = 12  # of what a page names; the rest is counted
+_SHOWN = 12  # items that a page names; the rest is counted
 _SETTINGS = 400  # characters of one
 LATEST = "latest"
 
@@ -376,7 +376,7 @@ def clip(value: object) -> str:
     return text if len(text) <= _SETTINGS else text[:_SETTINGS] + "…"
 
 
-SHOWN_CYCLES = 40  # of a curve: the newest
+SHOWN_CYCLES = 40  # cycles of a curve: the newest
 OVERHEAD_MIN = 5.0  # what a cycle may take beside running and fitting
 _STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
 _CELLS_SHOWN = 10
@@ -384,7 +384,7 @@ _WHY = 1000  # characters of a decision's reason
 _SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
 _COUNTS = ("rows", "out_of_memory")  # which hold whoever made the labels
 _NO_FIGURE = ("rows", "own_labels")
-_OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # of the shares: an error may be more than 100 %
+_OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # the shares of a whole: an error may be more than 100 %
 _FIGURES = {
     "rows": "rows",
     "mean_abs_error": "mean absolute error",
@@ -614,7 +614,7 @@ def time_section(report: Report) -> Section:
     overhead = Curve(name="overhead", css="k2", values=[one.overhead_s / 60 for one in nights])
     title = f"Overhead: all but running and fitting; dashed: {OVERHEAD_MIN:g} min"
     drawn.append(Chart(title, curves(names, [overhead], "min", OVERHEAD_MIN), newest_first_seen=True))
-    taken: list[float | None] = []  # of nights on GPUs
+    taken: list[float | None] = []  # times of nights on GPUs
     energies: list[float | None] = []
     for one in nights:
         taken.append(None if one.simulated else _over(one.gpu_seconds, 3600))

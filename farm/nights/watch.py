@@ -190,7 +190,7 @@ def _rows(
 def _config(text: str | None) -> TrialConfig | None:
     try:
         return config_of_row(text)
-    except UsageError:  # of a family or field that this version does not have: nothing learns from it
+    except UsageError:  # a family or field that this version does not have: nothing learns from it
         return None
 
 

@@ -42,7 +42,7 @@ MAX_ATTEMPTS = 3
 BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
 MAX_BACKOFF_S = 600.0
 SUBMIT_CHUNK = 2000  # tasks per transaction of `submit`
-ERROR_CHARACTERS = 2000  # of an error kept in the queue; the whole of it lands with the run
+ERROR_CHARACTERS = 2000  # characters of an error kept in the queue; the whole of it lands with the run
 
 _AT = "job_seq = ? AND task_index = ?"
 _HELD = f"{_AT} AND attempt = ? AND state = 'leased'"

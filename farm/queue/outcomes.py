@@ -18,7 +18,7 @@ from warehouse.tables.run import Run
 EXIT_ALL_FAILED = 1
 MEASURED = ("ok", "oom")  # statuses of trials that measured something
 _REASONS_KEPT = 1000  # different ones of a job
-_CHARACTERS = 300  # of a reason that is shown
+_CHARACTERS = 300  # characters of a reason that are shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -255,7 +255,7 @@ def _is_full(path: Path) -> bool:
         return False
 
 
-_TASKS_AT_ONCE = 20_000  # of one transaction: other processes that use the queue wait for no more than these
+_TASKS_AT_ONCE = 20_000  # tasks of one transaction: other processes that use the queue wait for no more than these
 _NOT_STARTED = ("queued", "cancelled")  # states of tasks that were added and never leased
 _JOB = "n, priority, complete, cancelled_at"
 
@@ -268,7 +268,7 @@ class Submission:
         self._file = file
         self._job_id = job_id
         self._job_before = file.one(f"SELECT {_JOB} FROM jobs WHERE job_id = ?", (job_id,))
-        self._ranges: list[tuple[int, int]] = []  # of indices, first and last
+        self._ranges: list[tuple[int, int]] = []  # ranges of indices, first and last
 
     def adds(self, indices: Sequence[int]) -> None:
         """Record those of the indices that the job lacks, which this submission adds.

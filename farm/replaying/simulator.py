@@ -321,7 +321,7 @@ class _Simulation:
         gpu = self.policy.gpu_for(kind, self.pool, self.now, among)
         if gpu is None:
             tried.add(kind)
-        else:  # of the types that were refused before, this one alone has been asked about all that changed
+        else:  # among the types that were refused before, this one alone has been asked about all that changed
             tried.clear()
         return gpu
 

@@ -163,7 +163,7 @@ _TASK_COLUMNS = (
     "gpu_type",
 )
 _TIME = "%Y-%m-%d %H:%M:%S"
-_LARGEST = 1e12  # of a figure: seconds, or GPUs
+_LARGEST = 1e12  # the largest figure: seconds, or GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +337,7 @@ _PHILLY_GPUS = {1: 0.70, 2: 0.10, 4: 0.15, 8: 0.05}
 _PHILLY_LONG, _PHILLY_SHORT_LOG, _PHILLY_LONG_LOG = 0.2, (1.5, 3.0), (3.0, 4.0)
 # Alibaba: median 23 minutes, nine tenths below 4.5 hours (Weng et al., NSDI 2022); one GPU a job is assumed.
 _ALIBABA_MEDIAN_MIN, _ALIBABA_P90_MIN = 23.0, 270.0
-_P90 = 1.2816  # of the standard normal distribution
+_P90 = 1.2816  # quantile of the standard normal distribution
 
 GENERATORS = ("carma", "philly", "alibaba")
 CARMA_JOBS, OTHER_JOBS = 90, 1000

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 SIZES = {"pairs": 2, "triples": 3, "quads": 4}
 POOL = 96  # configs that groups are made of; whatever n is, so that a larger n goes on with the same groups
 BEYOND_MEMORY_EVERY = 20  # every n-th group ignores memory: running out of it is a label, too
-_CELLS = 5  # of each member's SM activity
-_ROOM = 0.9  # of the device's memory that the members' forecasts may fill
+_CELLS = 5  # cells of each member's SM activity
+_ROOM = 0.9  # share of the device's memory that the members' forecasts may fill
 _TRIED = 200  # draws for one group, of which the one with the least used members is taken
 
 Progress = Callable[[int, int], None]

@@ -385,7 +385,7 @@ class Networks:
 
 LEAST_ROWS = 20  # with a label: fewer teach nothing about doubt
 MEMBERS, TREES = 8, 8  # forests that are each grown on a sample of the rows of their own, and the trees of each
-_POWER = 1.5  # of the doubt
+_POWER = 1.5  # exponent of the doubt
 _LOG_ERROR = 0.15  # at least, of a memory figure: standard deviation of its logarithm
 _FITTING_AT_LEAST = 0.1  # so that figures that are wrong about what does not fit are found out
 _BLOCK = 512  # rows whose distances to all chosen ones are held together

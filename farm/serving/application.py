@@ -240,7 +240,7 @@ _FORGET_EVERY_S = 10.0
 _LARGEST_QUESTION = 320 * 1024  # characters of JSON: questions are stored
 _TOGETHER = 32  # jobs of a batch at a time: others have their turns in between
 _CONFIG_WAIT_S = 5.0  # in which most trial configs are traced: without `Prefer`, a request waits so long for one
-_REVIEW_WAIT_S = 1.0  # of the two seconds that Kubernetes gives the webhook
+_REVIEW_WAIT_S = 1.0  # part of the two seconds that Kubernetes gives the webhook
 _OLD_PULSE_S = 10.0
 
 

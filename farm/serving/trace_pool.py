@@ -61,7 +61,7 @@ class TracePool:
         self._threads.append(threading.Thread(target=self._beat, name="pulse"))
 
     def __enter__(self) -> TracePool:
-        sweep_leftovers()  # of children that were killed together with the service
+        sweep_leftovers()  # left by children that were killed together with the service
         self._store.recover()
         self._store.beat()
         for thread in self._threads:

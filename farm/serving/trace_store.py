@@ -22,14 +22,14 @@ from conf.errors import EnvironmentProblem
 from farm.serving.gate import is_within_share
 
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
-MOST_ATTEMPTS = 3  # of a question whose child process, or whose service, was killed
+MOST_ATTEMPTS = 3  # attempts at a question whose child process, or whose service, was killed
 _BUSY_S = 10.0
 _LEAST_KEPT_S = 600.0  # an answer, for whoever asked for it
 _WANTED_EVERY_S = 30.0  # that somebody asks for a question is noted
 _WAL_BYTES = 4 * 2**20
 _FREE_PAGES = 256  # that the file keeps for the next questions
 _GIVEN_BACK_PAGES = 4096  # at a time: others wait meanwhile
-_VERSION = 2  # of the file: another one's questions are forgotten
+_VERSION = 2  # version of the file: another one's questions are forgotten
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS questions (
     key TEXT PRIMARY KEY, client TEXT NOT NULL, question TEXT NOT NULL, state TEXT NOT NULL,

@@ -135,10 +135,10 @@ def _of_nvidia(capability: tuple[int, int]) -> Architecture:
 
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
-_LARGEST = 1e12  # of any figure, in its unit
-_ARCHITECTURE = ("compute_capability", "llvm_target")  # of which a description has one
+_LARGEST = 1e12  # the largest figure, in its unit
+_ARCHITECTURE = ("compute_capability", "llvm_target")  # a description has one of these
 _OPTIONAL = (*_ARCHITECTURE, "interconnect", "power_cap_w")
-_LEAST_CAP = 0.25  # of a board's own limit: as an A100-SXM4 takes it, 100 of 400 W; what lies below was not measured
+_LEAST_CAP = 0.25  # share of a board's own limit, as an A100-SXM4 takes it: 100 of 400 W; lower ones were not measured
 _ABOVE_IDLE = 1.2  # times idle power is the least limit: below it, nothing is left for kernels
 _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
 

@@ -238,7 +238,7 @@ SCENARIOS: Mapping[str, Mapping[tuple[str, bool], tuple[int, int, int]]] = {
         ("weight_gradient", True): _ALL,
     },
 }
-_FEW_CHANNELS = 4  # of the image: there cuDNN has forward kernels that take no copy
+_FEW_CHANNELS = 4  # channels of the image: there cuDNN has forward kernels that take no copy
 SETTLED = "settled"
 _MOST_STEPS = 8  # more than the replay's: of 2,039 networks, none reserved more after five
 
@@ -313,7 +313,7 @@ def _by_pool(trace: StepTrace) -> tuple[list[LibraryCall], tuple[_Pool, _Pool]]:
     for block, nbytes, step, _phase in trace.events:
         if nbytes:
             pools[abs(nbytes) > SMALL_REQUEST].add(block, nbytes, step == last)
-        elif (call := trace.blocks[block].call) is not None:  # of a size that a scenario decides
+        elif (call := trace.blocks[block].call) is not None:  # a scenario decides its size
             for pool in pools:
                 pool.add(~numbers[call], 0, step == last)
     return calls, pools

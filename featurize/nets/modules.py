@@ -407,7 +407,7 @@ class GraphClassifier(nn.Module):
         return self.head(self.body(x_VF, edges_2E))
 
 
-GROUPS = 32  # of every group norm
+GROUPS = 32  # groups of every group norm
 
 
 def double_convolution(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str) -> nn.Sequential:

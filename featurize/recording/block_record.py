@@ -119,7 +119,7 @@ class BlockRecord:
         self.graphs: CudaGraphs | None = None
         self.nowhere = 0  # > 0: what is taken now takes nothing of the device
         self.live_bytes = self.peak_live_bytes = 0
-        self.kinds: list[str | None] = []  # of each block; None: nobody named it
+        self.kinds: list[str | None] = []  # kind of each block; None: nobody named it
         self._sizes: list[int] = []
         self._storages: list[int] = []
         self._makers: list[tuple[str, str, LibraryCall | None]] = []  # operator, module, library call
@@ -603,7 +603,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 _WRAPPED = "_fsdp_wrapped_module"  # attribute of FSDP1's wrapper: what it wraps
-_next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
+_next_node = torch.autograd._get_sequence_nr  # number of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
 
 

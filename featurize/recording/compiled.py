@@ -220,7 +220,7 @@ def _captured(
     takes_alive = "static_lifetime_input_indices" in signature(min_cut_rematerialization_partition).parameters
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-    results: dict[str, Any] = {}  # of the last call of `forward`
+    results: dict[str, Any] = {}  # results of the last call of `forward`
 
     def forward(*tensors: Tensor) -> list[Tensor]:
         given = iter(tensors[len(names) :])

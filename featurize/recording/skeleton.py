@@ -100,7 +100,7 @@ def on_meta(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _emptied(tensor)
-    for result in kept_results(model):  # of earlier passes: copy.deepcopy takes no tensor with a history
+    for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
         memo.setdefault(id(result), _emptied(result))
     _copy_plain_parts(model, memo)
     return copy.deepcopy(model, memo)
@@ -273,7 +273,7 @@ def _emptied(tensor: Tensor) -> Tensor:
     """On meta: same shape, strides, kind, flags and attributes; of the values, those of small buffers, which models
     read, are remembered beside it. Lazy ones stay lazy."""
     if is_lazy(tensor):
-        made: Callable[..., Tensor] = type(tensor)  # of an uninitialized parameter or buffer
+        made: Callable[..., Tensor] = type(tensor)  # type of an uninitialized parameter or buffer
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
         return made(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
     empty = torch.empty_like(tensor, device="meta")
@@ -387,7 +387,7 @@ def uncompiled_copy(module: nn.Module) -> nn.Module:
     return copy.copy(module if inner is None else inner)  # a copy leaves `nn.Module.compile` behind
 
 
-_COMPILED_CALL = "_compiled_call_impl"  # of nn.Module.compile
+_COMPILED_CALL = "_compiled_call_impl"  # attribute of nn.Module.compile
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -498,7 +498,7 @@ class _Reader(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._plan: list[Layer | None] = []  # None: entered and not yet left
-        self._inside: list[list[int]] = []  # of each module being run: its place in the plan, FLOPs so far
+        self._inside: list[list[int]] = []  # for each module being run: its place in the plan, FLOPs so far
         self._counted: set[int] = set()  # parameters, by id
 
     def watch(self, module: nn.Module) -> tuple:

@@ -21,10 +21,10 @@ from featurize.timing.packaged import packaged_section
 from featurize.timing.times import CORNER, Kernels
 
 INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
-_IDLE_CLOCK = 0.1  # of the full one: about what GPUs idle at
+_IDLE_CLOCK = 0.1  # share of the full clock: about what GPUs idle at
 _LEAST_CLOCK = 0.02  # so low that memory-bound kernels keep below every limit that can be set
 _ITERATIONS = 8  # until a clock below the limit stands
-_HALVINGS = 20  # of the range of clocks
+_HALVINGS = 20  # steps of the search over the range of clocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +177,8 @@ def load_power() -> PowerParameters:
 TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
 FP32_EFFICIENCY = (0.92, 0.92, 0.80, 0.45)
 TENSOR_EFFICIENCY = (0.70, 0.70, 0.50, 0.50)
-TENSOR_WARPS = 4  # of one block on the tensor cores
-FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10  # of such blocks that registers let an SM hold
+TENSOR_WARPS = 4  # warps of one block on the tensor cores
+FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10  # such blocks' warps that registers let an SM hold
 SPLIT_DEPTH = 256  # a product's inner dimension is split over idle SMs down to this
 SPLIT_US = 1.0  # what adding up the parts takes
 ATTENTION_ROWS = 64  # queries of one head that one block takes
@@ -213,7 +213,7 @@ CLASSES: Mapping[str, _Blocks] = {
     "depthwise": _Blocks(512, 4, 45),
     "elementwise": _Blocks(512, 4, 45),
     "reduction": _Blocks(4096, 8, 58),
-    "rows": _Blocks(1, 4, 58),  # of a softmax or layer norm
+    "rows": _Blocks(1, 4, 58),  # a softmax or layer norm
     "normalization": _Blocks(1, 16, 58),  # channels of a batch norm
     "optimizer": _Blocks(FOREACH_CHUNK, 16, 45),
 }

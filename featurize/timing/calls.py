@@ -28,7 +28,7 @@ PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "depthwise",
     "stream",
 )
-_MOST_PLACES = 49  # of a depthwise kernel, for which fast ones exist
+_MOST_PLACES = 49  # largest depthwise kernel for which fast ones exist
 _USUAL_WIDTHS = (4, 8, 16, 32)
 _WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
 _NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels

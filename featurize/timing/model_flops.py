@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from featurize.job.training_settings import TrainingSettings
     from featurize.recording.step_trace import Operator, StepTrace
 
-_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # of operands, where the result has another
+_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # types of operands, where the result has another
 _RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 
 

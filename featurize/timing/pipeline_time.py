@@ -54,7 +54,7 @@ class Wait(NamedTuple):
 
 
 Item: TypeAlias = Compute | Post | Wait
-_Key: TypeAlias = tuple[str, int, int]  # of a message: phase, stage, micro-batch
+_Key: TypeAlias = tuple[str, int, int]  # a message: phase, stage, micro-batch
 
 
 def finished_ms(
@@ -241,7 +241,7 @@ def waits_of(
         step_ms: The rank's own step, without waiting for any other.
     """
     runs = training_of(settings).accumulation
-    alone: dict[int, _Lasting] = {}  # of each rank
+    alone: dict[int, _Lasting] = {}  # each rank's durations
     waiting: dict[int, _Lasting] = {}  # for collectives, too
     for group in part.groups:
         timed = _timed(group.trace, spec, settings, parallel)

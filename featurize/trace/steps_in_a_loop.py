@@ -410,7 +410,7 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-MOST_PARTS = 2_000_000  # of one state; a module has some 40
+MOST_PARTS = 2_000_000  # parts of one state; a module has some 40
 _LARGEST = 2**16  # bytes of a tensor or array on the host up to which its values are compared
 _VALUES = frozenset(
     {

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     Traces: TypeAlias = dict[tuple[AttentionKernels, bool], StepTrace]
 
 
-MOST_EVENTS = 500_000  # of all traces in memory: some 150 MB
+MOST_EVENTS = 500_000  # events of all traces in memory: some 150 MB
 _jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes last
 
 

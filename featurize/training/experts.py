@@ -117,7 +117,7 @@ def axes_of_groups(*meshes: DeviceMesh) -> dict[str, str]:
     return {mesh.get_group(name).group_name: name for mesh in meshes for name in mesh.mesh_dim_names or ()}
 
 
-_NAME = "experts"  # of the module that holds a mixture's experts
+_NAME = "experts"  # name of the module that holds a mixture's experts
 _KNOWN = (
     "a module named `experts` whose parameters are [experts, ...] and whose forward pass takes (tokens, top_k_index, "
     "top_k_weights), as in transformers, or (tokens, num_tokens_per_expert), as in torchtitan"

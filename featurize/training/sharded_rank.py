@@ -79,7 +79,7 @@ class ShardedRank(ReplicatedRank):
         self.bucket_limits, self.needs_factory = None, parallel.own > 1
         self._mesh, self._streams, self._experts = mesh, streams, experts
         self._spreads = True
-        self._length = 0  # of the sequence that ranks share
+        self._length = 0  # length of the sequence that ranks share
         self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:

@@ -515,9 +515,9 @@ class _Note:
     operators: list[Operator]
     sent: list[SentNote]
     spans: list[tuple[int, int]]  # the operators of the micro-batch's passes so far, of this one last
-    state: Hashable  # of the stage's shards afterwards
+    state: Hashable  # state of the stage's shards afterwards
     began: Since
-    before: Moments  # of the streams
+    before: Moments  # the streams' moments
     after: Moments
 
 
@@ -689,7 +689,7 @@ def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
 
 def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
     try:
-        block = memory.block_of(getattr(tensor, "elem", tensor))  # of what a collective makes
+        block = memory.block_of(getattr(tensor, "elem", tensor))  # the block that a collective makes
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
     return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)

@@ -235,8 +235,8 @@ class PartitionedRank(ZeroRank):
         self._filled = 0
         self._summed: list[Tensor] | None = None  # own gradients of the micro-steps so far
         self._on_host: set[int] = set()  # places whose gradients of earlier micro-steps are in host memory
-        self._averaged: list[Tensor] = []  # of the rank's partition, once the step's last backward pass is over
-        self._norms: list[Tensor] = []  # of those that are in host memory
+        self._averaged: list[Tensor] = []  # the partition's gradients, once the step's last backward pass is over
+        self._norms: list[Tensor] = []  # norms of those that are in host memory
         self.recorder.hold(trained, "temporary")
         with self.recorder:
             padding = self._partition.padded - sum(self._partition.sizes)

@@ -255,7 +255,7 @@ class SharedParameters:
         self.by_parameter = {id(one.parameter): one for one in self.all}
         self._taken: dict[int, list[Shared]] = {}  # module -> what it takes of others
         self._running: list[nn.Module] = []
-        self._order: list[nn.Module] = []  # of the recorded pass
+        self._order: list[nn.Module] = []  # order of the recorded pass
         self._records = self._complete = False
         self._before: list[int] = [0]  # place in the order -> elements of all modules before it
         self._uses: dict[Shared, list[int]] = {}  # -> places of the modules that use it

@@ -41,7 +41,7 @@ HISTORY_KEYS = (
 ALLOCATOR, REQUESTS, WORKSPACES, ORDER, NONE = "allocator", "requests", "workspaces", "order", "none"
 CAUSES = (ALLOCATOR, REQUESTS, WORKSPACES, ORDER)
 _CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and what a step reserves otherwise
-_MOST_BYTES = 256 * MIB  # of a history, unpacked
+_MOST_BYTES = 256 * MIB  # largest history, unpacked
 
 
 @dataclass(frozen=True, kw_only=True)

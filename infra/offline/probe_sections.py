@@ -44,10 +44,10 @@ from learn.calibrate import Calibration, calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
 
 _MARGINS = Margins(width=400, height=210, left=52, right=10, top=12, bottom=28)
-_MOST_COLUMNS = 200  # of a curve
+_MOST_COLUMNS = 200  # columns of a curve
 _SHOWN = 12  # rows of a table that can be long
 _MEASURED_CSS, _TRACED_CSS = "k1", "k5"
-NUMBERS = "numbers.csv"  # of lazy loading
+NUMBERS = "numbers.csv"  # numbers of lazy loading
 _NUMBERS_OF = {CURRENT: NUMBERS, EAGER: "numbers_eager.csv"}  # machine -> what was measured of it
 
 

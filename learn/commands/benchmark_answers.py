@@ -71,7 +71,7 @@ def ask_free(
 
     answers: dict[str, dict[int, Given]] = {name: {} for name in names}
     jobs: list[PoolJob] = []
-    places: list[tuple[str, int]] = []  # of each job: its estimator and row
+    places: list[tuple[str, int]] = []  # each job's estimator and row
     for name in sorted(names, key=SLOW.__contains__):
         for i in index.tolist():
             case, subject = selection.rows.cases[i], selection.subjects[i]

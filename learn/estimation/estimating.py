@@ -508,7 +508,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
     most = max(most, start)
     low, high = 0, None  # a batch of 0 fits by definition
     batch, tries_between = start, 0
-    step = side = None  # of the walk away from the prediction: how far, and whether its last batch fitted
+    step = side = None  # the walk away from the prediction: how far, and whether its last batch fitted
     while high is None or high - low > 1:
         tried[batch] = needed_mib(batch)
         fitted = tried[batch] <= limit_mib

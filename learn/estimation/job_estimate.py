@@ -54,7 +54,7 @@ _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER:
 _OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
 _OF_LARGEST = 2.0  # where cuDNN was asked: of the largest workspace, for the spread of assumptions; chosen
 _BLAS_THREADS = 2  # that keep a workspace: of the forward and of the backward pass
-COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # of the distribution that an estimate holds
+COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # points of the distribution that an estimate holds
 # cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator gives cached memory
 # back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of
 # timm's models (RTX 3090, AMP), 85 % are let in at the largest batch that ran, and 2 at the next one (with 7 %: 90 %
@@ -442,7 +442,7 @@ class Estimate(Energy, Timing, Activity, Memory):
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """Return the estimate that `to_mapping` wrote, also through JSON. Names of later versions are left out."""
         values = _known_fields(cls, mapping)
-        texts = mapping.get("warnings", ())  # of a service from before notes had codes
+        texts = mapping.get("warnings", ())  # sent by a service from before notes had codes
         notes = mapping.get("notes", [{"code": "note", "severity": INFO, "text": text} for text in texts])
         values["notes"] = tuple(
             Note(**{**_known_fields(Note, note), "targets": tuple(note.get("targets", ()))}) for note in notes

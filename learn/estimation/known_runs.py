@@ -69,7 +69,7 @@ RUNS, NONE = "runs", "none"  # in place of a list: the data folder's own, and no
 _CONTRADICTS = 1.5
 _OTHER_CONTEXT_MIB = 2048.0  # by which contexts of two machines hardly differ, however small the job
 _RUNS_DIFFER = 1.1
-_LIVE = 0.85  # of what the trace counts as alive, which includes assumed workspaces and a typical context
+_LIVE = 0.85  # share of what the trace counts as alive, which includes assumed workspaces and a typical context
 _EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
 _TAKES = f"known is a list of measured runs, as in {_EXAMPLE}, or {RUNS} or {NONE}"
 

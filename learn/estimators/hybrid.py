@@ -49,7 +49,7 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "net_operators": ("operators of the forward pass:", lambda v: f"{v:,.0f}"),
     "job_log_memory": ("MiB traced:", lambda v: f"{2**v - 1:,.0f}"),
 }
-_SLACK = 0.05  # of a range's width, beyond which a value is outside
+_SLACK = 0.05  # share of a range's width, beyond which a value is outside
 _BITS: Mapping[float, str] = {32: "fp32", 19: "tf32", 16: "half precision"}
 _STATES: Mapping[float, str] = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
 # Axes along which a case may be of an unseen kind: features of its settings, its device, its operators, its family.
@@ -327,7 +327,7 @@ class HybridEstimator(Estimator):
     name: ClassVar[str] = "hybrid"
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
-    _knots = np.empty(0)  # of memory only
+    _knots = np.empty(0)  # for memory only
     _evidence = Evidence()
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:

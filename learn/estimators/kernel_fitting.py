@@ -39,7 +39,7 @@ Values = Mapping[str, torch.Tensor]
 Columns = TypeVar("Columns")
 Fitted = TypeVar("Fitted")
 LEARNED_FROM = "learned from"  # which rows are judged: those that were fitted on
-_LAST_PART = 0.7  # of the iterations, from which on the rate is the last one
+_LAST_PART = 0.7  # share of the iterations after which the rate is the last one
 _FREE = (-math.inf, math.inf)
 
 
@@ -218,9 +218,9 @@ _SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
-_HOST_FACTOR = 1.0  # of the time that `featurize.timing.times` gives a launch: hosts differ
+_HOST_FACTOR = 1.0  # factor on the time that `featurize.timing.times` gives a launch: hosts differ
 _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
-TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
+TOLERANCE = 0.15  # in the logarithm; what is further off counts in proportion, not squared
 _DESCENT = Descent(
     of_priors=2e-4,
     firmness={"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0},

@@ -198,7 +198,7 @@ def wants_values(message: str) -> bool:
 
 
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
-_LARGEST_TENSOR = 2**20  # of other tensors, as `featurize.recording.values` keeps them
+_LARGEST_TENSOR = 2**20  # elements of other tensors, as `featurize.recording.values` keeps them
 _MAPPINGS, _SETS = (dict, OrderedDict), (set, frozenset)
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl")

@@ -192,7 +192,7 @@ def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
 
 SPLITS = ("cv", "holdout", "leave_one_out")
 GROUPINGS = ("module", "family", "device", "source")
-TEST_TENTHS = 3  # of ten folds: 30 % held out
+TEST_TENTHS = 3  # three of ten folds: 30 % held out
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def leaf_outputs(
     Modules that call others are left out. Raises `CannotEstimate` where the model fails.
     """
     outputs: list[tuple[nn.Module, list[tuple[torch.Size, int]]]] = []
-    running: list[bool] = []  # of each forward under way: has it called another module
+    running: list[bool] = []  # for each forward under way: has it called another module
 
     def before(_module: nn.Module, _inputs: Any) -> None:
         if running:

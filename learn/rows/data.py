@@ -39,7 +39,7 @@ MIN_GROUPS = 10
 _COLUMNS = (
     "run_id, family, config, status, oom_kind, source, device_name, device_memory_mib, memory_fraction, quality, "
     "torch_version, error_type, error, group_id"
-)  # of `runs`
+)  # columns of `runs`
 _NAMED = 3  # rows that a sentence names
 _REASONS = 3  # reasons that a sentence names
 _LONGEST_NAME = 200

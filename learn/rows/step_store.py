@@ -113,7 +113,7 @@ def compute(case: Case) -> StepRecord:
     except CommandError as reason:
         error = str(reason)
         passing = isinstance(reason, NotTrusted) or isinstance(reason.__cause__, ImportError | NotTrusted)
-    except MemoryError:  # of this machine, and no property of the case
+    except MemoryError:  # a fault of this machine, not a property of the case
         raise
     except Exception as reason:  # a config of a row may be as absurd as it likes, and a model may raise anything
         error = exception_line(reason)
@@ -148,7 +148,7 @@ def packed(graph: OpGraph) -> bytes:
     return buffer.getvalue()
 
 
-_START_S = 5.0  # of processes, which import torch
+_START_S = 5.0  # time that a process takes to start: it imports torch
 _WRITTEN_EVERY_S = 20.0
 FEW = 16  # cases that are not worth other processes
 _KEPT = 100_000

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
 _OF_NETWORK = "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50"
-_MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
+_MEMORY_SHARE = 0.75  # share of this machine's memory that a script may take by default
 _LAST_LINES = 3
 _ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
 

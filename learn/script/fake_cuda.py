@@ -211,7 +211,7 @@ def enter_everywhere(unless: Callable[[], bool]) -> None:
             return engine(*args, **kwargs)
 
     @replace_in("_parse_to", torch._C._nn)
-    def parse_to(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # of `module.to(0)`
+    def parse_to(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # called by `module.to(0)`
         if args and type(args[0]) is int:
             args = (torch.device("cuda", args[0]), *args[1:])
         if type(kwargs.get("device")) is int:
@@ -409,7 +409,7 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
         # Weights of recurrent layers are not flattened.
         torch.backends.cudnn: {"is_available": True, "version": build.cudnn, "is_acceptable": False},
         torch.backends.cuda: {"is_built": True},
-        torch._C: {"_get_accelerator": device},  # of meshes by default
+        torch._C: {"_get_accelerator": device},  # the default of meshes
         torch.Tensor: {"record_stream": None},  # its C++ takes torch's own streams, before a mode is asked
     }
     memory = _memory_functions(spec, recorder)

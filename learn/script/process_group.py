@@ -53,7 +53,7 @@ class RankZero:
         self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
         self._wrappers: list[Replica | ZeroRank] = []
         self._zero: ZeroRank | None = None
-        self._wrapper: Parallel | None = None  # of the first replica
+        self._wrapper: Parallel | None = None  # the first replica's
         self._streams: Streams | None = None
         self._ranks: Ranks | None = None
         self._collectives: tuple[Collective, ...] = ()

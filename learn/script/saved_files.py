@@ -378,7 +378,7 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
         lost.pop(place, None)
         try:
             save(obj, place, *args, **kwargs)
-        except Exception as error:  # of whatever the script saves
+        except Exception as error:  # raised by whatever the script saves
             lost[place] = f"{type(error).__name__}: {error}"
 
     @replace_in("load", torch)

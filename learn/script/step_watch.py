@@ -44,7 +44,7 @@ class StepWatch:
         self._by_engine = False  # which updates the model
         self._in_backward = False
         self._in_forward = False  # a forward pass of the step has begun, and no backward pass
-        self._backwards = 0  # of the step that runs
+        self._backwards = 0  # backward passes of the step that runs
         self.most_backwards = 0
         self.batch_size = 0
         self.optimizer_name = ""
@@ -76,7 +76,7 @@ class StepWatch:
 
         @replace_in("backward", torch.autograd)
         def run_backward(backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            if self._in_backward:  # of a checkpoint that is recomputed
+            if self._in_backward:  # a checkpoint that is recomputed
                 backward(*args, **kwargs)
                 return
             self._rank.begin_backward()

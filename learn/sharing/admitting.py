@@ -102,7 +102,7 @@ def _need_of(job: JobProfile, coverage: float = LEVEL) -> MemoryNeed:
     return MemoryNeed(((_MEDIAN, point), (coverage, bound)))
 
 
-_CELLS = 2048  # of the free memory, in which sums of jobs are counted
+_CELLS = 2048  # cells of the free memory, in which sums of jobs are counted
 
 
 @dataclass(frozen=True)

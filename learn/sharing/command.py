@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from learn.fitting.fit_call import FitSettings
 
 
-BOTH_KEEP = 0.85  # of the speed alone: a pair in which both do is one to put together
+BOTH_KEEP = 0.85  # share of the speed alone: a pair in which both keep it is one to put together
 SPLITS = ("model", "device")
 _TREES, _LEAF = 200, 5
 Answered = tuple[MeasuredGroup, list[Slowdown] | None]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import os
 
 
-_PROFILE = {  # of JobProfile: column of collocations
+_PROFILE = {  # JobProfile's field: column of collocations
     "memory_mib": "solo_memory_mib",
     "step_ms": "solo_step_ms",
     "gpu_util": "solo_gpu_util",
@@ -218,10 +218,10 @@ def _traffic(job: JobProfile) -> float:
 
 LEAST_GROUPS = 10
 _PERCENTILE = 0.90
-_BASE = 0.1  # of the spread of slowdowns: it grows with the slowdown beyond 1, from here
+_BASE = 0.1  # base of the spread of slowdowns: it grows with the slowdown beyond 1, from here
 _START = (0.0, 0.0, 2.0, -1.5)  # logarithms of the formula's figures, where the fit begins and what it is held to
 _FIRMNESS = 3e-3
-_TOLERANCE = 0.02  # of normalised speed; what is further off counts in proportion, not squared
+_TOLERANCE = 0.02  # in normalised speed; what is further off counts in proportion, not squared
 _STEPS = 200
 _ROW_FIRMNESS = 1.0  # rows that a job's figure is held to 0 by
 _ROUNDS = 30

@@ -36,13 +36,13 @@ UNKNOWN_FAMILY = "unknown"  # the family of a row that does not name what ran
 _NO_CARD_MIB = 2**20  # more than any device has, for a device of unknown memory
 _CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki
 
-Cells = Mapping[str, str]  # of a row of a file
-Columns = dict[str, Any]  # of a row of ours
+Cells = Mapping[str, str]  # the cells of a file's row
+Columns = dict[str, Any]  # the columns of our row
 Value = Callable[[Cells], Any]
 Condition = Callable[[Cells, Columns], object]
-Change = Callable[[Cells], Columns]  # of the columns of a row
+Change = Callable[[Cells], Columns]  # changes the columns of a row
 Rule = tuple[Condition, Change]
-FIELD = "config."  # of the trial config
+FIELD = "config."  # prefix of the trial config's fields
 _DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: given once, they are set in both
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # as spreadsheets and data frames write it
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}

@@ -27,7 +27,7 @@ from warehouse.exchange.imported_rows import (
 from warehouse.tables.schema import RUN_SCHEMA
 
 DEVICE_NAME = "A100-SXM4-40GB"
-TORCH_VERSION = "2.4.1"  # of all these files
+TORCH_VERSION = "2.4.1"  # the version behind all these files
 CUDA_VERSION = "12.2"
 CARD_MIB = 40_960.0
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _PRELOADED = ["warehouse.explorer.limited_query", "warehouse.files.folder_files"]
 _THREADS = 2
-_DUCKDB_SHARE = 0.75  # of the memory limit: DuckDB's own limit has the clearer message, and comes first where it holds
+_DUCKDB_SHARE = 0.75  # DuckDB's share of the memory limit: its own limit should come first, with the clearer message
 _BASE_BYTES = 2**28  # a child's memory before its query runs
 _LOOK_S = 0.02
 _MOST_RESERVED = 4  # times the memory limit: allocators reserve more than they use

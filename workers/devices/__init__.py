@@ -139,7 +139,7 @@ class Slot:
     device_memory_mib: float | None
     driver_version: str | None = None
     memory_fraction: float | None = None  # share of its memory that trials are allowed; None: all of it
-    mig_profile: str | None = None  # of a MIG slice, such as 1g.5gb
+    mig_profile: str | None = None  # a MIG slice's profile, such as 1g.5gb
     mps: bool | None = None  # whether CUDA's multi-process service runs on it
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from featurize.timing.overlap import RankStep, SimulatedStep
     from workers.settings import TrialSettings
 
-_SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
+_SAMPLE_PERIOD_S = 0.1  # virtual time, as a real device is sampled by default
 
 
 class SimulatedDevice:

@@ -39,8 +39,8 @@ CLOCK_JUMP = 0.10  # ratio to the window's median SM clock
 CONTEXT_MIB = 1024.0  # the most that a CUDA context and its libraries take
 CONTEXT_LEAST_MIB = 64.0  # the least: a process with less cannot compute (an X server on every GPU of a machine)
 HOST_CLOCK_S = 1.0  # how far the wall clock and the monotonic one may differ over a run
-_MIN_PERIODS = 3  # of a source: a shorter window need not hold a reading
-_MIN_READINGS = 5  # of each of two sources before their means are compared
+_MIN_PERIODS = 3  # periods of a source: a shorter window need not hold a reading
+_MIN_READINGS = 5  # readings of each of two sources before their means are compared
 _ENERGY_TOLERANCE = 0.10
 _POWER_CHECK_S = (
     5.0  # the power sensor averages up to a second, so that in a short window it still shows the time before

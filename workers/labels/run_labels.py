@@ -32,8 +32,8 @@ MEANS = {
 }
 _ENERGY_SENSORS = ("nvml", "dcgm")
 _GROWTH = "growth of the device's memory in use, as NVML charges none to the trial"
-_SHOWN = 0.98  # of what the allocator holds that such growth must show, or it is not the trial's
-_COUNTER_STEPS = 8  # of the energy counter that a window must hold for its mean power to be taken from there
+_SHOWN = 0.98  # share of what the allocator holds that such growth must show, or it is not the trial's
+_COUNTER_STEPS = 8  # steps of the energy counter that a window must hold for its mean power to be taken from there
 _STOPPED = "stopped"
 _PARTNER_ENDED = "partner_ended"
 _OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # the writer's to give
@@ -381,7 +381,7 @@ def _joint(members: Sequence[EndedMember]) -> dict[str, Any]:
     if len(begins) < len(members) or len(ends) < len(members):
         return {}
     start_ns, end_ns = max(begins), max(ends)
-    if backend == "simulated":  # of virtual time, in which each has its own
+    if backend == "simulated":  # virtual time, in which each has its own
         start_ns, end_ns = begins[0], ends[0]
     samples: Samples = first.samples
     if backend != "simulated":

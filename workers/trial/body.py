@@ -38,7 +38,7 @@ from conf.errors import CommandError
 from conf.plain_text import shortened
 from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
 
-LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
+LINE_BYTES = 1 << 20  # longest report; an error's text is cut to far less before it is sent
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
 _WORD_BYTES = 256
 _SETTLE_S = 1.0  # when one rank reports losing its peers, wait this long for a peer to report the cause
