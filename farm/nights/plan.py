@@ -25,7 +25,7 @@ from farm.queue.queue_values import device_key
 from farm.sampling.coverage import Known, known_runs, thinned
 from farm.sampling.dimensions import Space
 from farm.sampling.forecast import Forecaster
-from farm.sampling.selection import TAKES_FIRST, CandidatePool, Chosen, Selection, candidates, choose, joined
+from farm.sampling.selection import TAKES_FIRST, CandidatePool, Selection, candidates, chance_to_fit, choose, joined
 from featurize.configs.trial import TrialConfig, config_from_mapping, config_hash, trusting
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
@@ -213,7 +213,6 @@ def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[
 
 _PAST_RUNS = 10  # of a family, from which on its own median wall time is what a run is expected to take
 _STARTUP_S, _STEPS = 15.0, 100  # else: a guess of process start and context, and of the steps until a window is steady
-_LOG_ERROR = 0.15  # of a rough memory figure: standard deviation of its logarithm where nothing better is known
 
 
 def choice_lines(choice: ChoicePayload, source: str = "measured") -> list[str]:
@@ -241,6 +240,8 @@ def choice_lines(choice: ChoicePayload, source: str = "measured") -> list[str]:
 def summary(choice: Selection, known: Known, capacity_mib: float) -> ChoicePayload:
     """Summarise what the choice gains and costs on a device with that much memory, using `known` runs if possible."""
     seconds, past = expected_seconds(choice, known)
+    memory_mib = np.array([one.figures["memory"] for one in choice.chosen])
+    disagreement = np.array([one.disagreement or 0.0 for one in choice.chosen])
     return ChoicePayload(
         policy=choice.policy,
         runs=len(choice.chosen),
@@ -252,20 +253,10 @@ def summary(choice: Selection, known: Known, capacity_mib: float) -> ChoicePaylo
         gained=choice.gained,
         gpu_hours=float(sum(seconds)) / 3600,
         from_past=past / max(len(choice.chosen), 1),
-        out_of_memory=float(sum(may_run_out(one, capacity_mib) for one in choice.chosen)),
+        out_of_memory=float(np.sum(1 - chance_to_fit(memory_mib, disagreement, capacity_mib))),
         ways=choice.ways,
         notes=choice.notes,
     )
-
-
-def may_run_out(one: Chosen, capacity_mib: float) -> float:
-    """Return the probability that a run does not fit.
-
-    Log memory is normal around the figure, as wide as the committee's disagreement, or 15 %."""
-    from math import erf, log, sqrt
-
-    error = max(_LOG_ERROR, one.disagreement or 0.0)
-    return 0.5 * (1 + erf(log(max(one.figures["memory"], 1.0) / capacity_mib) / error / sqrt(2)))
 
 
 def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]:
