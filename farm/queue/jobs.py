@@ -81,7 +81,7 @@ class Queue:
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         *,
         max_attempts: int = MAX_ATTEMPTS,
         backoff_s: float = BACKOFF_S,
@@ -101,7 +101,7 @@ class Queue:
     def __enter__(self) -> Queue:
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
     # Submitting
@@ -175,7 +175,7 @@ class Queue:
             "UPDATE jobs SET complete = complete AND n >= ?, n = max(n, ?), priority = ? WHERE seq = ?",
             (job.n, job.n, job.priority, row[0]),
         )
-        return row[0]
+        return int(row[0])
 
     def _take_out(self, seq: int, first: int, job_before: Sequence[Any]) -> None:
         """Delete the tasks from `first` on that were never started, and restore the job's columns."""
@@ -361,7 +361,7 @@ class Queue:
         )
 
     def _backoff_s(self, task: Lease) -> float:
-        return min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
+        return min(self.backoff_s * 2.0 ** (task.attempt - 1), MAX_BACKOFF_S)
 
     def expired(
         self, now: float, device: str | None = None, held: Collection[Lease] = ()
@@ -522,7 +522,7 @@ class Queue:
     def progress(self, now: float, job_id: str | None = None, window_s: float = 300.0) -> list[JobProgress]:
         """Return the progress of every job (or one), oldest first, with the rate over the last `window_s` seconds."""
         only = None if job_id is None else self._seq(job_id)
-        tallies: dict[int, list[tuple]] = {}
+        tallies: dict[int, list[tuple[Any, ...]]] = {}
         for seq, *tally in self._tallies(only, None):
             tallies.setdefault(seq, []).append(tuple(tally))
         jobs = self._file.all(
@@ -543,7 +543,7 @@ class Queue:
             progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
         return progress
 
-    def _tallies(self, seq: int | None, device: str | None) -> list[tuple]:
+    def _tallies(self, seq: int | None, device: str | None) -> list[tuple[Any, ...]]:
         return self._file.all(
             f"SELECT job_seq, state, status, count FROM tallies JOIN jobs ON seq = job_seq WHERE count > 0 AND {_OF}",
             (seq, device),

@@ -6,25 +6,24 @@ Start reading at `answered`; `_Answer` asks the sources one after the other.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.files.disk_cache import keep, recall
 from conf.units import MIB
 from featurize.configs.features import is_current
 from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, MachineProfile, UnsuitableDevice
 from featurize.job.training_settings import TrainingSettings, training_of
-from featurize.memory.replay import loads_cudnn
 from featurize.operators.replacing import without_collection
-from featurize.recording.skeleton import build_on_meta
-from featurize.recording.step_trace import BatchMix, StepTrace
-from featurize.recording.values import tensors_of
 from featurize.timing.model_flops import seconds_at_peak
-from featurize.timing.overlap import SimulatedStep, lengthened, simulate
 from learn.estimation.job_estimate import (
     COVERAGES,
     HELD_OUT,
@@ -32,13 +31,11 @@ from learn.estimation.job_estimate import (
     Energy,
     Estimate,
     Memory,
-    RankGroup,
     Timing,
     estimators_named,
     uncertainty_of,
     widest,
 )
-from learn.estimation.known_runs import KnownRun, moved
 from learn.estimation.notes import (
     AMD_GPU,
     INFO,
@@ -56,20 +53,22 @@ from learn.estimation.notes import (
     times,
 )
 from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of, workspace_notes
-from learn.estimation.requests import Request, StepFiles
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
-from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, load_latest
-from learn.job.traced import CannotTrace, TracedStep, key_of, step_of, trace_of, wants_values
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
-from learn.peers.base import TRACE_HAS_NO_BOUND, Peer, analyse
 from learn.rows.step_store import StepStore, traced_column
 from learn.rows.targets import get_target
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
+    from featurize.recording.step_trace import BatchMix, StepTrace
+    from featurize.timing.overlap import SimulatedStep
     from featurize.trace.trace_cache import Traces
+    from learn.estimation.job_estimate import RankGroup
+    from learn.estimation.known_runs import KnownRun
+    from learn.estimation.requests import Request, StepFiles
     from learn.estimators.protocol import Prediction
-    from learn.fitting.artifacts import Wanted
+    from learn.fitting.artifacts import Artifact, Wanted
+    from learn.job.traced import TracedStep
 
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
@@ -105,15 +104,11 @@ def answered(
 @as_a_training_script()
 def traces_of(request: Request) -> Traces:
     """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.job.traced.step_of`."""
+    from learn.job.traced import trace_of
+
     traces: Traces = {}
     trace_of(_in_loop(request, request.job), request.platform.device, traces)
     return traces
-
-
-def keyed(job: TrainingJob) -> TrainingJob:
-    """Return the job with its key, for which a factory is built once for all that is asked of it."""
-    key, build = key_of(job)
-    return replace(job, build=build, key=key or "")
 
 
 def _in_loop(request: Request, job: TrainingJob) -> TrainingJob:
@@ -142,7 +137,7 @@ class _Answer:
         self.device, self._on = request.platform.device, request.platform.machine
         self._steps = StepStore(request.options.data)
         self._lent = contextlib.ExitStack()
-        self.job = keyed(_in_loop(request, request.job))
+        self.job = _in_loop(request, request.job)
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
         self.traced: TracedStep | None = None
@@ -164,6 +159,8 @@ class _Answer:
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
     def _step_of(self, job: TrainingJob, **options: Any) -> TracedStep:
+        from learn.job.traced import step_of
+
         return step_of(job, self.device, allocator=self.platform.allocator, **options)
 
     def trace(self) -> None:
@@ -198,6 +195,8 @@ class _Answer:
 
     def ask(self) -> None:
         """Ask the estimator that was named, else the fitted models. Raises the trace's failure where nobody answers."""
+        from learn.job.traced import CannotTrace
+
         estimator, job = self.request.options.estimator, self.job
         beyond = training_of(job.settings).beyond_fits()
         beyond += () if job.parallel is None else (SEVERAL_GPUS,)
@@ -237,6 +236,9 @@ class _Answer:
 
     def _ask_method(self, estimator: str) -> None:
         """Memory by a training-free method. `UsageError` with the method's reason."""
+        from learn.job.traced import wants_values
+        from learn.peers.base import Peer, analyse
+
         if beyond := training_of(self.alone.settings).beyond_trials():
             raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
         known = get_estimator(estimator)
@@ -264,6 +266,8 @@ class _Answer:
     @cached_property
     def _case_in_a_plain_loop(self) -> Case:
         """The case in such a loop, its record at hand while models are asked."""
+        from learn.job.traced import step_of
+
         case = self.case
         if case.training_loop or case.spec is None:
             return case
@@ -282,6 +286,8 @@ class _Answer:
         each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
         answer; memory, which hardly depends on the loop, is answered by any.
         """
+        from learn.fitting.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
+
         case, estimator = self.case, self.request.options.estimator
         folder = DataFolder.resolve(self.request.options.data)
         if self.request.options.data is not None:
@@ -430,6 +436,8 @@ class _Answer:
 
     def _by_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
         """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
+        from featurize.timing.overlap import lengthened
+
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
         talk = talk_of(traced, job, device)
         step = lengthened(self._priced(traced, loop), talk, device)
@@ -440,13 +448,7 @@ class _Answer:
                 self._take(target, getattr(step, get_target(target).column), "trace", loop)
                 if target == "step_time":
                     of_step = {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
-                    if step.bound_by == "host":
-                        figures = (
-                            f"{step.step_time_ms:,.2f} ms, up to {step.step_time_upper_ms:,.2f} on 9 of 10 machines"
-                        )
-                        more = "; for a module, framework= says what launches the kernels" if job.config is None else ""
-                        text = f"the host bounds the step: {figures}{more}"
-                        notes.append(Note("host-bound", INFO, text, (target,)))
+                    notes += _note_of_host(step, job) if step.bound_by == "host" else []
         timed = step if self.loops["step_time"] == loop else self._priced(traced, PIPELINE)
         ranks, sent, assumed = ranks_of(traced, job, device, talk)
         notes += [*assumed, *(Note("trace", WARNING, text) for text in traced.trace.notes)]
@@ -483,6 +485,8 @@ class _Answer:
 
     def _priced(self, traced: TracedStep, loop: str) -> SimulatedStep:
         """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
+        from featurize.timing.overlap import simulate
+
         if loop != PIPELINE:
             return traced.step
         waits_ms, settings = loading_ms(traced, self.alone), self.alone.settings
@@ -521,6 +525,8 @@ class _Answer:
 
     def _notes_of_memory(self, memory: Memory, limit_mib: float) -> tuple[list[Note], list[Note]]:
         """Return the notes that come first, that the job does not fit, and those on what bounds its memory."""
+        from learn.peers.base import TRACE_HAS_NO_BOUND
+
         device, by = self.device, self.by["memory"]
         peak_mib, upper_mib, room = memory.peak_memory_mib, memory.upper_mib, _room(self.device, limit_mib)
         first: list[Note] = []
@@ -573,6 +579,7 @@ class _Answer:
 
     def _moved_by(self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep) -> Estimate:
         """Return the estimate moved by runs, each traced at its batch size."""
+        from learn.estimation.known_runs import moved
 
         def trace_of(batch_size: int) -> TracedStep:
             if batch_size == self.job.batch_size:
@@ -585,8 +592,18 @@ class _Answer:
         return moved(done, runs, trace_of, self.request.options.coverage, without)
 
 
+def _note_of_host(step: SimulatedStep, job: TrainingJob) -> list[Note]:
+    figures = f"{step.step_time_ms:,.2f} ms, up to {step.step_time_upper_ms:,.2f} on 9 of 10 machines"
+    text = f"the host bounds the step: {figures}"
+    if job.config is None:
+        text += "; for a module, framework= says what launches the kernels"
+    return [Note("host-bound", INFO, text, ("step_time",))]
+
+
 def _parameters(job: TrainingJob) -> int | None:
     """Counted on a model that is built but not traced; None where it can't be built either."""
+    from featurize.recording.skeleton import build_on_meta
+
     try:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
     except Exception:  # a model may raise anything, and the trace's reason is told already
@@ -656,6 +673,8 @@ def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
 
 
 def _of_amd(trace: StepTrace, on: MachineProfile) -> str:
+    from featurize.memory.replay import loads_cudnn
+
     of_context = ", its context is assumed" if on.name in MACHINES else ""
     of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes" if loads_cudnn(trace) else ""
     return (
@@ -695,6 +714,8 @@ def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
     script's inputs are not kept: there, what the first embedding of that shape looks up counts.
     """
     if job.recorded is None:
+        from featurize.recording.values import tensors_of
+
         inputs, _targets = job.batch("meta")
         shapes = [
             tuple(x.shape)
@@ -706,6 +727,25 @@ def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
     return next((batch * size[0] for batch, *size in shapes if batch == job.batch_size and len(size) == 1), None)
 
 
+MOST_ANSWERS = 5000
+_answers: dict[str, Estimate] = {}  # oldest first
+
+
+def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] | None = None) -> Estimate:
+    """Return the answer of `answered`, made now where it was not given before. Raises as there.
+
+    A new one is left in the user's cache, or with `kept`, among what the caller leaves there at once.
+    """
+    key, request = _key(request)
+    known = _found(key)
+    if known is None:
+        known = answered(request, traces=traces)[0]
+        if key is not None:
+            fresh = {f"answer {key}": known.to_mapping()}
+            keep(fresh) if kept is None else kept.update(fresh)
+    return _remembered(key, known)
+
+
 def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: StepFiles) -> Estimate:
     """Return the answer to a request, and write the files of its step that are wanted.
 
@@ -715,7 +755,82 @@ def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: 
     """
     began = time.monotonic_ns()
     request, notes = made()
-    done, traced = answered(request, timeline=any(files))
+    done, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
     done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
-    files.write(request, done, traced)
+    if any(files):
+        files.write(request, done, traced)
     return done
+
+
+def _found(key: str | None) -> Estimate | None:
+    if key is None or key in _answers:
+        return None if key is None else _answers[key]
+    try:
+        return Estimate.from_mapping(recall(f"answer {key}"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _remembered(key: str | None, known: Estimate) -> Estimate:
+    """Keep an answer in memory. Returns a copy whose mappings are the caller's to change."""
+    if key is None:
+        return known
+    _answers[key] = known
+    if len(_answers) > MOST_ANSWERS:
+        del _answers[next(iter(_answers))]
+    own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
+    return replace(known, **own)
+
+
+def with_key(request: Request) -> Request:
+    """Return the request with its job's key, for which a factory is built once for all that is asked of it."""
+    from learn.job.traced import key_of
+
+    job_key, build = key_of(request.job)
+    return replace(request, job=replace(request.job, build=build, key=job_key or ""))
+
+
+def clear() -> None:
+    """Forget all answers in memory."""
+    _answers.clear()
+
+
+def _key(request: Request) -> tuple[str | None, Request]:
+    """Return what tells the answer, and the request as it is then answered: its job is built once. No key with
+    workspaces, which depend on this process's cuDNN."""
+    if request.platform.workspaces is not None:
+        return None, request
+    request = with_key(request)
+    job, how, own = request.job, request.options, request.own_runs
+    folder = DataFolder.resolve(how.data)
+    if not job.key:
+        return None, request
+    identity = (
+        job.key,
+        job.name,
+        job.training_loop,
+        job.parallel and job.parallel.deepspeed,
+        request.platform,
+        request.platform.device.interconnect,
+        how.estimator,
+        how.loop,
+        how.coverage,
+        how.known,
+        own and (own.asked_for, own.changed_ns),
+        str(folder.root),
+        tuple(_models_of(folder)),
+    )
+    return hashlib.sha256(repr(identity).encode()).hexdigest(), request
+
+
+def _models_of(folder: DataFolder) -> Iterator[tuple[str, int, int]]:
+    """Yield the files of the folder's fitted models, and its marker."""
+    paths = [str(folder.format_marker)]
+    for home, _, names in os.walk(folder.models):
+        paths += [os.path.join(home, name) for name in names]
+    for path in sorted(paths):
+        try:
+            status = Path(path).stat()
+        except OSError:
+            continue
+        yield path, status.st_size, status.st_mtime_ns

@@ -64,7 +64,7 @@ class TrainingJob:
     settings: TrainingSettings
     batch_size: int
     config: TrialConfig | None = None
-    loss: Callable | None = None
+    loss: Callable[..., Any] | None = None
     training_loop: bool = True
     recorded: Callable[[], StepTrace | None] | None = None
     search: SearchSettings | None = None
@@ -191,7 +191,7 @@ def of_module(
     settings: TrainingSettings | None = None,
     *,
     input_dtype: str = DEFAULT_DTYPE,
-    loss: Callable | None = None,
+    loss: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> TrainingJob:
     """The job of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
@@ -360,7 +360,7 @@ class Case:
         return hashlib.sha256(canonical_json(described).encode()).hexdigest()[:24]
 
 
-def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about) -> tuple[Case, ...]:
+def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about: Any) -> tuple[Case, ...]:
     """A case for each trial config, all on one device."""
     return tuple(Case(config, device, **about) for config in configs)
 

@@ -8,6 +8,7 @@ import pytest
 
 from featurize.device.device_spec import describe_device
 from learn import estimate_script
+from learn.estimation import answers
 from learn.script import estimating, records
 from learn.script.command_line import parse_command
 from tests.learn.test_script_failures import LOOP, RECORD
@@ -36,6 +37,7 @@ def test_a_script_runs_again_only_where_something_that_it_looked_at_has_changed(
     monkeypatch.setattr(estimating, "_recorded", lambda *args: runs.append(args) or recorded(*args))
 
     def parameters(**settings):
+        answers.clear()  # what this process remembers
         return estimate_script(["python", "train.py"], estimator="trace", **settings).parameters
 
     assert [parameters(), parameters()] == [36, 36] and len(runs) == 1
