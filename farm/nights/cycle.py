@@ -330,7 +330,7 @@ class NightWork:
         on_gpu = self.machine.choice.backend != "cpu"
         groups = Groups(pool, 2, self.machine.capacity_mib if on_gpu else None, seed)
         tasks = list(enumerate(itertools.islice(groups, _PAIRS_AT_MOST if wanted is None else wanted)))
-        ended = self._work_off(job_id, tasks, of_time=1.0 if wanted is not None else share) if tasks else "all"
+        ended = self._run_tasks(job_id, tasks, of_time=1.0 if wanted is not None else share) if tasks else "all"
         if ended != "all":
             self._take_out(job_id)
         return "all" if ended == "time" and wanted is None else ended

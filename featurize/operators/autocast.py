@@ -180,8 +180,8 @@ def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
             self._inside.close()
             return super().__exit__(*error)
 
-    def of_cuda(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> OfAModel:
-        return OfAModel("cuda", dtype, enabled, cache_enabled)
+    def of_cuda(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> ModelAutocast:
+        return ModelAutocast("cuda", dtype, enabled, cache_enabled)
 
     with _lock, contextlib.ExitStack() as stack:
         for owner in (torch, torch.amp, torch.amp.autocast_mode):
