@@ -114,7 +114,7 @@ class Dispatcher:
         """
         events = self._service.events
         try:
-            self._queue.bound_waits(self._now())
+            self._queue.cap_waits(self._now())
             self._executor.start()
             events.emit("device_started", device=device_from_key(self._device_key).to_mapping())
             stop.install()  # again: Ray has put its own handlers in their place

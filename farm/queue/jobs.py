@@ -393,8 +393,11 @@ class Queue:
                 done += changed
         return done
 
-    def bound_waits(self, now: float) -> int:
-        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number."""
+    def cap_waits(self, now: float) -> int:
+        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number.
+
+        The first condition on the state is the one of the partial index `tasks_due`.
+        """
         return self._file.change(
             "UPDATE tasks INDEXED BY tasks_due SET due = ? "
             "WHERE state IN ('waiting', 'leased') AND state = 'waiting' AND due > ?",
