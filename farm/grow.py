@@ -18,7 +18,7 @@ from farm.dispatch.monitoring import Service
 from farm.nights.cycle import Left, NightWork, message_of, notify
 from farm.nights.journal import STEPS, CanariesPayload, Cycle, Journal, LandPayload, LearnPayload, RunPayload
 from farm.nights.machine import environment_now, machine_of
-from farm.nights.plan import make_plan
+from farm.nights.plan import choice_lines, make_plan
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue, queue_to_read
 from farm.queue.outcomes import EXIT_ALL_FAILED
@@ -199,13 +199,13 @@ def _dry_run(settings: GrowSettings) -> int:
     print(device_line)
     if again:
         print(f"{machine.source} again first, as stale: {len(again):,}")
-    if plan.summary is not None:
-        print("\n".join(plan.summary.lines(machine.source)))
+    if plan.choice.policy is not None:
+        print("\n".join(choice_lines(plan.choice, machine.source)))
     elif settings.singles is None or len(again) < settings.singles:
         print("nothing new is left in these search spaces; the night after looks at the candidates behind them")
     if settings.collocate:
         print(f"pairs of trials on one device: {_pairs(settings)}")
-    for name, cells in ({} if plan.summary is None else plan.summary.gained).items():
+    for name, cells in plan.choice.gained.items():
         new = sorted(cells.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))[:_CELLS_SHOWN]
         print(f"{name}: " + "; ".join(f"{cell} {before}+{gained}" for cell, (before, gained) in new))
     print("nothing was run or written: dry_run=true")

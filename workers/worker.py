@@ -25,7 +25,6 @@ from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sampler import call_within, to_table
 from workers.trial.outcome import (
-    Observed,
     TrialRun,
     TrialWatch,
     kernel_oom_kills,
@@ -33,7 +32,7 @@ from workers.trial.outcome import (
     outcome_of,
     startup_s,
 )
-from workers.trial.reports import KERNEL_COLUMNS, Failure, RankEnded, ReportReader, TrialResult, WindowBegun
+from workers.trial.reports import ENDINGS, KERNEL_COLUMNS, Failure, Observed, ReportReader
 from workers.trial.server_client import MpsDaemon, MpsUnavailable, RunningTrial, ServerLost, TrialServer
 
 if TYPE_CHECKING:
@@ -291,9 +290,9 @@ class Worker:
         try:
             while run.living:
                 event = run.step()
-                if isinstance(event, WindowBegun):
+                if event == "window":
                     self._prepare(upcoming)
-                elif isinstance(event, TrialResult | Failure | RankEnded):
+                elif event in ENDINGS:
                     run.dismiss()
         finally:
             run.close()
@@ -484,7 +483,7 @@ def _run_members(
         is_open = not worker.device.sampled  # virtual time knows no waiting
         while any(run.living for run in runs):
             for run in runs:
-                if run.living and isinstance(run.step(), Failure):
+                if run.living and run.step() == "failed":
                     run.dismiss()
             is_open = _direct(runs, is_open, clock.t0_ns + int(_WARM_BY * timeout_ns))
     finally:

@@ -55,7 +55,7 @@ from farm.nights.machine import (
     submit_listed,
     tasks_run,
 )
-from farm.nights.plan import Plan, code_names, make_plan, read_plan, skipped
+from farm.nights.plan import Plan, choice_lines, code_names, make_plan, read_plan, skipped
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
@@ -275,11 +275,11 @@ class NightWork:
 
     def _choose(self) -> ChoicePayload:
         plan = self._plan(self.earlier(), "choosing")
-        if plan.again:
-            self.say(f"{self.machine.source} again first, as stale: {plan.again:,}")
-        for line in () if plan.summary is None else plan.summary.lines(self.machine.source):
+        if again := plan.choice.remeasured:
+            self.say(f"{self.machine.source} again first, as stale: {again:,}")
+        for line in choice_lines(plan.choice, self.machine.source):
             self.say(line)
-        return plan.payload(plan.write(self.folder, self.cycle.name))
+        return dataclasses.replace(plan.choice, plan=plan.write(self.folder, self.cycle.name))
 
     def _run(self, choice: ChoicePayload) -> RunPayload:
         job_id = self.cycle.job("grow")
@@ -397,7 +397,7 @@ class NightWork:
     def _next_plan(self) -> Mapping[str, Any] | None:
         """Return what the next night would measure; None if planning fails, so that the report is still written."""
         try:
-            plan: Mapping[str, Any] = plain(self._plan(self.journal.cycles(), "looking ahead").payload().to_mapping())
+            plan: Mapping[str, Any] = plain(self._plan(self.journal.cycles(), "looking ahead").choice.to_mapping())
         except Exception as error:
             self.service.events.emit("notice", message=f"the next night's plan: {error}")
             return None

@@ -117,10 +117,15 @@ class CanariesPayload(Payload):
 class ChoicePayload(Payload):
     """The night's plan, see `farm.nights.plan.Plan`. `policy` None: it chose nothing new.
 
-    plan        the plan's file, relative to the data folder
-    runs        configurations, of which `remeasured` are measured again because they are stale
-    next_index  where each sequence goes on
-    others      as in `farm.nights.plan.Summary`
+    plan           its file, relative to the data folder
+    runs           configurations, of which `remeasured` are measured again because they are stale
+    next_index     where each sequence goes on
+    families       those chosen by the policy, by family
+    measured, repeated  candidates left out: measured already, copies of one another
+    bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell
+    gpu_hours      expected; `from_past`: the share of runs whose family's past runs it was taken from
+    out_of_memory  expected number of runs that will not fit
+    ways           how the figures were found -> runs
     """
 
     step: ClassVar[str] = "choose"

@@ -117,7 +117,8 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
         raise UsageError(f"{cls.family}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     if missing := [name for name in required if name not in values]:
         raise UsageError(f"{cls.family}: missing {', '.join(missing)}")
-    return cls(**values)
+    config: TrialConfig = cls(**values)
+    return config
 
 
 @functools.cache  # every leased task asks

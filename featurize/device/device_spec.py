@@ -390,7 +390,8 @@ def _described_fp8(name: str) -> float | None:
         return None
     described = _descriptions()[parent]
     values = described if profile is None else slice_values(described, profile)
-    return values["peak_tflops"].get("fp8")
+    fp8: float | None = values["peak_tflops"].get("fp8")
+    return fp8
 
 
 def same_device(one: str | None, other: str | None) -> bool:
@@ -456,7 +457,7 @@ def _bound(value: object) -> str:
 
 
 @functools.cache
-def _descriptions() -> dict[str, dict]:
+def _descriptions() -> dict[str, dict[str, Any]]:
     import yaml
 
     try:

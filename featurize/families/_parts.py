@@ -6,8 +6,8 @@ Start reading at `linear`. FLOPs count matrix products and convolutions only, as
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig
@@ -96,6 +96,9 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def pick(options: list, draw: Callable[[str], float], name: str):
+T = TypeVar("T")
+
+
+def pick(options: Sequence[T], draw: Callable[[str], float], name: str) -> T:
     """One of `options`, evenly, by the sampled point's own draw."""
     return options[min(int(draw(name) * len(options)), len(options) - 1)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
 
-    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         recompute = self.recompute and self.training and torch.is_grad_enabled()
         for block in self.blocks:
             if not recompute:

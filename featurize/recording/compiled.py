@@ -302,7 +302,8 @@ def _capturable() -> Iterator[None]:
         if x.dim() not in (1, 2, 4):
             return likelihood(x, target, weight, reduction, ignored)
         kernel = torch.ops.aten.nll_loss2d_forward if x.dim() == 4 else torch.ops.aten.nll_loss_forward
-        return kernel(x, target, weight, reduction, ignored)[0]
+        loss: Tensor = kernel(x, target, weight, reduction, ignored)[0]
+        return loss
 
     def cross_entropy(
         x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int, smoothing: float

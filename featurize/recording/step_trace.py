@@ -207,7 +207,8 @@ class StepTrace:
         """
         if key not in self._computed:
             self._computed[key] = compute()
-        return self._computed[key]
+        value: Value = self._computed[key]
+        return value
 
     @property
     def flops(self) -> int:

@@ -152,7 +152,7 @@ def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) ->
     of_sms, of_dram, longer = _demand(load, own_w - idle_w, learned)
 
     def drawn_w(clock: np.ndarray) -> np.ndarray:
-        return idle_w + of_dram / longer(clock) + of_sms * clock**learned.exponent
+        return np.asarray(idle_w + of_dram / longer(clock) + of_sms * clock**learned.exponent)
 
     # By halves: near its least limit, iterations as above do not end for what memory bounds.
     clock, too_high = np.full_like(watts, _LEAST_CLOCK), np.ones_like(watts)

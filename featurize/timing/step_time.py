@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -59,6 +59,9 @@ from featurize.timing.times import (
     machines_of,
     traffic_s,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 VERSION = 2
 _NORMAL = NormalDist()
@@ -304,7 +307,7 @@ def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, obj
     return json.dumps(content, indent=1) + "\n"
 
 
-def _rounded(values):
+def _rounded(values: ArrayLike) -> Any:
     return np.round(np.asarray(values, dtype=float), 4).tolist()
 
 
@@ -451,7 +454,8 @@ def delays_ms(
 def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
     """Return when each operator begins, and the end of the step: in proportion to the GPU's own time."""
     ends = np.cumsum([0.0, *(cost.seconds for cost in operator_costs(trace, spec, settings))])
-    return (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()
+    moments: list[float] = (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()
+    return moments
 
 
 def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:

@@ -265,14 +265,15 @@ def fields_of(value: Any, kind: Any) -> Any:
 def _integer(value: Any) -> int:
     if type(value) is not int or abs(value) > LARGEST_INT:
         raise BadRecord("not a whole number of a reasonable size")
-    return value
+    return int(value)
 
 
 def count_of(value: Any) -> int:
     """Return a whole number from 0 on. Raises `BadRecord` for anything else."""
-    if _integer(value) < 0:
+    count = _integer(value)
+    if count < 0:
         raise BadRecord("a negative count")
-    return value
+    return count
 
 
 def text_of(value: Any) -> str:

@@ -206,7 +206,7 @@ def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[n
     group = mesh.get_group()
 
     def to_experts(_module: nn.Module, args: tuple[Tensor]) -> Tensor:
-        parts = _exchanged(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
+        parts: Tensor = _exchanged(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
         return parts.transpose(0, 1).flatten(1, 2)
 
     def to_tokens(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
@@ -328,7 +328,8 @@ class _Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.way = received, sent, group
         made = functional.all_to_all_single(rows.contiguous(), received, sent, group)
-        return functional.wait_tensor(made)
+        arrived: Tensor = functional.wait_tensor(made)
+        return arrived
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

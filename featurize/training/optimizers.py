@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from conf.errors import EnvironmentProblem, unknown_name
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.nets.vision import import_library
-from featurize.operators.autocast import replaced
+from featurize.operators.replacing import replaced
 from featurize.operators.tensor_parts import mesh_of
 
 _T = TypeVar("_T")
@@ -77,7 +77,7 @@ def make_optimizer(
 
 
 def _adafactor_of_transformers(parameters: list[Any], lr: float, **more: Any) -> torch.optim.Optimizer:
-    adafactor = import_library("transformers.optimization").Adafactor
+    adafactor: Callable[..., torch.optim.Optimizer] = import_library("transformers.optimization").Adafactor
     return adafactor(parameters, lr=lr, relative_step=False, scale_parameter=False, **more)
 
 
@@ -89,7 +89,8 @@ def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> 
     except ImportError as error:
         raise EnvironmentProblem(f"optimizer={name} needs bitsandbytes: pip install bitsandbytes") from error
     names = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
-    return getattr(optim, names[name])(parameters, lr=LEARNING_RATE, **more)
+    optimizer: Callable[..., torch.optim.Optimizer] = getattr(optim, names[name])
+    return optimizer(parameters, lr=LEARNING_RATE, **more)
 
 
 def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:

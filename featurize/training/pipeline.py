@@ -309,7 +309,7 @@ class PipelineRank(ShardedRank):
         whole = target is None or target.dim() == 0
         scale, last = step.settings.accumulation, self._stages[-1]
 
-        def loss_of(_output: Any, chunk: Tensor) -> Tensor:
+        def loss_of(_output: Any, chunk: Tensor) -> Any:
             def compute() -> Tensor:
                 loss = step.loss(last.output(), target if whole else chunk)
                 return loss / scale if scale > 1 else loss

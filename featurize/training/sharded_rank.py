@@ -256,7 +256,7 @@ def sequence_length(inputs: object) -> int:
     return first.shape[_LENGTH]
 
 
-def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, parallel: Parallel) -> tuple:
+def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, parallel: Parallel) -> tuple[Any, ...]:
     """Return this rank's part of a batch: of each tensor that has the sequence's length in its second dimension.
 
     Args:
@@ -439,7 +439,7 @@ def _naming_gradients(streams: Streams) -> Callable[..., Any]:
 def _copied_from_host() -> property:
     inputs: property = vars(param.FSDPParam)["all_gather_inputs"]
 
-    def all_gather_inputs(self: param.FSDPParam) -> list[torch.Tensor]:
+    def all_gather_inputs(self: param.FSDPParam) -> Any:
         if not self.offload_to_cpu:
             return inputs.__get__(self)
         kept = self._sharded_param_data
@@ -470,7 +470,7 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _catch_all_reshard(state: Any) -> None:

@@ -524,7 +524,8 @@ def _hook(
         def mark(tensor: Tensor) -> Tensor:
             nonlocal waiting
             waiting += tensor.requires_grad
-            return _Mark.apply(tensor, end)
+            marked: Tensor = _Mark.apply(tensor, end)
+            return marked
 
         return tree_map_only(Tensor, mark, inputs)
 
@@ -532,7 +533,8 @@ def _hook(
         def mark(tensor: Tensor) -> Tensor:
             nonlocal begun
             begun += 1
-            return _Mark.apply(tensor, begin)
+            marked: Tensor = _Mark.apply(tensor, begin)
+            return marked
 
         return tree_map_only(Tensor, mark, output)
 
@@ -556,7 +558,7 @@ class _Mark(torch.autograd.Function):
         return gradient, None
 
 
-class LentParameters(dict):
+class LentParameters(dict[str, nn.Parameter | None]):
     """A module's parameters, of which other modules may take one.
 
     Args:
@@ -581,7 +583,8 @@ def frugal_linear() -> Iterator[None]:
     gathered weight alive."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # torch's names
-        return _Linear.apply(input, weight, bias)
+        output: Tensor = _Linear.apply(input, weight, bias)
+        return output
 
     with replaced(nn.functional, "linear", linear):
         yield

@@ -124,7 +124,7 @@ def weights_by(
     for label in np.unique(labels[of]):
         inside = of & (labels == label)
         weight[inside] = (factors or {}).get(label, 1.0) / inside.sum() ** power
-    return weight / weight.sum()
+    return np.asarray(weight / weight.sum())
 
 
 def left_out_errors(
@@ -389,7 +389,7 @@ class TimeFit:
             fitted.row_ms(row, busy, host)
             for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
         ]
-        return np.log(np.array(estimated) / self.measured_ms.numpy())
+        return np.asarray(np.log(np.array(estimated) / self.measured_ms.numpy()))
 
     def _begin(self) -> dict[str, torch.Tensor]:
         def full(shape: Sequence[int], value: float) -> torch.Tensor:

@@ -77,7 +77,7 @@ class KernelSizes:
 
     @property
     def roofline_s(self) -> np.ndarray:
-        return np.maximum(self.math_s, self.memory_s)
+        return np.asarray(np.maximum(self.math_s, self.memory_s))
 
 
 class Instruments:
@@ -215,7 +215,7 @@ def wave_factors(
     sms = after.sm_count / before.sm_count
     bandwidth = before.bandwidth_gb_s / after.bandwidth_gb_s
     clock = clock_ghz(before) / clock_ghz(after)
-    return waves * (bandwidth * sms) ** bound * clock ** (1 - bound)
+    return np.asarray(waves * (bandwidth * sms) ** bound * clock ** (1 - bound))
 
 
 def _job_of(row: MeasuredTime) -> tuple[Any, ...]:

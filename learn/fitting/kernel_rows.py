@@ -180,7 +180,8 @@ def measured_activity(
 def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """Return the rows of a query of a data folder; None: the default one."""
     with contextlib.closing(warehouse.connect(data)) as connection:
-        return connection.execute(sql, parameters).fetchall()
+        rows: list[tuple[Any, ...]] = connection.execute(sql, parameters).fetchall()
+    return rows
 
 
 class RowLeftOut(Exception):

@@ -360,7 +360,7 @@ class Case:
         return hashlib.sha256(canonical_json(described).encode()).hexdigest()[:24]
 
 
-def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about) -> tuple[Case, ...]:
+def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about: Any) -> tuple[Case, ...]:
     """A case for each trial config, all on one device."""
     return tuple(Case(config, device, **about) for config in configs)
 

@@ -265,7 +265,8 @@ def keys_of(rows: Rows, by: str) -> np.ndarray:
     """(n,) str: what each row is told apart by; spellings of one device are the same."""
     if by == "device":
         return np.array([plain_device(name) for name in rows.device], dtype=object)
-    return getattr(rows, by).astype(str)
+    names: np.ndarray = getattr(rows, by)
+    return names.astype(str)
 
 
 def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

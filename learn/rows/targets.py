@@ -87,7 +87,7 @@ class Bins:
 
     def classify(self, values: np.ndarray | Sequence[float], families: Sequence[str] | np.ndarray) -> np.ndarray:
         """Class index of each value, (n,) int."""
-        return (np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1)
+        return np.asarray((np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1))
 
     def to_mapping(self) -> dict[str, Any]:
         return {

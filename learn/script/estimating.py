@@ -22,6 +22,7 @@ from featurize.job.layout import Parallel, named_settings, names_network_only
 from featurize.job.training_settings import Training
 from featurize.memory.cudnn_workspaces import search_settings
 from featurize.timing.collectives import fabric_of
+from featurize.trace.trace_cache import BadRecord
 from learn.estimation.answers import answer_and_write
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun
@@ -34,7 +35,7 @@ from learn.estimation.requests import Request, ScriptKeywords, StepFiles, platfo
 from learn.job.training_job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
-from learn.script.records import BadRecord, ScriptRecord, read_record
+from learn.script.records import ScriptRecord, read_record
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec

@@ -140,11 +140,11 @@ def record_of_json(content: Any) -> ScriptRecord:
 
 
 def _setting(name: str, value: Any) -> Setting:
-    given = type(value)
-    if given is not SETTINGS.get(name):
+    if type(value) is not SETTINGS.get(name):
         raise BadRecord("a setting of an unknown name or type")
     if isinstance(value, str):
         return text_of(value)
+    assert isinstance(value, bool | int | float)
     if not (math.isfinite(value) and 0 <= value <= LARGEST_INT):
         raise BadRecord("a setting of no reasonable size")
     return value

@@ -151,7 +151,7 @@ class SavedFiles:
 
     def _mode(self, path: str) -> int:
         try:
-            return self._os["lstat"](path).st_mode
+            return int(self._os["lstat"](path).st_mode)
         except (OSError, ValueError):
             return 0
 

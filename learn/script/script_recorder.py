@@ -227,7 +227,7 @@ def _only_initialises(func: OpOverload, args: Any) -> bool:
     name = func._schema.name
     if not (name in _RANDOM or (name in _ADJUSTING and isinstance(args[0], nn.Parameter))):
         return False
-    return args[0].is_floating_point() and args[0].numel() >= _LARGE
+    return bool(args[0].is_floating_point()) and args[0].numel() >= _LARGE
 
 
 def _concerns_meta(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from warehouse.tables.schema import SAMPLE_QUALITIES
 from workers.telemetry.base import REACH, Sample, WindowMean, share, usual_interval_ns
-from workers.trial.outcome import Observed
+from workers.trial.reports import Observed
 
 Samples = Sequence[tuple[str, Sample]]  # (sensor, sample)
 

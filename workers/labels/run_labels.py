@@ -19,7 +19,8 @@ from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
 from workers.task import AloneRun, RunResult, Task
 from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean
-from workers.trial.outcome import Observed, failed_rank
+from workers.trial.outcome import failed_rank
+from workers.trial.reports import Observed
 
 if TYPE_CHECKING:
     import pyarrow as pa
