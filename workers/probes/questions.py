@@ -104,7 +104,7 @@ def _short(dtype: Any) -> str:
 def _time_ms(call: Callable[[], Any]) -> float:
     import torch
 
-    times = []
+    times: list[float] = []
     for number in range(_TIMED + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
