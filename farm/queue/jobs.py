@@ -406,8 +406,10 @@ class Queue:
         return done
 
     def cap_waits(self, now: float) -> int:
-        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number."""
-        # The index is partial: SQLite uses it only for its own condition, which `state IN` repeats.
+        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number.
+
+        The first condition on the state is the one of the partial index `tasks_due`.
+        """
         return self._file.change(
             "UPDATE tasks INDEXED BY tasks_due SET due = ? "
             "WHERE state IN ('waiting', 'leased') AND state = 'waiting' AND due > ?",

@@ -93,15 +93,15 @@ class TracePool:
             key, question = leased
             began = time.monotonic_ns()
             try:
-                outcome = self._traced(key, question)
+                outcome = self._run_question(key, question)
             except EnvironmentProblem as error:  # the answer cannot be stored
                 outcome = str(error)
                 with contextlib.suppress(EnvironmentProblem):
                     self._store.interrupted(key, outcome)
             self._log("trace", key=key, outcome=outcome, seconds=round((time.monotonic_ns() - began) / 1e9, 3))
 
-    def _traced(self, key: str, question: str) -> str:
-        """Run one question in a child and store the outcome; return it as a short text for the log."""
+    def _run_question(self, key: str, question: str) -> str:
+        """Run one question in a child and store what came of it. Returns that in a word or two, for the log."""
         started = self._started(question)
         if started is None:
             self._store.interrupted(key, "the process that traces are forked from does not start")

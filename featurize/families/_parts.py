@@ -28,7 +28,7 @@ def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int =
 
 
 def activation(name: str, elements: int) -> Layer:
-    """Any of `featurize.configs.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
+    """Any of `featurize.job.training_settings.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
     return Layer(name, elements, 1 * (name == "prelu"))
 
 

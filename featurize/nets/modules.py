@@ -35,7 +35,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def activation(name: str) -> nn.Module:
-    """A new module (`prelu` has a parameter) for a name of `featurize.configs.trial.ACTIVATIONS`."""
+    """A new module (`prelu` has a parameter) for a name of `featurize.job.training_settings.ACTIVATIONS`."""
     return _ACTIVATIONS[name]()
 
 

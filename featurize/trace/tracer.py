@@ -230,8 +230,8 @@ class Tracing:
 
     Args:
         entered: Holds what is replaced in the process until the trace ends. All else as
-            `featurize.trace.tracer.trace_step` has it.
-        targets: The targets of each shape of batches, where trying a model for them changed it; None: not known.
+            `trace_step` has it.
+        targets: Of each shape of batches, where a model that was tried for them was changed by that; None: not known.
         repeats: The second step may be made of the first.
     """
 

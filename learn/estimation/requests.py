@@ -226,7 +226,7 @@ def training_settings(given: Mapping[str, Any], settings: object = None) -> dict
     if settings is None:
         return single
     if not isinstance(settings, Training):
-        raise UsageError(f"settings is a featurize.training.training_step.Training, got {type(settings).__name__}")
+        raise UsageError(f"settings must be a featurize.job.training_settings.Training, got {type(settings).__name__}")
     if single:
         raise UsageError(f"{', '.join(single)} and settings= exclude each other: give either")
     return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}

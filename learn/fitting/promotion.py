@@ -43,7 +43,7 @@ class Promotion:
                skipped: there was nothing to fit on. `why` says it in a sentence
     current    version that was current before; candidate: that was written, None where none was
     held_out   rows that it was decided on: held out for good, and not seen by the current one either
-    figures    `current` and `candidate`: `learn.fitting.promotion.figures`, or None. On the rows that it was decided
+    figures    `current` and `candidate`: the result of `figures`, or None. On the rows that it was decided
                on; where there was nothing to compare, the candidate's on all rows held out
     source, device_name   as they were asked for
     """

@@ -284,7 +284,7 @@ def judge_run(
     out-of-memory untrusted, and one that computes a timeout. Memory errors make any run untrusted.
 
     Args:
-        samples: As `workers.labels.quality.judge` returned them.
+        samples: As `judge` returned them.
         observed: The ended trial.
         label_sensors: Metric of a label -> the sensor that it is from; None: no sensor has one.
         means: Metric -> sensor -> its mean over the window, from these samples.
