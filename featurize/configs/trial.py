@@ -146,7 +146,7 @@ class UnreadableConfig(UsageError):
 
 def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
     """The config that `runs.config` holds as JSON, its names of code not allowed to run but for those of modules in
-    `trust` (see `featurize.configs.trial`). Raises `UnreadableConfig` for anything else, however large, deep or
+    `trust` (see the module's docstring). Raises `UnreadableConfig` for anything else, however large, deep or
     absurd."""
     try:
         config = config_from_mapping(_plain(text))

@@ -28,12 +28,12 @@ def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int =
 
 
 def activation(name: str, elements: int) -> Layer:
-    """Any of `featurize.configs.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
+    """Any of `featurize.job.training_settings.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
     return Layer(name, elements, 1 * (name == "prelu"))
 
 
 def dropout(rate: float, elements: int) -> Layer:
-    """Absent at rate 0: PyTorch then returns its input as it is."""
+    """Return a dropout layer, marked absent at rate 0, where PyTorch returns its input unchanged."""
     return Layer("dropout", elements, present=rate > 0)
 
 

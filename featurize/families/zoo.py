@@ -38,7 +38,7 @@ _TENSOR = re.compile(rf"(?:([A-Za-z_]\w*)=)?({'|'.join(DTYPES)})\[([\d, ]*)\](?:
 
 class Tensors(NamedTuple):
     """One input, or the target: `shape` is a sample's. `bound`: integers are 0 <= x < bound. `value`: all are this one.
-    `name`: of a keyword."""
+    `name`: the keyword, if it is passed as one."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -35,7 +35,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def activation(name: str) -> nn.Module:
-    """A new module (`prelu` has a parameter) for a name of `featurize.configs.trial.ACTIVATIONS`."""
+    """A new module (`prelu` has a parameter) for a name of `featurize.job.training_settings.ACTIVATIONS`."""
     return _ACTIVATIONS[name]()
 
 
@@ -408,7 +408,7 @@ class GraphClassifier(nn.Module):
         return self.head(self.body(x_VF, edges_2E))
 
 
-GROUPS = 32  # of every group norm
+GROUPS = 32  # groups of every group norm
 
 
 def double_convolution(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str) -> nn.Sequential:

@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
     memory   the blocks that are taken and given back
     log      the operators that run
     stack    the module whose forward pass runs
-    values   of tensors that models read
+    values   contents of tensors that models read
     """
 
     def __init__(self, model: nn.Module) -> None:

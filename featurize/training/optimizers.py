@@ -46,9 +46,9 @@ def make_optimizer(
         foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
             and the loop on CPU. Adafactor's default is the loop everywhere.
         implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
-        weight_decay: None is the library's default. Where it is no part of the step itself, as in AdamW, torch adds the
-            decayed weights to a copy of the gradients: of all at once with `foreach` (`_multi_tensor_sgd` and its
-            likes in torch/optim), of one after the other with `loop`, of none with `fused`.
+        weight_decay: None: the library's default. Where it is not part of the step itself, as in AdamW, torch adds the
+            decayed weights to a copy of the gradients: all at once with `foreach` (`_multi_tensor_sgd` and its
+            likes in torch/optim), one after the other with `loop`, not at all with `fused`.
 
     Raises:
         UsageError: There is no such optimizer, or transformers is missing for its Adafactor.

@@ -56,7 +56,7 @@ from learn.rows.step_store import StepStore
 from learn.rows.targets import MIB_PER_GB, default_bin_gb, utilization_bins
 
 FOLDS = 5
-LEAST_ROWS = 10  # of a family, for an ensemble of its own
+LEAST_ROWS = 10  # rows of a family, for an ensemble of its own
 MAX_TOKENS = 48
 
 _COUNTS = (
