@@ -59,7 +59,7 @@ def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> I
 
 
 def _nms(
-    original: Callable, assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
+    original: Callable[..., Any], assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
 ) -> Tensor:
     """All boxes stay; the callers cut them down to their limits. The mask of 64 boxes a word is the CUDA kernel's."""
     if not boxes.is_meta:
@@ -108,7 +108,9 @@ class _RoiAlign(torch.autograd.Function):
         return grads[0].new_zeros(ctx.shape), None, None
 
 
-def _paste(original: Callable, masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1) -> Tensor:
+def _paste(
+    original: Callable[..., Any], masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1
+) -> Tensor:
     """In an evaluation each mask becomes an image, wherever its box lies."""
     if not masks.is_meta or not len(masks):
         return original(masks, boxes, img_shape, padding)
@@ -116,7 +118,7 @@ def _paste(original: Callable, masks: Tensor, boxes: Tensor, img_shape: tuple[in
     return torch.stack([masks.new_zeros(height, width) for _ in range(len(masks))])[:, None]
 
 
-def _levels(mapper: Any, original: Callable, boxlists: list[Tensor]) -> Tensor:
+def _levels(mapper: Any, original: Callable[..., Any], boxlists: list[Tensor]) -> Tensor:
     """The regions are spread evenly over the pyramid's levels."""
     levels = original(mapper, boxlists)
     if not levels.is_meta:
@@ -124,7 +126,9 @@ def _levels(mapper: Any, original: Callable, boxlists: list[Tensor]) -> Tensor:
     return torch.arange(levels.shape[0], device=levels.device) % (mapper.k_max - mapper.k_min + 1)
 
 
-def _matches(matcher: Any, original: Callable, assume: Callable[[str], None], match_quality_matrix: Tensor) -> Tensor:
+def _matches(
+    matcher: Any, original: Callable[..., Any], assume: Callable[[str], None], match_quality_matrix: Tensor
+) -> Tensor:
     """Every other candidate matches, the objects in turn; the rest is background."""
     if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
         return original(matcher, match_quality_matrix)
@@ -182,7 +186,17 @@ def fused_kernels() -> Iterator[None]:
         library._destroy()
 
 
-def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Tensor:
     """cuDNN's layout: channels last if the input's or the weight's is (ATen/native/ConvUtils.h). Meta: never."""
     out = torch.ops.aten._convolution(
         x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, False, False, True, True
@@ -191,8 +205,18 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
 
 
 def _convolution_backward(
-    grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, wanted
-):
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    wanted: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     layout = _layout(x, weight)
     x_grad, weight_grad = (
         torch.empty_like(t, memory_format=layout) if needed else None
@@ -255,7 +279,7 @@ def _rms_norm_backward(
     return of_input, torch.empty_like(weight) if wanted[1] and weight is not None else None
 
 
-_META: dict[str, Callable] = {
+_META: dict[str, Callable[..., Any]] = {
     "mish_backward": lambda grad, x: torch.empty_like(x),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -272,12 +296,19 @@ def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last(x, weight) else torch.contiguous_format
 
 
-def _recurrent(name: str, original, autocast: Autocast, *args):
+def _recurrent(name: str, original: Callable[..., Any], autocast: Autocast, *args: Any) -> Any:
     half = functools.partial(autocast.cast, dtype=torch.float16) if autocast.dtype is not None else None
     return cudnn_rnn.recurrent(name, original, half, *args)
 
 
-def _dropout(original, input, p=0.5, training=True, inplace=False, **kwargs):
+def _dropout(
+    original: Callable[..., Tensor],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **kwargs: Any,
+) -> Tensor:
     # ATen/native/Dropout.cpp, is_fused_kernel_acceptable: CUDA keeps a mask of one byte an element.
     if training and 0 < p < 1 and not inplace and not kwargs and input.device.type == "meta":
         return torch.native_dropout(input, p, True)[0]

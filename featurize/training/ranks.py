@@ -71,7 +71,7 @@ class Ranks:
     """One rank among those of a traced job.
 
     Args:
-        streams: Of its GPU, with the recorder of its step.
+        streams: The streams of its GPU, with the recorder of its step.
         axes: Name of a process group -> the mesh's dimension that it joins.
     """
 
@@ -81,13 +81,13 @@ class Ranks:
         # Storage of a result -> its collective, and the inputs that live until it is over.
         self._under_way: dict[int, tuple[int, list[Tensor]]] = {}
 
-    def ran(self, func: OpOverload, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def ran(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that sends, or waits for what was sent; `KERNEL` for one that computes. NotImplemented where
         its tensors are shared among ranks: PyTorch then runs it on this one's part of them.
 
         Args:
             func: The operator.
-            types: Of its tensors.
+            types: Types of its tensors.
             args: On meta tensors.
             kwargs: Likewise.
         """
@@ -117,12 +117,12 @@ class Ranks:
         """Return whether some of these types of tensors are shared among ranks."""
         return any(issubclass(one, _WRAPPERS) for one in types)
 
-    def _of_group(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _of_group(self, kind: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
         self._streams.send(kind, _nbytes(args[:2]), self._axis(func, args, kwargs), asynchronous=asynchronous)
         return func(*args, **kwargs)
 
-    def _functional(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _functional(self, kind: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         given, made = list(tensors_of(args[0])), list(tensors_of(out))
         if kind == ALL_TO_ALL:
@@ -144,7 +144,7 @@ class Ranks:
         self._under_way.clear()
         self._streams.begin_step()
 
-    def _axis(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> str:
+    def _axis(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         group = _argument(func, args, kwargs, "process_group", _argument(func, args, kwargs, "group_name", None))
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
@@ -163,13 +163,13 @@ def own_axis(group: Any) -> str:
     return f"{len(members)}x{members[1] - members[0] if len(members) > 1 else 1}"
 
 
-def _argument(func: OpOverload, args: tuple, kwargs: dict[str, Any], name: str, default: object) -> Any:
+def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: object) -> Any:
     if name in kwargs:
         return kwargs[name]
     names = [argument.name for argument in func._schema.arguments]
     return args[names.index(name)] if name in names and names.index(name) < len(args) else default
 
 
-def _nbytes(sides: Sequence) -> int:
+def _nbytes(sides: Sequence[Any]) -> int:
     """Bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
     return max((sum(tensor.nbytes for tensor in tensors_of(side)) for side in sides), default=0)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -432,7 +432,7 @@ def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
     except CommandError as error:
         is_able, reason = False, str(error)
 
-        def build(*_):
+        def build(*_: object) -> NoReturn:
             raise UsageError(reason)
 
         size = row.batch_size or 1

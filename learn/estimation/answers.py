@@ -52,7 +52,7 @@ from learn.estimation.notes import (
     loops_of_sources,
     times,
 )
-from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of, workspace_notes
+from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
 from learn.rows.step_store import StepRecord, StepStore, traced_column
@@ -104,10 +104,10 @@ def _asked(requests: Sequence[Request], timeline: bool, traces: Traces | None) -
     began = time.monotonic_ns()
     steps = StepStore(requests[0].options.data)
     answers = [_Answer(request, timeline, traces, steps) for request in requests]
-    with contextlib.ExitStack() as lent:
+    with contextlib.ExitStack() as overrides:
         for one in answers:
             one.attempt(partial(one.trace, answers[0].failure))
-            one.attempt(partial(one.ask, lent))
+            one.attempt(partial(one.ask, overrides))
         of_model: dict[int, list[_Question]] = {}
         for question in (question for one in answers for question in one.questions):
             of_model.setdefault(id(question.artifact), []).append(question)
@@ -251,8 +251,8 @@ class _Answer:
         self.notes += [Note("trace", WARNING, one) for one in mixed.trace.notes if one not in longest.trace.notes]
         return longest
 
-    def ask(self, lent: contextlib.ExitStack) -> None:
-        """Ask the method that was named, else say what fitted models are to be asked, to whom records are lent."""
+    def ask(self, overrides: contextlib.ExitStack) -> None:
+        """Ask the method that was named, else say what fitted models are to be asked, whose records override what is stored."""
         estimator, job = self.request.options.estimator, self.job
         beyond = training_of(job.settings).beyond_fits()
         beyond += () if job.parallel is None else (SEVERAL_GPUS,)
@@ -271,8 +271,8 @@ class _Answer:
                 text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
             at_hand = self.traced if self.platform.allocator is None and not job.batches else None
-            lent.enter_context(self._steps.lent(self.case, at_hand))
-            self._choose_models(lent)
+            overrides.enter_context(self._steps.override(self.case, at_hand))
+            self._choose_models(overrides)
 
     def finish(self) -> None:
         """Take what fitted models answered, and gather the estimate. Raises why there is none."""
@@ -331,7 +331,7 @@ class _Answer:
         text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
         self.notes.append(Note("stored-trace", INFO, text))
 
-    def _case_in_a_plain_loop(self, lent: contextlib.ExitStack) -> Case:
+    def _case_in_a_plain_loop(self, overrides: contextlib.ExitStack) -> Case:
         """Return the case in such a loop, its record at hand while models are asked."""
         from learn.job.traced import step_of
 
@@ -342,10 +342,10 @@ class _Answer:
         looped = replace(case, training_loop=True, module=module)
         with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
             traced = step_of(looped.job, case.spec, traces=self._traces)
-            lent.enter_context(self._steps.lent(looped, traced))
+            overrides.enter_context(self._steps.override(looped, traced))
         return looped
 
-    def _choose_models(self, lent: contextlib.ExitStack) -> None:
+    def _choose_models(self, overrides: contextlib.ExitStack) -> None:
         """Choose for each target the newest fitted model that knows the case's family and device: the data folder's,
         else the one that comes with the project.
 
@@ -383,7 +383,7 @@ class _Answer:
             artifact, passed_over = _of_loop(target, own, shipped.get(target), self.request.options.loop)
             asked = case
             if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
-                asked = in_a_loop = in_a_loop or self._case_in_a_plain_loop(lent)
+                asked = in_a_loop = in_a_loop or self._case_in_a_plain_loop(overrides)
             self.questions.append(_Question(target, artifact, artifact is not own, asked, [*notes, *passed_over]))
 
     def _take_fitted(self) -> None:
@@ -505,7 +505,7 @@ class _Answer:
         from featurize.timing.overlap import lengthened
 
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
-        talk = talk_of(traced, job, device)
+        talk = communication_of_step(traced, job, device)
         step = lengthened(self._priced(traced, loop), talk, device)
         of_step: dict[str, Any] = {}
         notes: list[Note] = []

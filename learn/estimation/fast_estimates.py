@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
-_WITH_CUDNN = ("cnn",)  # of the families of the models that come along: their processes load cuDNN
+_WITH_CUDNN = ("cnn",)  # families of the packaged models whose processes load cuDNN
 
 
 @dataclass(frozen=True)
@@ -321,9 +321,9 @@ BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
 FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
 ROUNDS = 120  # trees of a model; all that come along take less than 1.5 MB
 CASES = 3360
-LIMIT_MIB = 120 * 1024  # of `featurize.job.layers.rough_memory_mib`
+LIMIT_MIB = 120 * 1024  # limit of `featurize.job.layers.rough_memory_mib`
 MAX_ATTEMPTS = 1000
-_SLACK = 0.05  # of a range's width, beyond which a value is outside
+_SLACK = 0.05  # share of a range's width, beyond which a value is outside
 # Instead of what conf/arch says: a scheduler's jobs differ more in how they are trained than a published sweep does. A
 # value listed twice is drawn twice as often.
 _WIDER: Mapping[str, Any] = {
@@ -356,7 +356,7 @@ def fit_config_models(
 
     Args:
         cases: Sampled configurations; each is traced once, in 0.1 to 0.3 s.
-        seed: Of the configurations, splits and fits.
+        seed: Seed of the configurations, splits and fits.
         data: Data folder that keeps the traced steps; None: the default one.
         workers: As in `StepStore.prepare`.
         progress: Is called with a step's name, what is done and the total.
@@ -433,7 +433,7 @@ def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.nd
     """Return (n,) rough figures from the features of cases, by whose multiple trees learn memory (MiB) and step time
     (ms): they are flat beyond what they were fitted on, and this is not. 1 for ratios. launch_us: of the host."""
     if name in _ROUGH_MEMORY:
-        return columns["rough_memory_mib"] + columns["gpu_context_mib"]
+        return np.asarray(columns["rough_memory_mib"] + columns["gpu_context_mib"])
     if name != "step_time":
         return 1.0
     of_type = [columns[f"gpu_{rate}_tflops"] for rate in ("fp32", "tf32", "half")]
@@ -441,11 +441,11 @@ def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.nd
     compute_us = 3 * columns["batch_flops"] / (1e6 * tflops)
     moved = 24 * columns["batch_output_elements"] + 28 * columns["parameters"]  # bytes
     launches_us = _LAUNCHES * columns["layers"] * launch_us
-    return (compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3
+    return np.asarray((compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3)
 
 
 _ROUGH_MEMORY = ("memory", BOUND)
-_LAUNCHES = 5  # of a layer, in a step
+_LAUNCHES = 5  # launches of a layer in a step
 
 
 def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
@@ -552,7 +552,8 @@ def _plain(value: object) -> str:
 def sampled_cases(n: int, seed: int = 0) -> tuple[Case, ...]:
     """Return `sampled_configs(n, seed)` in the usual training loop, on `DEVICES`.
 
-    Every other four rounds of the families run on the GPU model that was measured, the rest on the others in turn.
+    Rounds over the families alternate in fours: four on the measured GPU model, then four on one of the others, in
+    turn.
     """
     others = [name for name in DEVICES if name != DEFAULT_DEVICE]
     cases = []
@@ -591,7 +592,7 @@ def _config(family: str, index: int, seed: int) -> TrialConfig:
             for name, spec in _space(family, wider=wider).items()
         }
         try:
-            config = module.Config(**module.repair(values, draw))
+            config: TrialConfig = module.Config(**module.repair(values, draw))
         except UsageError:  # a batch of 1 with batch norm
             continue
         if not wider or rough_memory_mib(layers_of(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
@@ -614,10 +615,10 @@ def _drawn_on_log_scale(spec: Any) -> bool:
     if not isinstance(spec, Mapping):
         return False
     scale = spec.get("scale", "auto")
-    return scale == "log" or (scale == "auto" and spec["low"] > 0 and spec["high"] / spec["low"] >= 100)
+    return bool(scale == "log" or (scale == "auto" and spec["low"] > 0 and spec["high"] / spec["low"] >= 100))
 
 
-def _value(spec: Any, u: float, *, log: bool):
+def _value(spec: Any, u: float, *, log: bool) -> Any:
     if isinstance(spec, list | tuple):
         return spec[int(u * len(spec))]
     if not isinstance(spec, Mapping):

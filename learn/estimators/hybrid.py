@@ -49,20 +49,20 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "net_operators": ("operators of the forward pass:", lambda v: f"{v:,.0f}"),
     "job_log_memory": ("MiB traced:", lambda v: f"{2**v - 1:,.0f}"),
 }
-_SLACK = 0.05  # of a range's width, beyond which a value is outside
+_SLACK = 0.05  # share of a range's width, beyond which a value is outside
 _BITS: Mapping[float, str] = {32: "fp32", 19: "tf32", 16: "half precision"}
 _STATES: Mapping[float, str] = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
-# Along which a case may be of a kind that no fit has seen: features of its settings, its device, its operators, its
-# family. Beyond a feature's range is `RANGE`.
+# Axes along which a case may be of an unseen kind: features of its settings, its device, its operators, its family.
+# `RANGE`: beyond a feature's range.
 AXES_OF_SETTINGS = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
 DEVICE, OPERATORS, FAMILY, RANGE = "device", "operators", "family", "range"
 MOST_LEFT_OUT = 3  # kinds of one axis, the ones with most rows: each costs a fit
-LEAST_LEFT_OUT = 10  # rows on either side, for their errors to say anything
-LEAST_KNOWN = 30  # held-out rows of a family, for them to say what its share is
+LEAST_LEFT_OUT = 10  # rows on either side; with fewer, their errors mean little
+LEAST_KNOWN = 30  # held-out rows of a family; fewer do not show what its share is
 _SHARES = np.linspace(0.0, 1.0, 21)
 _WIDTH = 0.95  # quantile of the absolute error by which widths are compared
 _WORST = 0.5  # a logarithm of an error beyond it counts as this much
-_CERTAIN = 1e-3  # an error below a thousandth is none
+_CERTAIN = 1e-3  # an error below a thousandth counts as none
 _NO_ERROR = 1e-6
 _WIDEST = 4.0
 
@@ -87,8 +87,8 @@ class Familiarity:
     ranges   feature -> (least, most)
     kinds    operator classes of the forward passes; devices: names, without the vendor; settings: feature -> values
     torch    PyTorch's releases, as 2.4
-    families of the rows
-    modules  of families with many of them: a library's, which its authors keep together
+    families the rows' families
+    modules  modules of families with many: a library's, which its authors keep together
     """
 
     ranges: Mapping[str, Sequence[float]]
@@ -267,8 +267,8 @@ def kinds_to_leave_out(
     """Yield each axis with the mask of rows of one of its kinds, where both sides have rows enough to fit and judge.
 
     Args:
-        records: Of the rows fitted on; devices, families: theirs, in the same order.
-        exact: (n,) bool: the row has a label, and no bound only.
+        records: Records of the rows fitted on; devices, families: theirs, in the same order.
+        exact: (n,) bool: the row has a label, not only a bound.
     """
     masks: dict[str, dict[object, np.ndarray]] = {
         axis: _by_value([record.values[axis] for record in records]) for axis in AXES_OF_SETTINGS
@@ -327,7 +327,7 @@ class HybridEstimator(Estimator):
     name: ClassVar[str] = "hybrid"
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
-    _knots = np.empty(0)  # of memory only
+    _knots = np.empty(0)  # for memory only
     _evidence = Evidence()
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
@@ -471,8 +471,8 @@ class HybridEstimator(Estimator):
 
     def _centre(self, trees: Trees | Boosters, table: np.ndarray, base: np.ndarray) -> np.ndarray:
         if not self.target.is_memory:
-            raw = base + trees.predict(table)
-            return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
+            raw: np.ndarray = base + trees.predict(table)
+            return raw.clip(0.0, 1.0) if self.target.space == "ratio" else raw
         # From traced to estimated memory, network by network: a curve through knots that never falls.
         knots, count = self._knots, len(self._knots)
         curve = np.maximum.accumulate(knots * math.log(2) + trees.predict_along(table, knots), axis=1)
@@ -482,9 +482,9 @@ class HybridEstimator(Estimator):
         rows = np.arange(len(table))
         part = (place - knots[left]) / (knots[left + 1] - knots[left])
         inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
-        return inside + (asked - place) * math.log(2)  # beyond the knots: the factor of the nearest
+        return np.asarray(inside + (asked - place) * math.log(2))  # beyond the knots: the factor of the nearest
 
-    def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
+    def _calibrated(self, rows: Rows, table: np.ndarray, gap: np.ndarray) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
         small. Rows that ran out of memory count where they were told to fit: the error is at least so large.
@@ -499,7 +499,7 @@ class HybridEstimator(Estimator):
         def without(inside: np.ndarray) -> np.ndarray:
             exact = inside & ~rows.censored
             boosters = boost(_SCALE, self.seed, network[exact], np.abs(gap[exact]), None, weight[exact])
-            return np.maximum(boosters.predict(network[~inside]), self._floor)
+            return np.asarray(np.maximum(boosters.predict(network[~inside]), self._floor))
 
         scale = cross_fitted(group_folds(units, FOLDS, self.seed + 1), without)
         score = gap / scale
@@ -565,11 +565,11 @@ def _weighed(
     correction: np.ndarray,
     correction_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> Evidence:
-    """Return what leaving out one kind of the rows after the other shows.
+    """Return the evidence from leaving out one kind of rows after the other.
 
     Args:
         rows: The rows fitted on.
-        records: Of their steps.
+        records: Records of their steps.
         residual: Label less trace, (n,).
         correction: What fits without each row's group add to the trace, (n,).
         correction_of: Mask of the rows to fit on, and of those asked -> what the fit adds to the trace of these.
@@ -648,4 +648,4 @@ def _balanced(module: np.ndarray) -> np.ndarray:
     """A weight for each row: a module of a hundred rows counts as much as four of them with six each."""
     _, member, sizes = np.unique(module.astype(str), return_inverse=True, return_counts=True)
     weight = 1 / np.sqrt(sizes[member])
-    return weight / weight.mean()
+    return np.asarray(weight / weight.mean())

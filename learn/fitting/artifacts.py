@@ -24,12 +24,12 @@ import shutil
 import sys
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of, version_of
@@ -175,6 +175,8 @@ def _inside(folder: Path, path: Path) -> str:
     return printable(path.relative_to(folder).as_posix())
 
 
+Version = TypeVar("Version")
+Loaded = TypeVar("Loaded")
 DataPlace: TypeAlias = "str | os.PathLike[str] | DataFolder | None"  # a data folder; None: the default one
 FORMAT = 1
 DEFAULT_MODELS = Path(__file__).parents[1] / "default_models"
@@ -233,8 +235,8 @@ class Artifact:
 
     @cached_property
     def fitted_run_ids(self) -> frozenset[str]:
-        """The rows that the kept model has seen: of `learn.fit` those that judged its figures as well, which came from
-        other fits; of a promotion only those that it was fitted on."""
+        """The ids of the runs that the saved model was fitted on. `learn.fit` refits on all rows, so its models include
+        the held-out rows of their report; a promoted model does not."""
         self.check()
         with _damaged_unless_read(self.path, "report.json"):
             report = json.loads((self.path / "report.json").read_text())
@@ -274,7 +276,7 @@ def save_judged(
         estimator: The fitted one.
         rows: What it was fitted on, or what it was fitted and judged on.
         evaluation: How good it is.
-        seed: Of splits and fits.
+        seed: Seed of splits and fits.
         now: Time that names the version; time-zone aware.
         fitted_on: all, or train: the rows of the evaluation that judged it are not among those that it has seen.
         about: What else `meta.json` says.
@@ -372,25 +374,37 @@ def save_artifact(
 def versions(data: DataPlace, target: str) -> list[Artifact]:
     """Every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is not
     what was written is named on standard error and left out."""
-    home = models_folder(data) / get_target(target).name
-    if not home.is_dir():
-        return []
-    names = []
-    for path in sorted(home.iterdir()):
-        if path.name.startswith(".") or not (path / "meta.json").is_file():
-            continue
+    opened = []
+    for path in version_folders(data, get_target(target).name):
         try:
-            if not path.resolve().is_relative_to(home.resolve()):
-                raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: it lies outside of {home.name}")
-            names.append(open_artifact(path))
+            opened.append(open_artifact(path))
         except DamagedArtifact as error:
             say_damaged(error, "it is left out")
-    return names
+    return opened
+
+
+def version_folders(data: DataPlace, target: str) -> list[Path]:
+    """Return the folders of a target's complete versions, oldest first; none where nothing was fitted."""
+    home = models_folder(data) / target
+    paths = sorted(home.iterdir()) if home.is_dir() else []
+    return [path for path in paths if not path.name.startswith(".") and (path / "meta.json").is_file()]
+
+
+def newest_whole(versions: Sequence[Version], load: Callable[[Version], Loaded]) -> Loaded | None:
+    """Return what `load` makes of the newest version that is not damaged, named on standard error if it is; or None."""
+    for older, version in reversed(list(enumerate(versions))):
+        try:
+            return load(version)
+        except DamagedArtifact as error:
+            say_damaged(error, "an older version answers" if older else "no other version is there")
+    return None
 
 
 def open_artifact(path: Path) -> Artifact:
     """Return the artifact in that folder, of whose `meta.json` the rest of the code may believe the types. Raises
     `DamagedArtifact`."""
+    if not path.resolve().is_relative_to(path.parent.resolve()):
+        raise DamagedArtifact(f"{_shown(path)} is damaged: it lies outside of {path.parent.name}")
     meta = read_json(path / "meta.json")
     rows = meta.get("rows")
     counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
@@ -448,12 +462,7 @@ def newest(
     ]
     if estimator is None:  # the others are fitted to be compared with it
         fitting = [artifact for artifact in fitting if artifact.meta["estimator"] == PREFERRED] or fitting
-    for older, artifact in reversed(list(enumerate(fitting))):
-        try:
-            return artifact.require()
-        except DamagedArtifact as error:
-            say_damaged(error, "an older version answers" if older else "no other version is there")
-    return None
+    return newest_whole(fitting, Artifact.require)
 
 
 def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:

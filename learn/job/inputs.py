@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from featurize.recording.values import Inputs
 
 
-DEFAULT_DTYPE = "float32"  # of inputs that are given as shapes
-MOST_ELEMENTS = 2**56  # of an input: 16 bytes each, and products of a few of them, stay below 2**63
+DEFAULT_DTYPE = "float32"  # type of inputs that are given as shapes
+MOST_ELEMENTS = 2**56  # elements of an input: 16 bytes each, and products of a few of them, stay below 2**63
 
 
 def batch_size_of(inputs: Any) -> int:
@@ -188,10 +188,9 @@ def holds_tensors(value: Any) -> bool:
 
 def first_sizes(value: Any) -> Sequence[int]:
     """Return the sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
-    if is_tensor(value):
-        return value.shape
-    if is_shape(value):
-        return value
+    if is_tensor(value) or is_shape(value):
+        sizes: Sequence[int] = value.shape if is_tensor(value) else value
+        return sizes
     if isinstance(value, Mapping):
         value = list(value.values())
     for one in value if isinstance(value, list | tuple) else ():
@@ -240,7 +239,7 @@ def _filled(tensor: Tensor) -> Tensor:
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs and target
 
-STEPS_DRAWN = 32  # of a distribution: enough that the cache has met the lengths in many orders
+STEPS_DRAWN = 32  # steps of a distribution: enough that the cache has met the lengths in many orders
 SEED = 0
 _FORMS = (
     "batches is a list of batches, as in [[8,128],[8,512]], or with inputs= a list of sequence lengths, or their "

@@ -124,7 +124,7 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
     """Judge an estimator's prediction of rows that it has not seen.
 
     Args:
-        prediction: Of the rows.
+        prediction: Prediction of the rows.
         rows: Held-out rows.
         bins: Classes that the rows are told apart by.
         estimator: Its name.
@@ -192,7 +192,7 @@ def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
 
 SPLITS = ("cv", "holdout", "leave_one_out")
 GROUPINGS = ("module", "family", "device", "source")
-TEST_TENTHS = 3  # of ten folds: 30 % held out
+TEST_TENTHS = 3  # three of ten folds: 30 % held out
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,8 @@ def keys_of(rows: Rows, by: str) -> np.ndarray:
     """(n,) str: what each row is told apart by; spellings of one device are the same."""
     if by == "device":
         return np.array([plain_device(name) for name in rows.device], dtype=object)
-    return getattr(rows, by).astype(str)
+    names: np.ndarray = getattr(rows, by)
+    return names.astype(str)
 
 
 def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

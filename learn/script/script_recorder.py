@@ -33,7 +33,7 @@ _ADJUSTING = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "cl
 _CONDITIONS = ("aten::equal", "aten::is_nonzero")
 _UNIQUE = ("aten::_unique2", "aten::unique_consecutive")
 ALL_DISTINCT = "unique keeps everything where its argument is computed in the step: an upper bound"
-_LOSS = 1.0  # of a loss whose number of classes is not known
+_LOSS = 1.0  # the loss where the number of classes is not known
 
 
 class ScriptRecorder(Recorder):
@@ -227,7 +227,7 @@ def _only_initialises(func: OpOverload, args: Any) -> bool:
     name = func._schema.name
     if not (name in _RANDOM or (name in _ADJUSTING and isinstance(args[0], nn.Parameter))):
         return False
-    return args[0].is_floating_point() and args[0].numel() >= _LARGE
+    return bool(args[0].is_floating_point()) and args[0].numel() >= _LARGE
 
 
 def _concerns_meta(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> bool:
