@@ -252,7 +252,7 @@ class _Answer:
         return longest
 
     def ask(self, overrides: contextlib.ExitStack) -> None:
-        """Ask the method that was named, else say what fitted models are to be asked, whose records override what is stored."""
+        """Ask the method that was named, else choose the fitted models to ask, with records at hand for them."""
         estimator, job = self.request.options.estimator, self.job
         beyond = training_of(job.settings).beyond_fits()
         beyond += () if job.parallel is None else (SEVERAL_GPUS,)
