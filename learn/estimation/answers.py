@@ -810,13 +810,13 @@ def answers_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate
     The job is traced once. What is new is left in the user's cache."""
     key, request = _key(request)
     keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
-    found = _found([one for one in keys if one is not None])
-    missing = [place for place, one in enumerate(keys) if one not in found]
+    known_answers = _found([one for one in keys if one is not None])
+    missing = [place for place, one in enumerate(keys) if one not in known_answers]
     asked = _asked([replace(request, platform=platforms[place]) for place in missing], False, {}) if missing else []
     made = {place: one.error or one.estimate for place, one in zip(missing, asked, strict=True)}
     answers = {f"answer {keys[place]}": one.to_mapping() for place, one in made.items() if isinstance(one, Estimate)}
     keep(answers if key is not None else {})
-    outcomes = [found[one] if one in found else made[place] for place, one in enumerate(keys)]
+    outcomes = [known_answers[one] if one in known_answers else made[place] for place, one in enumerate(keys)]
     return [
         _remembered(one, outcome) if isinstance(outcome, Estimate) else outcome
         for one, outcome in zip(keys, outcomes, strict=True)
@@ -841,12 +841,12 @@ def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: 
 
 def _found(keys: Sequence[str]) -> dict[str | None, Estimate]:
     """Return the answers that are in memory or in the user's cache, by key."""
-    found: dict[str | None, Estimate] = {key: _answers[key] for key in keys if key in _answers}
-    others = [key for key in keys if key not in found]
+    known_answers: dict[str | None, Estimate] = {key: _answers[key] for key in keys if key in _answers}
+    others = [key for key in keys if key not in known_answers]
     for key, stored in zip(others, recall(*(f"answer {key}" for key in others)), strict=True):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            found[key] = Estimate.from_mapping(stored)
-    return found
+            known_answers[key] = Estimate.from_mapping(stored)
+    return known_answers
 
 
 def _remembered(key: str | None, known: Estimate) -> Estimate:
