@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from featurize.timing.packaged import packaged_section
 
 if TYPE_CHECKING:
     from featurize.recording.step_trace import StepTrace
+
+Kernel = TypeVar("Kernel", str, tuple[str, int, int])
 
 # The logarithm of an efficiency is at most this: no kernel is faster than the roofline.
 _MOST_LOG = math.log(0.98)
@@ -162,13 +164,13 @@ def kernels_on(
     layout = "/channels_last" if channels_last else ""
     return Kernels(
         compute=_places(
-            [
-                tuple(f"{kind}{of_layout}/{one}" for one in units_names(pipe, units) for of_layout in (layout, ""))
-                for kind, pipe, units in zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)
+            list(zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)),
+            lambda kernel: [
+                f"{kernel[0]}{of_layout}/{units}" for units in units_names(*kernel[1:]) for of_layout in (layout, "")
             ],
             names[0],
         ),
-        bandwidth=_places([(f"{kind}{layout}", kind) for kind in calls.kind], names[1]),
+        bandwidth=_places(calls.kind, lambda kind: [f"{kind}{layout}", kind], names[1]),
         group=calls.group,
         units=tensor.astype(int),
         math_s=np.where(computes, calls.flops / peak, 0.0),
@@ -243,10 +245,15 @@ def units_names(pipe: int, units: int) -> tuple[str, ...]:
     return (TF32, UNITS[units]) if pipe == PIPES.index(TF32) and UNITS[units] == "tensor" else (UNITS[units],)
 
 
-def _places(names: Sequence[tuple[str, ...]], known: Sequence[str]) -> np.ndarray:
-    """Return for each name and its more general ones the index of the first that is known; else of `OTHER`."""
+def _places(kernels: Sequence[Kernel], names_of: Callable[[Kernel], Sequence[str]], known: Sequence[str]) -> np.ndarray:
+    """Return for each kernel the index of the first of its names, the most special one first, that is known; else of
+    `OTHER`."""
     place = {name: at for at, name in enumerate(known)}
-    return np.array([next((place[name] for name in one if name in place), place[OTHER]) for one in names], dtype=int)
+    places = {
+        kernel: next((place[name] for name in names_of(kernel) if name in place), place[OTHER])
+        for kernel in set(kernels)
+    }
+    return np.array([places[kernel] for kernel in kernels], dtype=int)
 
 
 def clock_ghz(spec: DeviceSpec) -> float:
