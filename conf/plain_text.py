@@ -87,7 +87,7 @@ def error_line(text: str) -> str:
     that is not blank. The output of a trial, which may follow, is left out. Empty where the text is.
     """
     lines = [line for line in text.partition(OUTPUT_STARTS)[0].splitlines() if line.strip()]
-    traced = [at for at, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
+    traced = [number for number, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
     if not traced and lines and lines[0].startswith("Traceback"):  # a shortened one
         traced = [0]
     if traced:  # source lines and their markers are indented, the exception is not

@@ -430,7 +430,7 @@ def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Alon
     """Return each member's run alone, and the results of those that had to be run; None after one that was lost."""
     given = task.alone or (None,) * len(specs)
     known: dict[str, AloneRun] = {
-        config_hash(spec.config): one for spec, one in zip(specs, given, strict=True) if one is not None
+        config_hash(spec.config): figures for spec, figures in zip(specs, given, strict=True) if figures is not None
     }
     results: list[RunResult] = []
     for place, spec in enumerate(specs):
@@ -515,7 +515,7 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
 
 
 def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[AloneRun | None]) -> dict[str, Any]:
-    figures = [None if one is None else _figures_alone(one) for one in alone]
+    figures = [None if member is None else _figures_alone(member) for member in alone]
     together = Together(
         member=place,
         size=len(specs),

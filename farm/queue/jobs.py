@@ -396,14 +396,14 @@ class Queue:
 
     def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
         """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not yet."""
-        seq, done = self._seq(job_id), 0
+        seq, marked = self._seq(job_id), 0
         with self._file.transaction():
             for index, status in statuses.items():
                 changed = self._file.change(_FINISH, (status, None, None, None, seq, index))
                 if changed and doubts and index in doubts:
                     self._tally(seq, doubts[index])
-                done += changed
-        return done
+                marked += changed
+        return marked
 
     def cap_waits(self, now: float) -> int:
         """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number.

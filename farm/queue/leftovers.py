@@ -131,7 +131,9 @@ def recorded_processes() -> set[str]:
             begun = parse_marker(owner)
             if begun is not None and has_ended(owner):
                 markers = {text: parse_marker(text) for text in _recorded_in(descriptor)}
-                recorded |= {text for text, one in markers.items() if one and one.start_ticks >= begun.start_ticks}
+                recorded |= {
+                    text for text, process in markers.items() if process and process.start_ticks >= begun.start_ticks
+                }
         finally:
             os.close(descriptor)
     return recorded
@@ -276,13 +278,13 @@ def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
     try:
         if set(process.uids()) != {os.geteuid()}:
             return False
-        own = identity(process.pid)
+        marker_now = identity(process.pid)
         marker = process.environ().get(SESSION_VARIABLE)
     except (psutil.Error, OSError):  # gone, or not ours to look at
         return False
-    return own in recorded or (has_ended(marker) and _began_after(own, marker))
+    return marker_now in recorded or (has_ended(marker) and _began_after(marker_now, marker))
 
 
-def _began_after(own: str, dispatcher: str | None) -> bool:
-    process, begun = parse_marker(own), parse_marker(dispatcher)
+def _began_after(process_marker: str, dispatcher: str | None) -> bool:
+    process, begun = parse_marker(process_marker), parse_marker(dispatcher)
     return process is not None and begun is not None and process.start_ticks >= begun.start_ticks

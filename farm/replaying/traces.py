@@ -282,7 +282,7 @@ def _philly_row(job: dict[str, Any]) -> _TraceRow | None:
 
 
 def _mappings(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _philly_time(text: object) -> float | None:

@@ -143,7 +143,7 @@ class Listener:
 
     def _end_late_ones(self) -> None:
         now = self._loop.time()
-        for connection in [one for one in self._open if one.is_late(now)]:
+        for connection in [connection for connection in self._open if connection.is_late(now)]:
             connection.end()
         self._timer = self._loop.call_later(_LOOK_EVERY_S, self._end_late_ones)
 

@@ -245,9 +245,9 @@ class TraceStore:
             "SELECT client, count(*), sum(bytes) FROM questions WHERE state IN (?, ?) GROUP BY client",
             (QUEUED, RUNNING),
         ).fetchall()
-        own, own_bytes = next((row[1:] for row in rows if row[0] == client), (0, 0))
+        waiting, own_bytes = next((row[1:] for row in rows if row[0] == client), (0, 0))
         n, n_bytes = sum(row[1] for row in rows), sum(row[2] for row in rows)
-        return is_within_share(own, 1, n, limits.waiting) and is_within_share(
+        return is_within_share(waiting, 1, n, limits.waiting) and is_within_share(
             own_bytes, size, n_bytes, limits.stored_bytes
         )
 

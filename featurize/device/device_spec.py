@@ -308,7 +308,7 @@ def known_device(name: str | None) -> str | None:
     """Return the name, as `load_device` takes it, of the GPU model or MIG slice that a driver calls so; None without a
     description."""
     parent, profile = split_slice(name) or (name, None)
-    known = next((one for one in device_names() if same_device(one, parent)), None)
+    known = next((listed for listed in device_names() if same_device(listed, parent)), None)
     if known is None or profile is None:
         return known
     return f"{known}:{profile}" if profile in profiles_of(known) else None
@@ -444,7 +444,7 @@ def _is_mesh(mesh: object) -> bool:
     if not all(isinstance(count, int) and not isinstance(count, bool) and 0 <= count < _LARGEST for count in counts):
         return False
     return [list(row) for row in mesh] == [list(row) for row in zip(*mesh, strict=False)] and all(
-        mesh[at][at] == 0 < sum(mesh[at]) for at in range(len(mesh))
+        mesh[rank][rank] == 0 < sum(mesh[rank]) for rank in range(len(mesh))
     )
 
 

@@ -219,7 +219,7 @@ def imported_kernels(
             continue
         contents.append(content(cells))
     ids = run_ids(source, contents)
-    landed = (ImportedRow(at, {**row, "kernel_row": name}) for (at, row), name in zip(kept, ids, strict=True))
+    landed = (ImportedRow(number, {**row, "kernel_row": name}) for (number, row), name in zip(kept, ids, strict=True))
     return ImportedFile(path, tuple(landed), "kernels", left_out=tuple(left_out))
 
 
@@ -271,12 +271,12 @@ def read_table(path: Path, device_name: str | None, *, source: str, table: Publi
     other = {} if device_name is None else {"device_name": device_name, "device_memory_mib": None}
     doubts = table.doubts(lines)
     runs = [
-        (at, part, {**run, **other, **doubts.get(at - 1, {}), "origin": canonical_json(row)})
-        for at, row in places
+        (number, part, {**run, **other, **doubts.get(number - 1, {}), "origin": canonical_json(row)})
+        for number, row in places
         for part, run in enumerate(table.runs(row))
     ]
     contents = [canonical_json({"part": part, "cells": run["origin"], **other}) for _, part, run in runs]
-    rows = imported_runs(source, [(at, run) for at, _, run in runs], contents)
+    rows = imported_runs(source, [(number, run) for number, _, run in runs], contents)
     return ImportedFile(path, rows, pairs=tuple(place for place in places if table.is_pair(place[1])))
 
 
@@ -408,7 +408,9 @@ class CsvMapping:
         about = {"family": self.family, "constants": {str(k): v for k, v in self.constants.items()}}
         contents = [canonical_json({**about, "cells": {str(k): v for k, v in row.items()}}) for row in cells]
         rows = zip(cells, run_ids("csv", contents), strict=True)
-        return ImportedFile(path, tuple(run_row(at, self._run(row, id_)) for at, (row, id_) in enumerate(rows, 1)))
+        return ImportedFile(
+            path, tuple(run_row(number, self._run(row, id_)) for number, (row, id_) in enumerate(rows, 1))
+        )
 
     def _run(self, cells: Mapping[str, str | None], run_id: str) -> dict[str, Any]:
         values, problems = {}, []

@@ -235,7 +235,7 @@ def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
         ratio = max(group.values()) / min(group.values())
         if ratio > 1 + _GAVEL_SPREAD:
             reasons = json.dumps({"step_time_ms": f"the file's tables differ by a factor of {ratio:.2f}"})
-            doubts |= {at: {"error_type": DOUBT, "error": doubt, "quality_reasons": reasons} for at in group}
+            doubts |= {place: {"error_type": DOUBT, "error": doubt, "quality_reasons": reasons} for place in group}
     return doubts
 
 
@@ -500,7 +500,7 @@ def _lucid_pair_doubts(members: Sequence[Columns]) -> None:
         speeds[member["model"]].append(member["slowdown"])
     odd = {model for model, ratios in speeds.items() if len(ratios) >= _FEWEST and set(ratios) == {1.0}}
     for member, partner in _with_partners(members):
-        sizes = [one["solo_memory_mib"] for one in (member, partner) if one.get("solo_memory_mib") is not None]
+        sizes = [job["solo_memory_mib"] for job in (member, partner) if job.get("solo_memory_mib") is not None]
         joint = member["joint_memory_mib"]
         # Each has a context of its own.
         known = joint is not None and len(sizes) == 2
@@ -566,9 +566,9 @@ def _differ(figures: Sequence[float]) -> bool:
 
 
 def _with_partners(members: Sequence[Columns]) -> Iterator[tuple[Columns, Columns]]:
-    for one, other in zip(members[::2], members[1::2], strict=True):
-        yield one, other
-        yield other, one
+    for first, second in zip(members[::2], members[1::2], strict=True):
+        yield first, second
+        yield second, first
 
 
 def _share(text: str | None) -> float | None:

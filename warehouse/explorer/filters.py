@@ -233,7 +233,7 @@ class Filters:
     def toggled(self, facet: str, value: str) -> Filters:
         """Return the state with a facet's value chosen, or no longer."""
         values = self.chosen.get(facet, ())
-        changed = tuple(one for one in values if one != value) if value in values else (*values, value)
+        changed = tuple(entry for entry in values if entry != value) if value in values else (*values, value)
         chosen = {name: kept for name, kept in {**self.chosen, facet: changed}.items() if kept}
         return dataclasses.replace(self, chosen=chosen, page=1)
 

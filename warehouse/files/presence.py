@@ -77,10 +77,10 @@ def compare(folder: DataFolder, *, quick: bool = False) -> Presence:
         if done_sums == {job_id: _sums(indexes) for job_id, indexes in landed_tasks(folder).items()}:
             return Presence()
     # Before the files: a task is done only after its run is durable.
-    done = queue_tasks(folder, "= 'done'")
+    finished = queue_tasks(folder, "= 'done'")
     landed = landed_tasks(folder)
-    gone = _minus(done, landed)
-    unknown = _minus(landed, done)
+    gone = _minus(finished, landed)
+    unknown = _minus(landed, finished)
     if unknown:  # what landed since the queue was read
         unknown = _minus(_minus(unknown, queue_tasks(folder, "= 'done'")), queue_tasks(folder, f"IN {_IN_FLIGHT}"))
     return Presence(gone=gone, unknown=unknown)
