@@ -80,7 +80,7 @@ class JobFields(_Body):
 
     @property
     def kind(self) -> JobName:
-        """Return which of the four gives the job."""
+        """Return which of the four names the job."""
         return next(name for name in JOBS if getattr(self, name) is not None)
 
 

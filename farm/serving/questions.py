@@ -240,7 +240,7 @@ def _fast_problem(request: EstimateRequest, config: TrialConfig | None, device: 
 
 @contextmanager
 def _as_problem(pointer: str) -> Iterator[None]:
-    """Turn what the packages say of wrong input into a problem document of the field."""
+    """Turn the packages' errors about wrong input into a problem document of the field."""
     try:
         yield
     except CommandError as error:

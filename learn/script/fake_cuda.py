@@ -274,7 +274,7 @@ _NOTHING = (
     "_set_rng_state_offset",
     "_sleep",
 )
-# Functions of `torch._C` that libraries take directly, once they see a GPU, and what they give. A CPU build has none.
+# Functions of `torch._C` that libraries take directly, once they see a GPU, and what they return. A CPU build has none.
 _OF_CUDA_BUILDS = {
     "_cuda_getCurrentRawStream": 0,
     "_cuda_getDevice": 0,
@@ -432,8 +432,8 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
 
 
 def _build_of(spec: DeviceSpec) -> types.SimpleNamespace:
-    """Return what a build of PyTorch says of itself and of its libraries. For AMD, MIOpen and RCCL answer in cuDNN's
-    and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
+    """Return a build of PyTorch's description of itself and of its libraries. For AMD, MIOpen and RCCL answer in
+    cuDNN's and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
     if spec.llvm_target is not None:
         return types.SimpleNamespace(
             cuda=None,
@@ -559,5 +559,5 @@ def _install_dtypes(autocast: Any) -> None:
 
 
 def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:
-    """Return what DataParallel gives its only replica."""
+    """Return what DataParallel passes its only replica."""
     return (tree_map(on_the_gpu, inputs),), (tree_map(on_the_gpu, kwargs or {}),)

@@ -201,7 +201,7 @@ class ScriptRecorder(Recorder):
             raise
 
     def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `unique` gives of values that are not known: each is another one."""
+        """Return the result of `unique` for values that are not known: each is another one."""
         self.values.assume(ALL_DISTINCT)
         inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
         counts = torch.tensor([1]).expand(tensor.numel()).to("meta")
@@ -223,7 +223,8 @@ class ScriptRecorder(Recorder):
 
 
 def _only_initialises(func: OpOverload, args: Any) -> bool:
-    """Return whether an operator gives a large tensor on the host random values, or adjusts those of a parameter."""
+    """Return whether an operator fills a large tensor on the host with random values, or adjusts those of a
+    parameter."""
     name = func._schema.name
     if not (name in _RANDOM or (name in _ADJUSTING and isinstance(args[0], nn.Parameter))):
         return False
