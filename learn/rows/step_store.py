@@ -1,7 +1,7 @@
 """Records of traced steps, the features of a job before it runs: computed once per case, in parallel, and kept in
 memory and in the data folder.
 
-Start reading at `StepStore`: whoever fits, predicts or judges makes one and passes it on. `compute` traces a case,
+Start reading at `StepStore`: callers that fit, predict or judge make one and pass it on. `compute` traces a case,
 and `StepRecord.to_bytes` is how a record is stored.
 """
 
@@ -152,7 +152,7 @@ _START_S = 5.0  # time that a process takes to start: it imports torch
 _WRITTEN_EVERY_S = 20.0
 FEW = 16  # cases that are not worth other processes
 _KEPT = 100_000
-_MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
+_MODULES_KEPT = 256  # each keeps its workload, and so what that refers to
 
 
 class StepStore:
@@ -212,7 +212,7 @@ class StepStore:
             cases: cases of trial configs; those of modules are left out
             workers: processes; 0: this one; None: this one, until as many as there are CPUs would be done sooner. What
                 ends one of them is the record of its case, and not kept
-            progress: `progress(done, of)` hears of every computed case
+            progress: `progress(done, of)` is called for every computed case
         """
         self.recall(cases)
         missing = {case.key: case for case in cases if case.key is not None and self._at_hand(case) is None}
