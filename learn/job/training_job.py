@@ -47,7 +47,7 @@ class TrainingJob:
     config      the trial config, where the job is one of a family
     loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `training_step` takes it
     training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
-    recorded    gives its step where that is traced by other means, as a script's is; nothing is built then
+    recorded    its step where that was traced by other means, as a script's is; nothing is built then
     search      how cuDNN searches in the process that was traced, where that is another one; None: as in this process
     batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
     parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
@@ -66,7 +66,7 @@ class TrainingJob:
     config: TrialConfig | None = None
     loss: Callable | None = None
     training_loop: bool = True
-    recorded: Callable[[], StepTrace | None] | None = None
+    recorded: StepTrace | None = field(default=None, compare=False, repr=False)
     search: SearchSettings | None = None
     batches: tuple[Callable[[str], tuple[Inputs, Tensor | None]], ...] = ()
     parallel: Parallel | None = None

@@ -5,11 +5,10 @@ Start reading at `estimate_script`; `learn.script.child` is what runs the script
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -38,7 +37,6 @@ from learn.script.records import BadRecord, ScriptRecord, read_record
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
-    from featurize.recording.step_trace import StepTrace
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
@@ -116,12 +114,10 @@ def estimate_script(
         fabric_of(device, layout)  # refuses a GPU model that nothing is known to join
     files, key = StepFiles.checked(report, snapshot), records.key_of(parsed, device)
 
-    def run() -> ScriptRecord:
-        return _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
-
     def recorded_request() -> tuple[Request, Iterable[Note]]:
-        record = (None if show_output else records.find(key)) or run()
-        job = _job(record, name or parsed.name, lambda: (records.with_trace(record) or run()).trace)
+        record = None if show_output else records.find(key)
+        record = record or _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
+        job = _job(record, name or parsed.name)
         _require_batch_of_script(answer_options.known, job.batch_size)
         job = replace(job, parallel=_in_network(record.parallel, network))
         return Request(job=job, platform=platform, options=answer_options), _notes(record)
@@ -199,10 +195,11 @@ def _recorded(
             raise UsageError(f"{command.name} {limits[ended.limit]}{output}")
     if record.trace is None:
         raise UsageError(f"{command.name} cannot be followed: {record.problem}")
-    return records.keep(key, record, began_ns)
+    records.keep(key, record, began_ns)
+    return record
 
 
-def _job(record: ScriptRecord, name: str, recorded: Callable[[], StepTrace | None] | None = None) -> TrainingJob:
+def _job(record: ScriptRecord, name: str) -> TrainingJob:
     def absent(*_: object) -> NoReturn:
         raise UsageError("a script has no module that could be built by itself")
 
@@ -216,13 +213,12 @@ def _job(record: ScriptRecord, name: str, recorded: Callable[[], StepTrace | Non
         batch=lambda _device: ((), None),  # which a report would list
         settings=ScriptSettings(**settings),
         batch_size=max(1, record.batch_size),
-        recorded=recorded and functools.cache(recorded),
+        recorded=record.trace,
         search=replace(
             search,
             allow_tf32=bool(chosen.get("cudnn_allow_tf32", search.allow_tf32)),
             deterministic=bool(chosen.get("cudnn_deterministic", search.deterministic)),
         ),
-        key=record.key,
     )
 
 

@@ -18,12 +18,12 @@ import os
 import stat
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from conf.files import disk_cache
-from conf.files.disk_cache import code_version, recall, user_cache
+from conf.files.disk_cache import code_version, recall
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel, parse_parallel
 from featurize.recording.step_trace import StepTrace
@@ -79,7 +79,6 @@ class ScriptRecord:
     notes      what was kept from happening or done differently
     parallel   how its processes share the job; None: it is one
     files      what it looked at, as `keep` takes it; None where that is not known
-    key        of the job, where the run is kept
     """
 
     trace: StepTrace | None
@@ -90,7 +89,6 @@ class ScriptRecord:
     notes: tuple[str, ...]
     parallel: Parallel | None = None
     files: tuple[str, ...] | None = None
-    key: str | None = None
 
 
 def write_record(folder: Path, record: ScriptRecord) -> None:
@@ -160,44 +158,29 @@ def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
 
 
 def find(key: str) -> ScriptRecord | None:
-    """Return the record of an earlier run, without its trace. None: the script has to run."""
+    """Return the record of an earlier run. None: the script has to run."""
     try:
         stored = recall(key)
-        if any(_stamp(path) != stamp for path, stamp in stored["files"].items()):
-            return None
-        record = record_of_json({**stored, "files": None})
+        if all(_stamp(path) == stamp for path, stamp in stored["files"].items()):
+            return record_of_json({**stored, "files": None})
     except _DAMAGED:
-        return None
-    return replace(record, key=_job_key(key, stored["files"]))
+        pass
+    return None
 
 
-def with_trace(record: ScriptRecord) -> ScriptRecord | None:
-    """Return a record with its trace, also one that was found; None where that is lost."""
-    if record.trace is not None:
-        return record
-    try:
-        return replace(record, trace=trace_of_json(recall(f"trace of {record.key}")))
-    except _DAMAGED:
-        return None
-
-
-def keep(key: str, record: ScriptRecord, began_ns: int) -> ScriptRecord:
-    """Keep a run, unless what it looked at has changed since it began. Returns the record, with the job's key then.
+def keep(key: str, record: ScriptRecord, began_ns: int) -> None:
+    """Keep a run, unless what it looked at has changed since it began.
 
     Args:
         key: Of the run.
         record: What it left.
         began_ns: When it began, by `time.time_ns`.
     """
-    if user_cache() is None or record.trace is None or record.files is None or len(record.files) > MOST_FILES:
-        return record
+    if record.files is None or len(record.files) > MOST_FILES:
+        return
     stamps = {path: _stamp(path) for path in record.files}
-    if any(stamp is not None and stamp[1] > began_ns - _CLOCK_NS for stamp in stamps.values()):
-        return record
-    job_key = _job_key(key, stamps)
-    content = {**record_to_json(replace(record, trace=None)), "files": stamps}
-    disk_cache.keep({key: content, f"trace of {job_key}": trace_to_json(record.trace)})
-    return replace(record, key=job_key)
+    if all(stamp is None or stamp[1] <= began_ns - _CLOCK_NS for stamp in stamps.values()):
+        disk_cache.keep({key: {**record_to_json(record), "files": stamps}})
 
 
 def _stamp(path: str) -> Stamp:
@@ -210,7 +193,3 @@ def _stamp(path: str) -> Stamp:
     if stat.S_ISDIR(status.st_mode) and not path.endswith(os.sep):
         return [0, 0]
     return [status.st_size, status.st_mtime_ns]
-
-
-def _job_key(key: str, stamps: dict[str, Stamp]) -> str:
-    return hashlib.sha256(json.dumps([key, stamps], sort_keys=True).encode()).hexdigest()
