@@ -10,7 +10,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from conf.errors import EnvironmentProblem, unknown_name
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.nets.vision import import_library
-from featurize.operators.autocast import replaced
+from featurize.operators.replacing import replaced
 from featurize.operators.tensor_parts import mesh_of
 
 _T = TypeVar("_T")
@@ -191,13 +191,6 @@ class BlockwiseAdamW(_TensorByTensor):
         state |= {name: torch.zeros(blocks, device=p.device) for name in ("absmax1", "absmax2")}
 
 
-class HasState(Protocol):
-    """An optimizer, as far as its state is read."""
-
-    @property
-    def state(self) -> Any: ...
-
-
 class OptimizerInBackward:
     """An optimizer for each parameter, which steps in the backward pass and frees the gradient at once.
 
@@ -279,7 +272,7 @@ def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
     return ctypes.c_float.from_address(value.data_ptr()).value if counts else read(value)
 
 
-def state_tensors(optimizer: HasState) -> Iterator[Tensor]:
+def state_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Every tensor of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
