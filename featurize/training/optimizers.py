@@ -304,7 +304,8 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
     ]
     total = totals[0]
     if len(totals) > 1:
-        total = torch.linalg.vector_norm(torch.stack([_whole(one) for one in totals]))
+        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in totals]
+        total = torch.linalg.vector_norm(torch.stack(whole))
     factor = torch.clamp(largest / (total + 1e-6), max=1.0)
     for group in groups:
         torch._foreach_mul_(group, factor)
@@ -339,11 +340,6 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[
     mix."""
     groups = _grouped(parameters, mesh_of)
     return [{"params": group} for group in groups] if len(groups) > 1 else [one for group in groups for one in group]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The value of a distributed tensor on each rank."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class MovingAverage:

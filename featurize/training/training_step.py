@@ -332,7 +332,7 @@ class TrainingStep:
         if self.settings.channels_last:
             inputs = arguments(mapped(inputs, _channels_last))
         if (dtype := self._weight_dtype) is not None:
-            inputs = arguments(mapped(inputs, lambda x: _in_dtype(x, dtype)))
+            inputs = arguments(mapped(inputs, lambda x: x.to(dtype) if x.is_floating_point() else x))
         return inputs
 
     def _forward(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
@@ -483,10 +483,6 @@ def preload() -> None:
 
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_floating_point() else x
-
-
-def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.Size, torch.dtype]:

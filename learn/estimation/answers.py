@@ -16,7 +16,7 @@ from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.units import MIB
 from featurize.configs.features import is_current
-from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, MachineProfile, UnsuitableDevice
+from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, UnsuitableDevice
 from featurize.job.training_settings import TrainingSettings, training_of
 from featurize.memory.replay import loads_cudnn
 from featurize.operators.replacing import without_collection
@@ -24,7 +24,7 @@ from featurize.recording.skeleton import build_on_meta
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import tensors_of
 from featurize.timing.model_flops import seconds_at_peak
-from featurize.timing.overlap import SimulatedStep, lengthened, simulate
+from featurize.timing.overlap import SimulatedStep, communication_of, lengthened, simulate
 from learn.estimation.job_estimate import (
     COVERAGES,
     HELD_OUT,
@@ -55,7 +55,7 @@ from learn.estimation.notes import (
     loops_of_sources,
     times,
 )
-from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of, workspace_notes
+from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, ranks_of, workspace_notes
 from learn.estimation.requests import Request, StepFiles
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
 from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, load_latest
@@ -431,7 +431,9 @@ class _Answer:
     def _by_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
         """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
-        talk = talk_of(traced, job, device)
+        talk = None  # what several ranks send is the same in any loop
+        if job.parallel is not None:
+            talk = communication_of(traced.trace, device, job.settings, job.parallel, traced.step.step_time_ms)
         step = lengthened(self._priced(traced, loop), talk, device)
         of_step: dict[str, Any] = {}
         notes: list[Note] = []
@@ -504,10 +506,22 @@ class _Answer:
             notes.append(Note("near-limit", WARNING, text))
         notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
         if (mix := traced.trace.mix) is not None:
-            notes.append(Note("batch-mix", INFO, _of_mix(mix, job.shape_text(), traced)))
+            text = (
+                f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the "
+                f"longest, {job.shape_text()}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved "
+                f"by the mix {memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of "
+                "it fragmentation; utilization and step time are of the longest"
+            )
+            notes.append(Note("batch-mix", INFO, text))
         notes += workspace_notes(memory.workspaces, self.platform.torch_version)
         if device.architecture.vendor == AMD:
-            notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, self._on)))
+            of_context = ", its context is assumed" if self._on.name in MACHINES else ""
+            of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes"
+            text = (
+                "on an AMD GPU: no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
+                f"{of_context}{of_layers if loads_cudnn(traced.trace) else ''}"
+            )
+            notes.append(Note(AMD_GPU, WARNING, text))
         if self.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:
             text = (
                 "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. "
@@ -655,27 +669,8 @@ def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
     return [Note("two-loops", WARNING, f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one")]
 
 
-def _of_amd(trace: StepTrace, on: MachineProfile) -> str:
-    of_context = ", its context is assumed" if on.name in MACHINES else ""
-    of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes" if loads_cudnn(trace) else ""
-    return (
-        f"on an AMD GPU: no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
-        f"{of_context}{of_layers}"
-    )
-
-
 def _room(device: DeviceSpec, limit_mib: float) -> str:
     return f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
-
-
-def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
-    memory = traced.memory
-    return (
-        f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the longest, "
-        f"{longest}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved by the mix "
-        f"{memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of it fragmentation; "
-        "utilization and step time are of the longest"
-    )
 
 
 def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:

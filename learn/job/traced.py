@@ -200,10 +200,7 @@ def wants_values(message: str) -> bool:
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
 _LARGEST_TENSOR = 2**20  # of other tensors, as `featurize.recording.values` keeps them
 _MAPPINGS, _SETS = (dict, OrderedDict), (set, frozenset)
-_NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl")
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 def key_of(job: TrainingJob) -> tuple[str | None, Build]:
@@ -287,7 +284,7 @@ class _Teller(Pickler):
             return NotImplemented if value is _told else _function(value)
         if isinstance(value, types.ModuleType):
             return _told, ("module", value.__name__)
-        if isinstance(value, _BUILTINS):
+        if isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType):
             return _told, ("builtin", getattr(value, "__module__", None), value.__qualname__)
         if isinstance(value, types.MethodType):
             return _told, ("method",), (value.__func__, value.__self__)
@@ -307,7 +304,8 @@ def _tensor(value: Tensor) -> Any:
     largest = _LARGEST_PARAMETER if isinstance(value, nn.Parameter) else _LARGEST_TENSOR
     if value.numel() <= largest and not value.is_meta:
         held = value.detach().cpu()
-        content = (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()
+        of_no_array = held.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # which NumPy lacks
+        content = (held.float() if of_no_array else held).numpy().tobytes()
     shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
     state = {name: one for name, one in value.__dict__.items() if not name.startswith("_backward")}
     # Their numbers are the process's: they count in their order.
@@ -322,7 +320,7 @@ def _class(kind: type) -> Any:
         state = {
             name: part
             for name, part in vars(kind).items()
-            if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)
+            if name not in _OF_PYTHON and not isinstance(part, types.MemberDescriptorType | types.GetSetDescriptorType)
         }
         return _told, (kind.__module__, kind.__qualname__), (kind.__bases__, _ordered(state))
     forward = getattr(kind, "forward", None)

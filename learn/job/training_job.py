@@ -267,8 +267,8 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     search_working_folder()
     names = attribute.split(".")
     try:
-        module = mending(lambda: importlib.import_module(module_name))
-        named = mending(lambda: functools.reduce(_attribute, names, module))
+        module: Any = mending(lambda: importlib.import_module(module_name))
+        named = mending(lambda: functools.reduce(lambda owner, name: getattr(owner, name, None), names, module))
     except ImportError as error:
         near = near_modules(module_name, error.name if isinstance(error, ModuleNotFoundError) else None)
         raise UsageError(f"model={text}: cannot import {module_name}: {error}{near}") from error
@@ -286,10 +286,6 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     if arguments is not None or getattr(named, "config_class", None) is not None:
         return _configured(str(text), arguments)
     return functools.wraps(named, updated=())(lambda: mending(named))
-
-
-def _attribute(owner: object, name: str) -> Any:
-    return getattr(owner, name, None)
 
 
 def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
