@@ -124,7 +124,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python infra/generate_docs.py --check
-	$(BIN)/python infra/check_types.py
+	$(BIN)/python -m mypy
 
 clean:
 	rm -rf $(VENV) demo-data build *.egg-info

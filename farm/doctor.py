@@ -354,7 +354,7 @@ def _queue_counts(path: Path) -> tuple[int, dict[str, int]]:
     return len(jobs), {state: count for state, count in tasks.items() if count}
 
 
-def _run_counts(folder) -> dict[str, int]:
+def _run_counts(folder: DataFolder) -> dict[str, int]:
     """Return the number of runs by status, each run counted once."""
     import duckdb
 

@@ -88,7 +88,7 @@ class KueueApi:
 
         everywhere: dict[str, Any] = {"namespace": "*"} if resource is self.workload else {}
         with _named_failures():
-            yield from self._client.list(Item, chunk_size=_PAGE, **everywhere)  # type: ignore[call-overload]
+            yield from self._client.list(Item, chunk_size=_PAGE, **everywhere)
 
     def apply_status(self, resource: Any, metadata: Mapping[str, str], status: Mapping[str, Any]) -> None:
         """Apply the status of the object that the metadata names, by server-side apply."""

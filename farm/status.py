@@ -32,6 +32,8 @@ from farm.queue.queue_values import JobProgress
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from warehouse.files.presence import Presence
 
 _MAIN_REASONS = 2  # of doubts, in the table
@@ -204,12 +206,12 @@ def _doubt_text(job: dict[str, Any], reasons_shown: int | None = None) -> str:
 
 def _state_text(job: dict[str, Any]) -> str:
     if job["state"] != "submitting":
-        return job["state"]
+        return str(job["state"])
     there = job["queued"] + job["running"] + job["done"] + job["cancelled"]
     return f"submitting {there:,}/{job['n']:,}"
 
 
-def _print_detail(console, job: dict[str, Any]) -> None:
+def _print_detail(console: Console, job: dict[str, Any]) -> None:
     def line(text: str) -> None:
         console.print(printable(text), markup=False, soft_wrap=True)  # errors are whatever a trial printed
 

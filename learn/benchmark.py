@@ -123,7 +123,7 @@ def benchmark(
     )
 
 
-def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping) -> tuple[Part, ...]:
+def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping[str, Any]) -> tuple[Part, ...]:
     from learn.judging.evaluate import classes_of, parts_of
     from learn.rows.targets import make_bins
 

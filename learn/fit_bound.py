@@ -198,7 +198,7 @@ def _evened(answers: Answers, inside: np.ndarray) -> np.ndarray:
     for axis in ("family", "source"):
         _, member = np.unique(answers.groups[axis][inside], return_inverse=True)
         weight /= np.bincount(member, weights=weight)[member]
-    return weight / weight.sum()
+    return np.asarray(weight / weight.sum())
 
 
 def _scores(need: np.ndarray, names: np.ndarray) -> dict[float, float]:

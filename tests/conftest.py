@@ -139,10 +139,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
 
 @pytest.fixture(autouse=True)
-def no_traces_of_other_tests():
-    """Forget traces: tests replace parts of what makes them."""
-    if (module := sys.modules.get("featurize.trace.trace_cache")) is not None:
-        module.clear()
+def no_answers_of_other_tests():
+    """Forget traces and answers: tests replace parts of what makes them."""
+    for name in ("featurize.trace.trace_cache", "learn.estimation.answers"):
+        if (module := sys.modules.get(name)) is not None:
+            module.clear()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

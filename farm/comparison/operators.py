@@ -184,7 +184,10 @@ def compare_operators(
 
 
 def _changes(
-    compared: Mapping[str, tuple[Mapping, Mapping]], part: str, named: Callable[[str], str], kinds: Mapping[str, str]
+    compared: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]],
+    part: str,
+    named: Callable[[str], str],
+    kinds: Mapping[str, str],
 ) -> tuple[Change, ...]:
     """Return every operator or module, changed ones first, sorted by difference in time and then in memory moved."""
     totals: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
@@ -217,7 +220,7 @@ def _changes(
     return tuple(sorted(changes, key=_largest_first))
 
 
-def _largest_first(change: Change) -> tuple:
+def _largest_first(change: Change) -> tuple[Any, ...]:
     differences = [abs(change.after[figure] - change.before[figure]) for figure in ("ms", "peak_mib", "moved_mib")]
     return (not change.changed, *(-value for value in differences), change.name)
 
@@ -230,7 +233,9 @@ def _none() -> dict[str, float]:
     return dict.fromkeys(FIGURES, 0.0)
 
 
-def _sums(compared: Mapping[str, tuple[Mapping, Mapping]], part: str) -> dict[str, tuple[float, float]]:
+def _sums(
+    compared: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]], part: str
+) -> dict[str, tuple[float, float]]:
     sums: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     for pair in compared.values():
         for total, record in zip(sums, pair, strict=True):

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import duckdb
 
@@ -344,7 +345,7 @@ def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
     )
 
 
-def error_of(side: Mapping) -> str | None:
+def error_of(side: Mapping[str, Any]) -> str | None:
     """Return the error of a side's runs as one line; None where a run was ok, or no error is known."""
     if side["status"] == "ok" or side["error"] is None:
         return None

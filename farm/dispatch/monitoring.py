@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 
@@ -134,7 +134,7 @@ def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> log
         raise UsageError(f"log.file={file}: {error.strerror}") from error
 
 
-class _StreamHandler(logging.StreamHandler):
+class _StreamHandler(logging.StreamHandler[TextIO]):
     """A handler that closes its own stream."""
 
     def close(self) -> None:

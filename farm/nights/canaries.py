@@ -106,7 +106,7 @@ def read_nights(
             "OR list_contains(?::VARCHAR[], job_id)) ORDER BY coalesce(started_at, finished_at) NULLS FIRST, run_id",
             [source, PREFIX, list(tonight)],
         ).fetchall()
-    jobs: dict[str, list[tuple[CanaryRun, tuple]]] = {}
+    jobs: dict[str, list[tuple[CanaryRun, tuple[Any, ...]]]] = {}
     for row in (dict(zip(columns, values, strict=True)) for values in rows):
         # A run that no worker brought back does not know its device; the jobs of tonight are all of this one.
         ours = row["job_id"] in tonight if row["device_name"] is None else same_device(row["device_name"], device_name)
@@ -122,7 +122,7 @@ def read_nights(
     return _night(now, earlier[-1].environment if earlier else None), earlier
 
 
-def _night(of_job: Sequence[tuple[CanaryRun, tuple]], before: tuple | None = None) -> CanaryNight:
+def _night(of_job: Sequence[tuple[CanaryRun, tuple[Any, ...]]], before: tuple[Any, ...] | None = None) -> CanaryNight:
     runs = tuple(run for run, _ in of_job)
     environments = Counter(environment for run, environment in of_job if run.status == "ok")
     if environments:
@@ -134,7 +134,7 @@ def _night(of_job: Sequence[tuple[CanaryRun, tuple]], before: tuple | None = Non
     return CanaryNight(known, runs)
 
 
-def _run(row: Mapping) -> CanaryRun | None:
+def _run(row: Mapping[str, Any]) -> CanaryRun | None:
     try:
         config = config_of_row(row["config"])
     except UsageError:  # of another version of the code: no canary of this one's
@@ -164,7 +164,10 @@ def _error_of(row: Mapping[str, Any]) -> str:
     return f"{error_type}: {line}" if line else error_type
 
 
-def causes(data, moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun], Collection[str]]]) -> tuple[str, ...]:
+def causes(
+    data: str | os.PathLike[str] | DataFolder,
+    moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun], Collection[str]]],
+) -> tuple[str, ...]:
     """Return possible causes of moved canaries, in words, the most common first; empty if no cause is known.
 
     `moved`: for each of them tonight's runs, those it was compared with, and the labels that are NULL now.
@@ -202,7 +205,9 @@ def _causes_of(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Co
     return reasons
 
 
-def _slower(data: str | os.PathLike | DataFolder, now: Sequence[CanaryRun], before: Sequence[CanaryRun]) -> list[str]:
+def _slower(
+    data: str | os.PathLike[str] | DataFolder, now: Sequence[CanaryRun], before: Sequence[CanaryRun]
+) -> list[str]:
     """Return differences in clocks and temperatures between tonight's windows and earlier ones."""
     families = sorted({run.config.family for run in now})
     with contextlib.closing(warehouse.connect(data)) as connection:
@@ -397,7 +402,7 @@ class CanaryVerdict:
 
 
 def compare(
-    data: str | os.PathLike | DataFolder,
+    data: str | os.PathLike[str] | DataFolder,
     device_name: str,
     source: str,
     job_ids: Collection[str],
@@ -471,7 +476,7 @@ def unconfirmed(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
 
 
 def _first_night(
-    data: str | os.PathLike | DataFolder, verdict: CanaryVerdict, runs: Mapping[str, Sequence[CanaryRun]]
+    data: str | os.PathLike[str] | DataFolder, verdict: CanaryVerdict, runs: Mapping[str, Sequence[CanaryRun]]
 ) -> CanaryVerdict:
     """Return the verdict on canaries that no earlier night can be compared with."""
     ended = [run for of_canary in runs.values() for run in of_canary]
@@ -493,7 +498,12 @@ def _first_night(
     return replace(verdict, verdict="first", said=sentence, causes=why)
 
 
-def _steady(runs: Mapping, history: Mapping, entries: Sequence[ComparedLabel], change: str) -> str:
+def _steady(
+    runs: Mapping[str, Sequence[CanaryRun]],
+    history: Mapping[str, Sequence[CanaryRun]],
+    entries: Sequence[ComparedLabel],
+    change: str,
+) -> str:
     failing = {entry.config_hash for entry in entries if entry.label == "status"}
     known, new = (failing ^ runs.keys()) & history.keys(), runs.keys() - failing - history.keys()
     sentence = f"{_canaries(known)} as before{f', with {change}' if change else ''}"
@@ -502,7 +512,10 @@ def _steady(runs: Mapping, history: Mapping, entries: Sequence[ComparedLabel], c
 
 
 def _causes(
-    data: str | os.PathLike | DataFolder, runs: Mapping, history: Mapping, moved: Sequence[ComparedLabel]
+    data: str | os.PathLike[str] | DataFolder,
+    runs: Mapping[str, Sequence[CanaryRun]],
+    history: Mapping[str, Sequence[CanaryRun]],
+    moved: Sequence[ComparedLabel],
 ) -> tuple[str, ...]:
     cases = []
     for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
@@ -583,7 +596,16 @@ def _of_canary(
 ) -> list[ComparedLabel]:
     entries = []
 
-    def add(label: str, sentence: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
+    def add(
+        label: str,
+        sentence: str,
+        *,
+        before: float | None = None,
+        now: float | None = None,
+        tolerance: float | None = None,
+        moved: bool,
+        of: int,
+    ) -> None:
         first, unit = runs[0], LABELS.get(label, "")
         entries.append(
             ComparedLabel(
@@ -669,7 +691,7 @@ def _accepted_failures(entries: Sequence[ComparedLabel]) -> str:
     return "".join(f"; {entry.said}" for entry in entries if entry.label == "status" and not entry.moved)
 
 
-def _change(before: tuple, now: tuple) -> str:
+def _change(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     """`torch_version 2.12.0 -> 2.13.0`."""
     changed = [f"{name} {old} -> {new}" for name, old, new in zip(ENVIRONMENT, before, now, strict=True) if old != new]
     return ", ".join(changed)

@@ -397,10 +397,11 @@ class NightWork:
     def _next_plan(self) -> Mapping[str, Any] | None:
         """Return what the next night would measure; None if planning fails, so that the report is still written."""
         try:
-            return plain(self._plan(self.journal.cycles(), "looking ahead").payload().to_mapping())
+            plan: Mapping[str, Any] = plain(self._plan(self.journal.cycles(), "looking ahead").payload().to_mapping())
         except Exception as error:
             self.service.events.emit("notice", message=f"the next night's plan: {error}")
             return None
+        return plan
 
     # What steps share
 

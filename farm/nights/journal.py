@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import IO, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -459,7 +459,7 @@ class Journal:
         if new:
             sync(self.path.parent)
 
-    def _entries(self) -> Iterator[tuple[int, dict]]:
+    def _entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -486,7 +486,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _cut_torn_line(file) -> None:
+def _cut_torn_line(file: IO[bytes]) -> None:
     file.seek(0)
     whole = file.read().rfind(b"\n") + 1
     file.truncate(whole)

@@ -219,8 +219,9 @@ def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
     }
 
 
-def _ask(folder: DataFolder, query: str, values: Sequence[Any]) -> list[tuple]:
+def _ask(folder: DataFolder, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
     from warehouse.reading.connection import connect
 
     with contextlib.closing(connect(folder)) as connection:
-        return connection.execute(query, list(values)).fetchall()
+        rows: list[tuple[Any, ...]] = connection.execute(query, list(values)).fetchall()
+    return rows

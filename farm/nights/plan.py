@@ -169,7 +169,13 @@ def _stale_only(again: tuple[TrialConfig, ...], next_index: Mapping[str, int]) -
     )
 
 
-def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, machine: Machine, environment) -> Known:
+def _known(
+    folder: DataFolder,
+    queue: Queue | None,
+    settings: GrowSettings,
+    machine: Machine,
+    environment: Mapping[str, str | None] | None,
+) -> Known:
     """Return the runs of these devices; configs that wait in the queue count as measured."""
     if not folder.format_marker.exists():  # a dry run before the first submission
         return Known.nothing()
@@ -270,7 +276,7 @@ class Summary:
             *self.notes,
         ]
 
-    def to_mapping(self) -> dict:
+    def to_mapping(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 

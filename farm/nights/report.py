@@ -79,7 +79,7 @@ def say(
     )
 
 
-def _outcome(cycle: Cycle, canaries: Mapping, run: Mapping | None) -> str:
+def _outcome(cycle: Cycle, canaries: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
     if any(step.state == "failed" for step in cycle.steps.values()):
         return "failed"
     if canaries.get("verdict") == "sick":
@@ -88,7 +88,12 @@ def _outcome(cycle: Cycle, canaries: Mapping, run: Mapping | None) -> str:
 
 
 def _sentence(
-    cycle: Cycle, outcome: str, canaries: Mapping, run: Mapping | None, rows: ReportRows | None, ran: str
+    cycle: Cycle,
+    outcome: str,
+    canaries: Mapping[str, Any],
+    run: Mapping[str, Any] | None,
+    rows: ReportRows | None,
+    ran: str,
 ) -> str:
     """Return the outcome in a sentence. `ran` is measured or simulated."""
     finished = sum(one.tonight for one in rows.counts) if rows else 0
@@ -139,7 +144,7 @@ def _failed_step(cycle: Cycle) -> list[str]:
     return advice
 
 
-def _canaries(canaries: Mapping) -> list[str]:
+def _canaries(canaries: Mapping[str, Any]) -> list[str]:
     if canaries.get("verdict") == "sick":
         causes = "; ".join(map(str, canaries.get("causes") or ())) or "no cause is known"
         return [
@@ -156,7 +161,7 @@ def _canaries(canaries: Mapping) -> list[str]:
     return []
 
 
-def _findings(errors: Sequence[Mapping]) -> list[str]:
+def _findings(errors: Sequence[Mapping[str, Any]]) -> list[str]:
     if not errors:
         return []
     rows = sum(int(one.get("count") or 0) for one in errors)
@@ -164,7 +169,7 @@ def _findings(errors: Sequence[Mapping]) -> list[str]:
     return [f"Some rows cannot be right: rules are broken {rows:,} times ({rules}). See the quality findings."]
 
 
-def _failures(run: Mapping | None) -> list[str]:
+def _failures(run: Mapping[str, Any] | None) -> list[str]:
     statuses = (run or {}).get("by_status") or {}
     failed, runs = sum(statuses.get(name, 0) for name in FAILED), sum(statuses.values())
     if runs and failed > _MANY_FAILED * runs:
@@ -181,7 +186,7 @@ def _learning(cycle: Cycle) -> list[str]:
     ]
 
 
-def _moved(changed: Difference | None, canaries: Mapping) -> list[str]:
+def _moved(changed: Difference | None, canaries: Mapping[str, Any]) -> list[str]:
     if changed is None:
         return []
     advice = []
@@ -194,7 +199,7 @@ def _moved(changed: Difference | None, canaries: Mapping) -> list[str]:
     return advice
 
 
-def _calm(outcome: str, run: Mapping | None, ran: str) -> str:
+def _calm(outcome: str, run: Mapping[str, Any] | None, ran: str) -> str:
     if outcome == "cut short":
         return f"Nothing to do: the {ran} runs are kept, and the next night continues."
     if run is not None and run.get("ended") == "time" and not run.get("runs"):
@@ -346,7 +351,7 @@ def _told(notes: list[str], part: str) -> Iterator[None]:
 
 
 def _rows(
-    folder: DataFolder, cycle: Cycle, canaries: Mapping, snapshot: str | None, notes: list[str]
+    folder: DataFolder, cycle: Cycle, canaries: Mapping[str, Any], snapshot: str | None, notes: list[str]
 ) -> ReportRows | None:
     rows = None
     with (
@@ -358,7 +363,7 @@ def _rows(
     return rows
 
 
-def _before(history: Sequence[Cycle], landed: Mapping) -> str | None:
+def _before(history: Sequence[Cycle], landed: Mapping[str, Any]) -> str | None:
     """Return the snapshot to compare with: the one that landing named, else the newest of earlier cycles."""
     if landed:
         return landed.get("before")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 
@@ -21,6 +21,9 @@ from learn.rows.targets import LEVELS, UTILIZATION_EDGES, get_target, utilizatio
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.tables.sql_text import sql_text
+
+if TYPE_CHECKING:
+    import pyarrow
 
 FAILED = ("crashed", "timeout", "invalid")
 GROUPS_SHOWN = 12  # of failures; the rest is counted
@@ -110,7 +113,7 @@ def read_rows(
         return _read(connection, counted, tonight, device_name, source)
 
 
-def _columns(connection: WarehouseConnection, tonight: str):
+def _columns(connection: WarehouseConnection, tonight: str) -> pyarrow.Table:
     """Return the columns needed for counting, of every run, as Arrow. Files are read once, without error texts."""
     return connection.sql(
         f"""SELECT family, device_name, source, status, {USABLE} AS usable, {tonight} AS tonight, batch_size,

@@ -12,7 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,6 +49,7 @@ COPIES = 2  # rows that are measured again of each cell, where it has as many
 _EXAMPLES = 3
 _EVERY_STEP = frozenset(("loss", *WEIGHT_UPDATES))
 _MEMORY = "peak_memory_mib"
+_Cell = tuple[str, str, str]  # label, operator family, bin of memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,9 @@ def _shift(entries: Sequence[ComparedLabel]) -> tuple[float | None, str]:
     return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples}{more})"
 
 
-def _rows(data: DataFolder, verdict: CanaryVerdict, environment: Sequence) -> Iterator[tuple[dict, TrialConfig]]:
+def _rows(
+    data: DataFolder, verdict: CanaryVerdict, environment: Sequence[Any]
+) -> Iterator[tuple[dict[str, Any], TrialConfig]]:
     """Return the usable rows of that environment, with their configs."""
     columns = ("run_id", "family", "config", "device_name", "status", "oom_kind", *LABELS)
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
@@ -192,15 +195,21 @@ def _config(text: str | None) -> TrialConfig | None:
 
 
 def _marks(
-    row: Mapping, config: TrialConfig, affected: Mapping, shifts: Mapping, verdict: CanaryVerdict
+    row: Mapping[str, Any],
+    config: TrialConfig,
+    affected: Mapping[str, frozenset[str]],
+    shifts: Mapping[str, tuple[float | None, str]],
+    verdict: CanaryVerdict,
 ) -> Iterator[Mark]:
-    own = None
+    families: frozenset[str] | None = None
     for label, moved in affected.items():
         if row[label] is None and not (label == _MEMORY and row["status"] == "oom"):
             continue
-        if EVERYTHING not in moved and own is None:
-            own = operators_of(config)
-        hit = (EVERYTHING,) if EVERYTHING in moved else _in_order(own & moved)
+        if EVERYTHING in moved:
+            hit: tuple[str, ...] = (EVERYTHING,)
+        else:
+            families = operators_of(config) if families is None else families
+            hit = _in_order(families & moved)
         if hit:
             yield Mark(
                 run_id=row["run_id"],
@@ -243,7 +252,7 @@ def remeasure(
         for cell in cells_of[config_hash_]:
             need[cell] -= 1
     # Configs of the very same cells are alike: it costs as many kinds as there are, whatever the number of rows.
-    kinds: dict[frozenset, list[str]] = {}
+    kinds: dict[frozenset[_Cell], list[str]] = {}
     for config_hash_ in sorted(set(cells_of) - measured, reverse=True):
         kinds.setdefault(cells_of[config_hash_], []).append(config_hash_)
     chosen: list[TrialConfig] = []
@@ -258,7 +267,9 @@ def remeasure(
     return tuple(chosen)
 
 
-def _stale_rows(data: DataFolder, device_name: str, source: str, environment: Mapping[str, str | None]) -> list[dict]:
+def _stale_rows(
+    data: DataFolder, device_name: str, source: str, environment: Mapping[str, str | None]
+) -> list[dict[str, Any]]:
     """Return the marks of that environment, each with its run's columns."""
     values = [environment.get(name) for name in ENVIRONMENT]
     same = " AND ".join(f"{{}}.{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
@@ -279,10 +290,10 @@ def _stale_rows(data: DataFolder, device_name: str, source: str, environment: Ma
     return [row for row in marks if same_device(row["device_name"], device_name)]
 
 
-def _cells(rows: Sequence[Mapping]) -> tuple[dict[str, frozenset], set[str], dict[str, TrialConfig]]:
+def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, frozenset[_Cell]], set[str], dict[str, TrialConfig]]:
     """Return the cells (label, operator family, memory bin) by config_hash, those measured since, and the configs."""
     configs: dict[str, TrialConfig] = {}
-    about: dict[str, Mapping] = {}
+    about: dict[str, Mapping[str, Any]] = {}
     stale: dict[str, set[tuple[str, str]]] = {}
     measured = set()
     for row in rows:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile, Submission
@@ -80,7 +81,7 @@ class Queue:
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         *,
         max_attempts: int = MAX_ATTEMPTS,
         backoff_s: float = BACKOFF_S,
@@ -100,7 +101,7 @@ class Queue:
     def __enter__(self) -> Queue:
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
     # Submitting
@@ -180,16 +181,16 @@ class Queue:
             "UPDATE jobs SET complete = complete AND n >= ?, n = max(n, ?), priority = ? WHERE seq = ?",
             (job.n, job.n, job.priority, row[0]),
         )
-        return row[0]
+        return int(row[0])
 
     def _new_seq(self, job_id: str) -> int:
         """Return a number for a new job that no other has or had; a removed job gets its own number again."""
         (highest,) = self._file.only("SELECT coalesce(max(seq), 0) FROM jobs")
         if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
-            return highest + 1
+            return int(highest) + 1
         own = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
         (removed,) = self._file.only("SELECT coalesce(max(seq), 0) FROM removed_jobs")
-        return max(highest, removed) + 1 if own is None else own[0]
+        return int(max(highest, removed) + 1 if own is None else own[0])
 
     def next_index(self, job_id: str) -> int:
         """Return the index from which a submission continues: one past the job's highest, 0 for a new job.
@@ -348,7 +349,7 @@ class Queue:
         )
 
     def _backoff_s(self, task: Lease) -> float:
-        return min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
+        return min(self.backoff_s * 2.0 ** (task.attempt - 1), MAX_BACKOFF_S)
 
     def expired(
         self, now: float, device: str | None = None, held: Collection[Lease] = ()
@@ -509,7 +510,7 @@ class Queue:
     def progress(self, now: float, job_id: str | None = None, window_s: float = 300.0) -> list[JobProgress]:
         """Return the progress of every job (or one), oldest first, with the rate over the last `window_s` seconds."""
         only = None if job_id is None else self._seq(job_id)
-        tallies: dict[int, list[tuple]] = {}
+        tallies: dict[int, list[tuple[Any, ...]]] = {}
         for seq, *tally in self._tallies(only, None):
             tallies.setdefault(seq, []).append(tuple(tally))
         jobs = self._file.all(
@@ -530,7 +531,7 @@ class Queue:
             progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
         return progress
 
-    def _tallies(self, seq: int | None, device: str | None) -> list[tuple]:
+    def _tallies(self, seq: int | None, device: str | None) -> list[tuple[Any, ...]]:
         return self._file.all(
             f"SELECT job_seq, state, status, count FROM tallies JOIN jobs ON seq = job_seq WHERE count > 0 AND {_OF}",
             (seq, device),

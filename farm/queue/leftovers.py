@@ -90,7 +90,7 @@ _SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_12
 _UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for so long
 
 
-def make_folder(prefix: str, base: str | os.PathLike | None = None) -> Path:
+def make_folder(prefix: str, base: str | os.PathLike[str] | None = None) -> Path:
     """Make a temporary folder (mode 0700) that `sweep_folders` deletes once this process is dead."""
     assert prefix in PREFIXES, prefix
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -136,7 +136,7 @@ def recorded_processes() -> set[str]:
     return recorded
 
 
-def sweep_folders(bases: Iterable[str | os.PathLike] | None = None, now: float | None = None) -> list[Path]:
+def sweep_folders(bases: Iterable[str | os.PathLike[str]] | None = None, now: float | None = None) -> list[Path]:
     """Delete the temporary folders of ended processes; return their paths.
 
     Only folders of this user go, never a link or what a link leads to. One without an `owner`, or whose owner ran
@@ -169,7 +169,7 @@ def delete_folder(path: Path) -> bool:
     return False
 
 
-def _folders(bases: Iterable[str | os.PathLike]) -> list[Path]:
+def _folders(bases: Iterable[str | os.PathLike[str]]) -> list[Path]:
     folders = []
     for base in dict.fromkeys(map(os.path.realpath, bases)):
         with contextlib.suppress(OSError):

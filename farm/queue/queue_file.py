@@ -14,6 +14,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 
@@ -172,32 +173,32 @@ class QueueFile:
         except sqlite3.Error as error:
             raise queue_error(error, self.path) from error
 
-    def all(self, sql: str, values: Sequence = ()) -> list[tuple]:
+    def all(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return every row."""
         try:
             return self._db.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise queue_error(error, self.path) from error
 
-    def one(self, sql: str, values: Sequence = ()) -> tuple | None:
+    def one(self, sql: str, values: Sequence[Any] = ()) -> tuple[Any, ...] | None:
         """Return the first row, None if there is none."""
         rows = self.all(sql, values)
         return rows[0] if rows else None
 
-    def only(self, sql: str, values: Sequence = ()) -> tuple:
+    def only(self, sql: str, values: Sequence[Any] = ()) -> tuple[Any, ...]:
         """Return the row of a statement that always gives one."""
         rows = self.all(sql, values)
         assert rows, sql
         return rows[0]
 
-    def change(self, sql: str, values: Sequence = ()) -> int:
+    def change(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it changed."""
         try:
             return self._db.execute(sql, values).rowcount
         except sqlite3.Error as error:
             raise queue_error(error, self.path) from error
 
-    def many(self, sql: str, rows: list[tuple]) -> int:
+    def many(self, sql: str, rows: list[tuple[Any, ...]]) -> int:
         """Run a statement for each of `rows`; return how many rows changed in total."""
         try:
             return self._db.executemany(sql, rows).rowcount if rows else 0

@@ -141,7 +141,7 @@ def job_id_for(
     return f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def job_of(row: Sequence) -> Job:
+def job_of(row: Sequence[Any]) -> Job:
     return Job(**dict(zip(JOB_COLUMNS.split(", "), row, strict=True)))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from farm.replaying.simulator import GpuPool, PlacementPolicy
 from farm.replaying.traces import JobType, estimated_mib
 from learn.sharing.learned import packaged_slowdowns
 from learn.sharing.profile import NoUtilization, SlowdownEstimator
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
 SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job
@@ -48,7 +52,7 @@ class _FittingPolicy:
     def __init__(self, needs_mib: Sequence[float]) -> None:
         self.needs_mib = needs_mib
 
-    def fitting(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None) -> np.ndarray:
+    def fitting(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None) -> NDArray[np.intp]:
         """Return the GPUs that may take the job by their memory, ascending."""
         room = pool.memory_mib - self.needs_mib[kind]
         if room < 0:
@@ -63,7 +67,7 @@ class _FittingPolicy:
 
 
 class _GatedPolicy(_FittingPolicy):
-    def quiet(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None) -> np.ndarray:
+    def quiet(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None) -> NDArray[np.intp]:
         fitting = self.fitting(kind, pool, now_s, among)
         return fitting[pool.activity[fitting] < SMACT_LIMIT]
 

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,11 @@ from learn.rows.targets import (
     utilization_bins,
 )
 from warehouse.tables.schema import ENVIRONMENT
+
+if TYPE_CHECKING:
+    import os
+
+    from warehouse.files.folder import DataFolder
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Known:
 
 
 def known_runs(
-    data,
+    data: DataFolder | str | os.PathLike[str] | None,
     device_name: str,
     *,
     source: str = "measured",
@@ -197,7 +203,7 @@ class Map:
     def cell(self, row: int, dimension: str) -> str:
         """Return a cell's name, such as `cnn 8-16 GB`."""
         column = DIMENSIONS.index(dimension)
-        return self.names[dimension][self.codes[row, column]]
+        return self.names[dimension][int(self.codes[row, column])]
 
     def counts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the number of rows in each cell, by dimension."""

@@ -109,7 +109,7 @@ class Range:
         step = self._grid_step
         if step is None:
             if self.scale == "log":
-                return min(max(self.low * (self.high / self.low) ** u, float(self.low)), float(self.high))
+                return min(max(self.low * math.pow(self.high / self.low, u), float(self.low)), float(self.high))
             return min(self.low + u * (self.high - self.low), float(self.high))
         count = self._count(step)
         if self.scale == "log":
@@ -223,7 +223,8 @@ def default_space(family: str) -> dict[str, Any] | None:
 
     values = OmegaConf.to_container(OmegaConf.create(file.read_text()))
     assert isinstance(values, dict), file
-    return values["space"]
+    space: dict[str, Any] | None = values["space"]
+    return space
 
 
 def _dimension(name: str, spec: Any, problems: list[str]) -> Dimension | None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from farm.sampling.dimensions import Choice, Scalar, Space
 from featurize import families
 from featurize.configs.trial import TrialConfig, named_by_user
 from featurize.job.layers import rough_memory_mib, totals
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 PointsOf = Callable[[Space, bytes, range], list[list[float]]]  # (space, key, indices) -> their points
 _DIGITS = 32  # binary digits of a stratified coordinate
@@ -41,7 +44,8 @@ def uniform_point(space: Space, key: bytes, index: int, attempt: int) -> list[fl
     """Return independent coordinates in [0, 1), one for each varied dimension."""
     digest = hashlib.blake2b(f"{index} {attempt}".encode(), key=key, digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    return generator.random(len(space.varied)).tolist()
+    point: list[float] = generator.random(len(space.varied)).tolist()
+    return point
 
 
 def _uniform_points(space: Space, key: bytes, indices: range) -> list[list[float]]:
@@ -60,7 +64,8 @@ def _stratified_points(space: Space, key: bytes, indices: range) -> list[list[fl
     sizes = {at: len(d.choices) for at, d in enumerate(space.varied) if isinstance(d, Choice)}
     for at, places in _choice_places(sizes, keys, index).items():
         points[at] = (places + 0.5) / sizes[at]
-    return points.T.tolist()
+    of_index: list[list[float]] = points.T.tolist()
+    return of_index
 
 
 def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -> dict[int, np.ndarray]:
@@ -108,7 +113,8 @@ def _permuted(keys: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
         return place
     drawn = _mix(keys[:, None] ^ _mix(np.arange(size, dtype=np.uint64)))
     mine = np.take_along_axis(drawn, place.astype(np.int64)[:, None], axis=1)
-    return (drawn < mine).sum(axis=1).astype(np.uint64)
+    smaller: np.ndarray = (drawn < mine).sum(axis=1)
+    return smaller.astype(np.uint64)
 
 
 def _stratified_digits(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -144,7 +150,7 @@ def _stratified_digits(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
     return prefix
 
 
-def _mix(words: np.ndarray) -> np.ndarray:
+def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """One step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words that looks random."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -313,7 +319,7 @@ def _configs_at(
     drawn: _Drawn | None,
 ) -> list[TrialConfig]:
     """Return the configs (one a batch size) at `point`, or at the first of its substitutes that is valid and new."""
-    rejected: list[tuple[dict, list[_Breach]]] = []
+    rejected: list[tuple[dict[str, Any], list[_Breach]]] = []
     for attempt, drawn_values in enumerate(_tries(space, key, index, point, searched=drawn is not None)):
         if drawn is not None and not drawn.is_new(drawn_values):
             continue
@@ -387,7 +393,7 @@ class _Breach:
     needed: int | None = None
 
 
-def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
+def _build(family: ModuleType, values: dict[str, Any], limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
     """Return the config and no breaches, or None and every rule that it breaks."""
     missing = missing_fields(family, values)
     if missing:  # not a matter of luck: no other point of this space can help
@@ -430,9 +436,9 @@ def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> lis
     return breaches
 
 
-def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict, list[_Breach]]]) -> str:
+def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict[str, Any], list[_Breach]]]) -> str:
     counts: Counter[str] = Counter()
-    examples: dict[str, tuple[str, dict]] = {}
+    examples: dict[str, tuple[str, dict[str, Any]]] = {}
     smallest: dict[str, int] = {}
     for values, breaches in rejected:
         for breach in breaches:

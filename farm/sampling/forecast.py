@@ -5,7 +5,7 @@ Start reading at `Forecaster.look`. torch is never needed for it, except where s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -113,7 +113,9 @@ class Forecaster:
 
         return fast_problem(config, self.device, self.data) is None
 
-    def _described(self, parts: list[list[int]], configs: Sequence[TrialConfig]):
+    def _described(
+        self, parts: list[list[int]], configs: Sequence[TrialConfig]
+    ) -> Iterator[tuple[list[int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]]:
         jobs = [([configs[i] for i in places], self.device, self.data) for places in parts]
         if self.workers == 0 or len(configs) < _WORTH_WORKERS:
             yield from ((places, described(job)) for places, job in zip(parts, jobs, strict=True))
@@ -128,7 +130,9 @@ class Forecaster:
                 raise EnvironmentProblem(f"configs cannot be described: {known.reason}")
             yield parts[index], known
 
-    def _trace(self, configs: list[TrialConfig], places: np.ndarray, figures, ways) -> None:
+    def _trace(
+        self, configs: list[TrialConfig], places: np.ndarray, figures: Mapping[str, np.ndarray], ways: np.ndarray
+    ) -> None:
         from learn.job.training_job import Case
         from learn.rows.step_store import StepStore
 

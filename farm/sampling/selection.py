@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from conf.errors import CommandError, UsageError
-from farm.sampling.coverage import Known
+from farm.sampling.coverage import DIMENSIONS, Known, Map, fill
 from farm.sampling.dimensions import Space
 from farm.sampling.draws import NO_LIMITS, Limits, sample_range
 from featurize.configs.trial import TrialConfig, config_hash, problem_of
 from featurize.families import get_family
-from learn.estimators.protocol import to_space
+from learn.estimators.protocol import from_space, to_space
 from learn.rows.targets import get_target
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from farm.sampling.forecast import Outlook
 
 
@@ -175,15 +177,13 @@ def choose(
     new, old = np.arange(len(asked)), len(asked) + np.arange(len(known.configs))
     figures = _with_labels(outlook, known, old)
     notes = [f"left out: {fresh.cannot_be_built()}"] if fresh.unbuildable else []
-    doubts: dict = {}
+    doubts: dict[str, Doubts] = {}
     if policy == "active":
         doubts = _doubts(outlook, known, new, old, seed)
         if not doubts:
             notes.append("too few rows are known to tell where the estimator is unsure: chosen by coverage")
         for target, doubt in doubts.items():
             figures[target][new] = _shifted(outlook.figures[target][new], doubt.shift, target)
-    from farm.sampling.coverage import Map, fill
-
     cells = Map.of([*asked, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
     distances: np.ndarray | None = None
     if doubts:
@@ -251,7 +251,13 @@ def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Net
     return _Fresh(places, measured, repeated, unbuildable, looked)
 
 
-def _look(estimator: CandidateForecaster, fresh: _Fresh, pool: CandidatePool, known: Known, progress) -> Outlook:
+def _look(
+    estimator: CandidateForecaster,
+    fresh: _Fresh,
+    pool: CandidatePool,
+    known: Known,
+    progress: Callable[[int, int], None],
+) -> Outlook:
     """Return the outlook on the fresh candidates, then the known rows. Raises `UsageError` if none is fresh."""
     if fresh.places:
         return estimator.look([*(pool.configs[i] for i in fresh.places), *known.configs], progress)
@@ -278,8 +284,7 @@ def _with_labels(outlook: Outlook, known: Known, old: np.ndarray) -> dict[str, n
     return figures
 
 
-def _doubts(outlook: Outlook, known: Known, new, old, seed: int) -> dict:
-
+def _doubts(outlook: Outlook, known: Known, new: np.ndarray, old: np.ndarray, seed: int) -> dict[str, Doubts]:
     by_target = {}
     for target in _UNSURE_OF:
         labels = known.labels.get(target)
@@ -296,16 +301,21 @@ def _doubts(outlook: Outlook, known: Known, new, old, seed: int) -> dict:
 
 
 def _shifted(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
-    from learn.estimators.protocol import from_space, to_space
-    from learn.rows.targets import get_target
-
     space = get_target(target).space
     return from_space(to_space(figures, space) + shift, space)
 
 
-def _drawn(cells, outlook: Outlook, doubts: dict, memory, new, old, n, capacity, seed) -> tuple[np.ndarray, np.ndarray]:
-    from farm.sampling.coverage import DIMENSIONS
-
+def _drawn(
+    cells: Map,
+    outlook: Outlook,
+    doubts: Mapping[str, Doubts],
+    memory: np.ndarray,
+    new: np.ndarray,
+    old: np.ndarray,
+    n: int,
+    capacity: float,
+    seed: int,
+) -> tuple[np.ndarray, np.ndarray]:
     scores = {target: doubt.score for target, doubt in doubts.items()}
     of_target = {target: cells.codes[new, DIMENSIONS.index(target)] for target in doubts}
     fits = np.ones(len(new))
@@ -315,9 +325,16 @@ def _drawn(cells, outlook: Outlook, doubts: dict, memory, new, old, n, capacity,
     return places, nearest_distances(outlook.table[places], outlook.table[old])
 
 
-def _chosen(pool: CandidatePool, fresh, places, cells, old, figures, doubts: dict, distances) -> tuple[Chosen, ...]:
-    from farm.sampling.coverage import DIMENSIONS
-
+def _chosen(
+    pool: CandidatePool,
+    fresh: Sequence[int],
+    places: np.ndarray,
+    cells: Map,
+    old: np.ndarray,
+    figures: Mapping[str, np.ndarray],
+    doubts: Mapping[str, Doubts],
+    distances: np.ndarray | None,
+) -> tuple[Chosen, ...]:
     before = cells.counts(old)
     score = np.mean([doubt.score for doubt in doubts.values()], axis=0) if doubts else None
     memory = doubts.get("memory")
@@ -340,7 +357,7 @@ def _chosen(pool: CandidatePool, fresh, places, cells, old, figures, doubts: dic
     return tuple(chosen)
 
 
-def _gained(cells, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:
+def _gained(cells: Map, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:
     before, added = cells.tally(old), cells.tally(places)
     return {
         name: {cell: (before[name].get(cell, 0), n) for cell, n in sorted(of_cell.items())}
@@ -391,7 +408,8 @@ class Doubts:
     def score(self) -> np.ndarray:
         """Return (n,) around 1: the mean of both disagreements, each divided by its own mean."""
         both = (self.disagreement, self.of_label)
-        return np.mean([disagreement / max(float(disagreement.mean()), 1e-12) for disagreement in both], axis=0)
+        shares = [disagreement / max(float(disagreement.mean()), 1e-12) for disagreement in both]
+        return np.asarray(np.mean(shares, axis=0))
 
 
 def estimate_doubts(
@@ -439,7 +457,9 @@ def _committee(known: np.ndarray, taught: np.ndarray, asked: np.ndarray, seed: i
     return predictions.mean(0), predictions.std(0)
 
 
-def worth(scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fits: np.ndarray) -> np.ndarray:
+def worth(
+    scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fits: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """(n,) > 0, what a run of each candidate is worth: doubt ** 1.5 / root of the candidates in the same bin, times the
     chance that it fits (`fits`): out of memory there is no figure to learn from.
 
@@ -463,7 +483,7 @@ def chance_to_fit(memory_mib: np.ndarray, disagreement: np.ndarray, capacity_mib
     from scipy.special import ndtr
 
     error = np.maximum(disagreement, _LOG_ERROR)
-    return ndtr((np.log(capacity_mib) - np.log(np.maximum(memory_mib, 1.0))) / error)
+    return np.asarray(ndtr((np.log(capacity_mib) - np.log(np.maximum(memory_mib, 1.0))) / error))
 
 
 def draw(worth: np.ndarray, n: int, seed: int) -> np.ndarray:
@@ -478,7 +498,7 @@ def draw(worth: np.ndarray, n: int, seed: int) -> np.ndarray:
 
 def nearest_distances(chosen: np.ndarray, known: np.ndarray) -> np.ndarray:
     """Return (n,) distances of each chosen row's features to the nearest row known or chosen before; inf if none."""
-    nearest = np.full(len(chosen), np.inf)
+    nearest: NDArray[np.float64] = np.full(len(chosen), np.inf)
     rows = chosen.astype(np.float64)
     square = (rows**2).sum(1)
     for start in range(0, len(known), _BLOCK):

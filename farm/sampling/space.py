@@ -192,9 +192,10 @@ def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
     if missing := sorted(missing_fields(module, values)):
         return f"it leaves {', '.join(missing)} without a value"
     try:
-        return module.Config(**values)
+        config: TrialConfig = module.Config(**values)
     except CommandError as error:
         return str(error).removeprefix(f"{module.Config.family}: ")
+    return config
 
 
 # ---- constants that the other dimensions of the same space rule out

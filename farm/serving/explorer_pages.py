@@ -469,7 +469,7 @@ def _references(value: Any) -> Iterator[str]:
 def _type(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     """Return a schema's type in words: `integer 1 to 16384`, `list of text`, `one of full, fast`."""
     if "$ref" in schema:
-        return schema["$ref"].rpartition("/")[2]
+        return str(schema["$ref"]).rpartition("/")[2]
     if choices := schema.get("enum"):
         more = ", ..." if len(choices) > _LONGEST_CHOICE else ""
         return f"one of {', '.join(map(str, choices[:_LONGEST_CHOICE]))}{more}"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from conf.errors import EnvironmentProblem
 from farm.serving.gate import is_within_share
@@ -329,19 +329,19 @@ class RemoteQuestions(LocalQuestions):
         self._handle = handle
 
     async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
-        return await self._handle.ask.remote(key, question, client, limits)
+        return cast("Traced | None", await self._handle.ask.remote(key, question, client, limits))
 
     async def get(self, key: str) -> Traced | None:
-        return await self._handle.get.remote(key)
+        return cast("Traced | None", await self._handle.get.remote(key))
 
     async def forget(self, limits: QuestionLimits) -> None:
         await self._handle.forget.remote(limits)
 
     async def counts(self) -> dict[str, int]:
-        return await self._handle.counts.remote()
+        return cast("dict[str, int]", await self._handle.counts.remote())
 
     async def pulse_age_s(self) -> float | None:
-        return await self._handle.pulse_age_s.remote()
+        return cast("float | None", await self._handle.pulse_age_s.remote())
 
     def close(self) -> None:
         """Leave the deployment open, which other replicas ask."""

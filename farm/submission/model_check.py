@@ -169,7 +169,7 @@ def _ask(
     return [*answers, *[None] * (len(models) - len(answers))]
 
 
-def _answer(process: subprocess.Popen, asked: bytes, patience_s: float) -> bytes:
+def _answer(process: subprocess.Popen[bytes], asked: bytes, patience_s: float) -> bytes:
     """Return the child's output. A long check prints a message on a terminal."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.communicate(asked, timeout=min(_QUIET_S, patience_s))[0]
@@ -178,7 +178,7 @@ def _answer(process: subprocess.Popen, asked: bytes, patience_s: float) -> bytes
     return process.communicate(timeout=max(0.0, patience_s - _QUIET_S))[0]
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the child and its processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -231,8 +231,8 @@ def _name_in_timm(config: TrialConfig) -> str | None:
     """Return the name given to `timm:create_model`, since timm itself does not suggest near names."""
     if not getattr(config, _FIELD).startswith("timm:"):
         return None
-    arguments: str = getattr(config, _ARGUMENTS)
-    return json.loads(arguments).get("model_name")
+    name: str | None = json.loads(getattr(config, _ARGUMENTS)).get("model_name")
+    return name
 
 
 def main() -> None:

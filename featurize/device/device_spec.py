@@ -456,7 +456,7 @@ def _bound(value: object) -> str:
 
 
 @functools.cache
-def _descriptions() -> dict[str, dict]:
+def _descriptions() -> dict[str, dict[str, Any]]:
     import yaml
 
     try:

@@ -30,7 +30,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import unknown_name
 
@@ -61,7 +61,7 @@ def layers_of(config: TrialConfig) -> list[Layer]:
     return [layer for block in blocks for layer in family.block_layers(config, block) * block.times if layer.present]
 
 
-def loss_of(config: TrialConfig) -> Callable | None:
+def loss_of(config: TrialConfig) -> Callable[..., Any] | None:
     """The loss that the config's family trains with; None: cross entropy, as `training_step` takes it."""
     loss = getattr(get_family(config.family), "loss", None)
     return None if loss is None else loss(config)

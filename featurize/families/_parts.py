@@ -96,6 +96,6 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def pick(options: list, draw: Callable[[str], float], name: str):
+def pick(options: list[Any], draw: Callable[[str], float], name: str):
     """One of `options`, evenly, by the sampled point's own draw."""
     return options[min(int(draw(name) * len(options)), len(options) - 1)]

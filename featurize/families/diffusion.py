@@ -206,7 +206,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
     return (images, torch.randint(TIMESTEPS, (config.batch_size,), device=device)), noise
 
 
-def loss(config: Config) -> Callable:
+def loss(config: Config) -> Callable[..., Any]:
     """The mean squared error of the predicted noise."""
     import torch.nn.functional as F
 

@@ -172,7 +172,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
     return parts.token_batch(config, device, per_token=config.topology == "decoder")
 
 
-def loss(config: Config) -> Callable:
+def loss(config: Config) -> Callable[..., Any]:
     """Cross entropy of the logits and a hundredth of the routers' auxiliary loss."""
     from featurize.training.training_step import cross_entropy
 

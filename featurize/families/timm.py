@@ -164,7 +164,7 @@ def _checkpoint(model: torch.nn.Module, name: str) -> None:
         raise UsageError(f"timm's model {name!r} has no activation_checkpointing") from error
 
 
-def _as_logits(_model: torch.nn.Module, _inputs: tuple, output):
+def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output):
     """[N, C] of whatever the model gives: the first tensor, features averaged over places or tokens."""
     import torch
 

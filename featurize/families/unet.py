@@ -123,7 +123,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
     return (images,), torch.randint(config.classes, (config.batch_size, *places), device=device)
 
 
-def loss(config: Config) -> Callable:
+def loss(config: Config) -> Callable[..., Any]:
     """Cross entropy with the classes in the second dimension, also where there are as many classes as pixels a side."""
     import torch.nn.functional as F
 

@@ -68,7 +68,7 @@ def parse_tensors(text: str) -> tuple[Tensors, ...]:
     return tuple(_tensor(match) for match in _TENSOR.finditer(text))
 
 
-def _tensor(match: re.Match) -> Tensors:
+def _tensor(match: re.Match[str]) -> Tensors:
     name, dtype, shape, bound, value = match.groups()
     sizes = tuple(int(size) for size in shape.split(",") if size.strip())
     return Tensors(dtype, sizes, None if bound is None else int(bound), None if value is None else int(value), name)
@@ -313,7 +313,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 # ---- from a config to a module
 
 
-def _load(model: str, arguments: str) -> Callable:
+def _load(model: str, arguments: str) -> Callable[..., Any]:
     """Return what the name stands for. `UsageError` for no such module or attribute, with near names, and for no
     callable; `NotTrusted`, before anything is imported, for code that data names."""
     from featurize.nets.vision import import_library, mending
@@ -414,7 +414,9 @@ def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Mod
     if names:
         plain = len(inputs) - len(names)
 
-        def by_name(_model: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def by_name(
+            _model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return args[:plain], {**kwargs, **dict(zip(names, args[plain:], strict=True))}
 
         model.register_forward_pre_hook(by_name, with_kwargs=True)
@@ -422,7 +424,7 @@ def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Mod
     return model
 
 
-def _as_logits(_model: torch.nn.Module, _inputs: tuple, output: Any) -> Any:
+def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
     """Return a mapping's `out`, where it has no logits, or else its first tensor; return others as they are."""
     import torch
 

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -336,7 +337,7 @@ class _Pool:
         """Add the next event."""
         (self._last if in_last else self._first).append((block, nbytes))
 
-    def key(self, sizes: Sequence[int]) -> tuple:
+    def key(self, sizes: Sequence[int]) -> tuple[Any, ...]:
         """Return what tells the bytes that are reserved with workspaces of these sizes, one for each call."""
         return "reserved", self._small, tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
 

@@ -86,7 +86,7 @@ def as_installed() -> Iterator[None]:
         yield
         return
 
-    def lazy_imports(implementation: str | None, *args: object, **kwargs: object) -> tuple:
+    def lazy_imports(implementation: str | None, *args: object, **kwargs: object) -> tuple[Any, ...]:
         if implementation != _IMPLEMENTATION:
             return imports(implementation, *args, **kwargs)
         return flash_attn_func, flash_attn_varlen_func, None, vars(library)["_pad_input"], vars(library)["_unpad_input"]

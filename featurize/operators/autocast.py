@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +113,7 @@ class Autocast:
             finally:
                 self._installed = False
 
-    def _wrap(self, function: Callable, dtype: torch.dtype | None) -> Callable:
+    def _wrap(self, function: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
         """Cast the arguments to a type; None: to autocast's."""
 
         @functools.wraps(function)
@@ -122,7 +123,7 @@ class Autocast:
 
         return call
 
-    def _wrap_dtype(self, function: Callable) -> Callable:
+    def _wrap_dtype(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Ask for the result in fp32, unless the caller asks for a type."""
 
         @functools.wraps(function)
@@ -134,7 +135,7 @@ class Autocast:
 
         return call
 
-    def _wrap_softmax(self, function: Callable, kernel: Callable) -> Callable:
+    def _wrap_softmax(self, function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
         """In fp16 the kernel that reads halves and gives floats; else a copy in fp32 first."""
         otherwise = self._wrap(function, torch.float32)
 

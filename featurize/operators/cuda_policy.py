@@ -59,7 +59,7 @@ def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> I
 
 
 def _nms(
-    original: Callable, assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
+    original: Callable[..., Any], assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
 ) -> Tensor:
     """All boxes stay; the callers cut them down to their limits. The mask of 64 boxes a word is the CUDA kernel's."""
     if not boxes.is_meta:
@@ -108,7 +108,9 @@ class _RoiAlign(torch.autograd.Function):
         return grads[0].new_zeros(ctx.shape), None, None
 
 
-def _paste(original: Callable, masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1) -> Tensor:
+def _paste(
+    original: Callable[..., Any], masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1
+) -> Tensor:
     """In an evaluation each mask becomes an image, wherever its box lies."""
     if not masks.is_meta or not len(masks):
         return original(masks, boxes, img_shape, padding)
@@ -116,7 +118,7 @@ def _paste(original: Callable, masks: Tensor, boxes: Tensor, img_shape: tuple[in
     return torch.stack([masks.new_zeros(height, width) for _ in range(len(masks))])[:, None]
 
 
-def _levels(mapper: Any, original: Callable, boxlists: list[Tensor]) -> Tensor:
+def _levels(mapper: Any, original: Callable[..., Any], boxlists: list[Tensor]) -> Tensor:
     """The regions are spread evenly over the pyramid's levels."""
     levels = original(mapper, boxlists)
     if not levels.is_meta:
@@ -124,7 +126,9 @@ def _levels(mapper: Any, original: Callable, boxlists: list[Tensor]) -> Tensor:
     return torch.arange(levels.shape[0], device=levels.device) % (mapper.k_max - mapper.k_min + 1)
 
 
-def _matches(matcher: Any, original: Callable, assume: Callable[[str], None], match_quality_matrix: Tensor) -> Tensor:
+def _matches(
+    matcher: Any, original: Callable[..., Any], assume: Callable[[str], None], match_quality_matrix: Tensor
+) -> Tensor:
     """Every other candidate matches, the objects in turn; the rest is background."""
     if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
         return original(matcher, match_quality_matrix)
@@ -255,7 +259,7 @@ def _rms_norm_backward(
     return of_input, torch.empty_like(weight) if wanted[1] and weight is not None else None
 
 
-_META: dict[str, Callable] = {
+_META: dict[str, Callable[..., Any]] = {
     "mish_backward": lambda grad, x: torch.empty_like(x),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,

@@ -7,6 +7,7 @@ What is modelled is memory: PyTorch's own allocations are those of ATen/native/c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ _KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
 _WORK = {0: 4, 1: 4, 2: 11, 3: 8}
 
 
-def recurrent(name: str, original: Callable, half: Callable[[object], object] | None, *args):
+def recurrent(name: str, original: Callable[..., Any], half: Callable[[object], object] | None, *args):
     """`torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` by cuDNN's operator; both of their overloads, padded and packed.
 
     `half` casts as CUDA's autocast does, which knows only fp16 here; None without autocast. What cuDNN does not take
@@ -136,7 +137,7 @@ def backward(
     return *gradients, [part.view(w.shape) for part, w in zip(parts, weight, strict=True)]
 
 
-def workspace_bytes(args: Sequence) -> int:
+def workspace_bytes(args: Sequence[Any]) -> int:
     """Return the bytes of one call of either operator with `args`: weights and states, and the batch in time order."""
     x, weight, hx = args[0], args[1], args[4]
     rest = args[6:] if _is_forward(args) else args[10:]
@@ -147,5 +148,5 @@ def workspace_bytes(args: Sequence) -> int:
     return elements * x.element_size()
 
 
-def _is_forward(args: Sequence) -> bool:
+def _is_forward(args: Sequence[Any]) -> bool:
     return isinstance(args[6], int)

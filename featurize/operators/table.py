@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -263,7 +263,7 @@ def _by_words(name: str, column: str) -> str | None:
     return next((value for row in rows if (value := getattr(row, column)) is not None), None)
 
 
-def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -> int:
+def flops(name: str, args: Sequence[Any], outputs: Sequence[Tensor], elements: int) -> int:
     """Return the FLOPs of operator `name` (`aten::mm`); `elements` is the count for anything without a formula."""
     if name in ATTENTION:
         return _attention(ATTENTION[name], args)
@@ -271,7 +271,7 @@ def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -
     return formula(args, outputs) if formula is not None else elements
 
 
-def gathered_bytes(name: str, args: Sequence, written: int) -> int:
+def gathered_bytes(name: str, args: Sequence[Any], written: int) -> int:
     """Return the bytes that an operator of `GATHERS` reads of its first argument.
 
     That is what it writes, or the rows that it sums up.
@@ -299,18 +299,18 @@ def time_steps(x: Tensor) -> int:
     return x.numel() // x.shape[-1] if x.shape[-1] else 0
 
 
-def _grouped_mm(args: Sequence, outputs: Sequence[Tensor]) -> int:
+def _grouped_mm(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
     first, second = args[:2]
     if first.dim() == second.dim() == 2:  # the groups share the inner dimension
         return 2 * first.numel() * second.shape[-1]
     return _product(args, outputs)
 
 
-def _product(args: Sequence, outputs: Sequence[Tensor]) -> int:
+def _product(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
     return 2 * outputs[0].numel() * args[0].shape[-1]
 
 
-def _added_product(args: Sequence, outputs: Sequence[Tensor]) -> int:
+def _added_product(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
     return 2 * outputs[0].numel() * args[1].shape[-1]
 
 
@@ -318,12 +318,12 @@ def _convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -
     return 2 * (x if transposed else y).numel() * math.prod(weight.shape[1:])
 
 
-def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> int:
+def _convolution_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
     mask = args[10]
     return (bool(mask[0]) + bool(mask[1])) * _convolution_flops(args[1], args[2], args[0], args[7])
 
 
-def _attention(kernel: AttentionCall, args: Sequence) -> int:
+def _attention(kernel: AttentionCall, args: Sequence[Any]) -> int:
     query, key, value = (tensor.shape for tensor in args[kernel.query : kernel.query + 3])
     masked = len(args) > kernel.causal and args[kernel.causal]
     heads, queries, keys = kernel.sizes(query, key)
@@ -335,11 +335,11 @@ def _attention(kernel: AttentionCall, args: Sequence) -> int:
     return 3 * scores + 2 * values if kernel.backward else scores + values
 
 
-def _recurrent(args: Sequence) -> int:
+def _recurrent(args: Sequence[Any]) -> int:
     return 2 * time_steps(args[0]) * matrix_elements(args[1])
 
 
-_FORMULAS: dict[str, Callable[[Sequence, Sequence[Tensor]], int]] = {
+_FORMULAS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     **dict.fromkeys(("aten::mm", "aten::bmm", SCALED_PRODUCT, INT8_PRODUCT), _product),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm"), _added_product),
     "gpufarm::liger_add_product_": lambda args, outputs: 2 * args[0].numel() * args[1].shape[-1],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ def wrap_others(types: Sequence[type]) -> bool:
     return bool(types) and any(map(_is_wrapper, types))
 
 
-def tensors_in(values: Iterable) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among values, and those in lists of them."""
     for value in values:
         if isinstance(value, Tensor):
@@ -52,7 +53,7 @@ def tensors_in(values: Iterable) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def meta_tensors(values: Iterable) -> list[Tensor]:
+def meta_tensors(values: Iterable[Any]) -> list[Tensor]:
     """Return those on meta that have memory of their own, also of lists of them; of a sparse one, its indices and its
     values."""
     tensors: list[Tensor] = []

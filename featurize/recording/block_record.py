@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,7 @@ class BlockRecord:
         self._makers: list[tuple[str, str, LibraryCall | None]] = []  # operator, module, library call
         self._streams: list[int] = []
         # storage -> its block, and the reference whose callback tells of its end
-        self.live: dict[int, tuple[int, weakref.ref]] = {}
+        self.live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         # Blocks that another stream may still use when they are given back, the allocator has again when that is over
         # (c10/cuda/CUDACachingAllocator.cpp: `recordStream`, `process_events`). Moments are numbers of events. The host
         # is taken to run ahead of the GPU: it knows that work is over where it waited for what came after that.
@@ -212,7 +212,7 @@ class BlockRecord:
         """Return the address of the storage that took a block; 0 for a workspace."""
         return self._storages[block]
 
-    def signature(self, block: int) -> tuple:
+    def signature(self, block: int) -> tuple[Any, ...]:
         """Return what is the same for blocks that stand for each other."""
         return self._sizes[block], self.kinds[block], self._makers[block], self._streams[block]
 
@@ -319,7 +319,7 @@ class BlockRecord:
 
     # -- blocks come and go
 
-    def see(self, storage: torch.UntypedStorage, kind: str | None, maker: tuple = NOBODY) -> bool:
+    def see(self, storage: torch.UntypedStorage, kind: str | None, maker: tuple[Any, ...] = NOBODY) -> bool:
         """Register a storage on first sight; whether it was the first."""
         key = storage._cdata
         if key in self.live:
@@ -327,14 +327,14 @@ class BlockRecord:
         self.live[key] = self.take(storage.nbytes(), kind, maker, key), self._watched(storage)
         return True
 
-    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref:
-        def died(_: weakref.ref, key: int = storage._cdata) -> None:
+    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+        def died(_: weakref.ref[torch.UntypedStorage], key: int = storage._cdata) -> None:
             if (live := self.live.pop(key, None)) is not None:
                 self.give_back(live[0])
 
         return weakref.ref(storage, died)
 
-    def take(self, nbytes: int, kind: str | None, maker: tuple, storage: int = 0) -> int:
+    def take(self, nbytes: int, kind: str | None, maker: tuple[Any, ...], storage: int = 0) -> int:
         """Note that a block is taken, and return it."""
         nbytes = 0 if self.nowhere else nbytes
         self._sizes.append(nbytes)
@@ -444,9 +444,9 @@ class OperatorRecord:
     def fused(
         self,
         func: OpOverload,
-        args: Sequence,
+        args: Sequence[Any],
         inputs: list[Tensor],
-        outputs: Sequence,
+        outputs: Sequence[Any],
         *,
         into: int | None = None,
         again: Sequence[Tensor] = (),
@@ -501,7 +501,9 @@ class OperatorRecord:
             self.operators.append(Operator("aten::copy_", self._memory.phase, dtype, shapes, (), 0, total, total, 1))
         return total
 
-    def note(self, traits: Traits, module: str, args: Sequence, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def note(
+        self, traits: Traits, module: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
         """Note an operator of a module; tensors on meta of its arguments, and what it made."""
         memory, made_by = self._memory, self.made_by
         live, phase = memory.live, memory.phase
@@ -546,7 +548,7 @@ class _Traffic(NamedTuple):
 
 
 def _traffic(
-    traits: Traits, args: Sequence, inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
+    traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
 ) -> _Traffic:
     """Return what an operator moves: each tensor once, however often it is given.
 

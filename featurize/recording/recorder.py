@@ -47,11 +47,11 @@ class _Uncached(Exception):
 
 
 # Of all traces of the process: those of one family, or of one model at several sizes, run many of the same calls.
-_known: dict[tuple, object] = {}
+_known: dict[tuple[Any, ...], object] = {}
 _MOST_KNOWN = 20_000  # some 20 MB
 
 
-def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
+def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return `func(*args, **kwargs)`, below autograd, of an operator that is no view. New tensors are remembered, and
     that an operator gives its first argument back. Raises what the operator raises."""
     # In place, a for-each operator and a whole step of an optimizer have nothing to compute and nothing to return.
@@ -81,7 +81,7 @@ def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs) if known is None else _make(known)
 
 
-def _is_first(out: object, func: OpOverload, args: tuple, before: tuple) -> bool:
+def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     """Return whether a result is the first argument, as it was before the call but for its values."""
     if not (isinstance(out, Tensor) and out.is_meta and args and out is args[0]):
         return False
@@ -89,7 +89,7 @@ def _is_first(out: object, func: OpOverload, args: tuple, before: tuple) -> bool
     return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
-def _key(values) -> tuple:
+def _key(values) -> tuple[Any, ...]:
     """Return what decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
     parts: list[Hashable] = []
     for value in values:
@@ -110,7 +110,7 @@ def _key(values) -> tuple:
     return tuple(parts)
 
 
-class _Spec(tuple):
+class _Spec(tuple[Any, ...]):
     """Size, stride and type of a new tensor."""
 
 
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
     def _left(self, _module: nn.Module, _args: object, _output: object) -> None:
         self.stack.leave()
 
-    def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
+    def run(self, func: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Return what the operator gives on meta tensors, and values where they are read back."""
         if traits.view:
             return func(*args, **kwargs)
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
             self.values.follow(func, traits.name, args, kwargs, out, traits)
         return out
 
-    def unrecorded(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
+    def unrecorded(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run an operator of which nothing is noted but its error."""
         traits = traits_of(func)
         try:
@@ -290,7 +290,7 @@ class Recorder(TorchDispatchMode):
         return self.memory.phase != "optimizer"
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if self.among_ranks is not None and (ran := self.among_ranks(func, types, args, kwargs)) is not KERNEL:
@@ -325,7 +325,7 @@ class Recorder(TorchDispatchMode):
             self._record(traits, args, kwargs, out)
         return out
 
-    def _record(self, traits: Traits, args: tuple, kwargs: dict[str, Any], out: object) -> None:
+    def _record(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Note what an operator has read, made and taken besides."""
         outputs, inputs = meta_tensors((out,)), meta_tensors(args)
         if kwargs:
@@ -364,7 +364,7 @@ class Recorder(TorchDispatchMode):
 # torch/csrc/autograd/input_buffer.cpp); it never does so under a dispatch mode or on meta tensors.
 
 
-def in_place_overload(func: OpOverload, args: tuple, kwargs: dict, alone: tuple[int, int] | None):
+def in_place_overload(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], alone: tuple[int, int] | None):
     """`aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else None.
     `alone` is what `references_of_the_last_holder` gave.
 
@@ -378,7 +378,7 @@ def in_place_overload(func: OpOverload, args: tuple, kwargs: dict, alone: tuple[
     return torch.ops.aten.add_.Tensor if _references(old) == alone else None
 
 
-def taken_over(func: OpOverload, args: tuple) -> Tensor | None:
+def taken_over(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
     """A tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the parameter's,
     takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of autograd/functions/accumulate_grad.h).
     None if this call of `func`, made during a backward pass, is no such copy."""

@@ -174,8 +174,10 @@ class _ParametersToMeta:
     def __init__(self, largest_real: int) -> None:
         self._largest_real = largest_real
         self._thread = threading.get_ident()
-        self._made: dict[int, tuple[weakref.ref, nn.Parameter]] = {}  # one parameter given to two modules is one
-        self._modules: dict[int, weakref.ref] = {}
+        self._made: dict[
+            int, tuple[weakref.ref[nn.Parameter], nn.Parameter]
+        ] = {}  # one parameter given to two modules is one
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._hooks = contextlib.ExitStack()
 
     def saw(self, model: nn.Module) -> bool:
@@ -225,7 +227,7 @@ class _ParametersToMeta:
 class _Construction(TorchFunctionMode):
     """Small tensors on the CPU, large ones on meta, and what comes of both together on meta."""
 
-    def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable[..., Any], types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _FILLS and args[0].is_meta and not torch.is_grad_enabled():
             return args[0]
@@ -252,7 +254,7 @@ class _Construction(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _made(func: Callable, args: tuple, kwargs: dict, largest: int) -> Tensor:
+def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Tensor:
     """Make the tensor of a function that makes one: on the CPU up to `largest` elements, else on meta."""
     if kwargs.get("out") is not None or _some(args, _is_tensor) or str(kwargs.get("device")) == "meta":
         return func(*args, **kwargs)
@@ -286,14 +288,14 @@ def _emptied(tensor: Tensor) -> Tensor:
     return empty if isinstance(tensor, nn.Parameter) else remember(empty, tensor)
 
 
-def _writes_into_real(func: Callable, args: tuple, kwargs: dict) -> bool:
+def _writes_into_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an in-place function of a real tensor is given meta ones."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
 
 
-def _some(values: Iterable, matches: Callable[[object], bool]) -> bool:
+def _some(values: Iterable[Any], matches: Callable[[object], bool]) -> bool:
     return any(matches(v) or (isinstance(v, list | tuple) and any(map(matches, v))) for v in values)
 
 
@@ -501,7 +503,7 @@ class _Reader(TorchFunctionMode):
         self._inside: list[list[int]] = []  # of each module being run: its place in the plan, FLOPs so far
         self._counted: set[int] = set()  # parameters, by id
 
-    def watch(self, module: nn.Module) -> tuple:
+    def watch(self, module: nn.Module) -> tuple[Any, ...]:
         return module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)
 
     def plan(self, model: nn.Module) -> list[Layer]:
@@ -512,11 +514,11 @@ class _Reader(TorchFunctionMode):
             layers.insert(0, Layer("position", elements, elements))
         return layers
 
-    def _enter(self, _module: nn.Module, _inputs: tuple) -> None:
+    def _enter(self, _module: nn.Module, _inputs: tuple[Any, ...]) -> None:
         self._inside.append([len(self._plan), 0])
         self._plan.append(None)
 
-    def _leave(self, module: nn.Module, _inputs: tuple, output: object) -> None:
+    def _leave(self, module: nn.Module, _inputs: tuple[Any, ...], output: object) -> None:
         at, flops = self._inside.pop()
         self._plan[at] = Layer(_kind(module), _elements(output), self._take(module.parameters(recurse=False)), flops)
 
@@ -538,7 +540,9 @@ class _Reader(TorchFunctionMode):
         return output
 
 
-def _priced(func, args: tuple, kwargs: dict, output: Any) -> tuple[str | None, int, tuple]:
+def _priced(
+    func, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> tuple[str | None, int, tuple[Any, ...]]:
     """Kind, FLOPs per sample and possible parameters of a call; kind None for what makes no layer of its own."""
     if func is F.linear or func in _CONVOLUTIONS:
         weight = args[1] if len(args) > 1 else kwargs["weight"]
@@ -573,7 +577,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
     return projections + 4 * query.numel() * key.shape[0]
 
 
-def _einsum_flops(args: tuple) -> int:
+def _einsum_flops(args: tuple[Any, ...]) -> int:
     """Return the FLOPs of a contraction of two tensors, a multiply-add for each combination of indices; else 0."""
     letters, tensors = args[0], args[1:] if isinstance(args[1], Tensor) else tuple(args[1])
     if not isinstance(letters, str) or "." in letters or len(tensors) != 2:

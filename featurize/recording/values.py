@@ -104,7 +104,7 @@ class _Known(NamedTuple):
     source   input whose default the values are, or are made of
     """
 
-    ref: weakref.ref
+    ref: weakref.ref[torch.UntypedStorage]
     held: torch.UntypedStorage | None
     ours: bool = True
     truth: bool | None = None
@@ -178,7 +178,7 @@ class Values:
     def _entry(self, tensor: Tensor) -> _Known | None:
         return self._known.get(tensor.untyped_storage()._cdata)
 
-    def decide(self, func: OpOverload, name: str, args: tuple, kwargs: dict) -> object:
+    def decide(self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Return what an operator gives whose result values decide; `NotImplemented` if that is not known, or any other
         operator. Raises `UnknownValue` where a number is read back."""
         if name not in DECIDED_BY_VALUES:
@@ -205,7 +205,7 @@ class Values:
             return out
         return self._as_meta(out)
 
-    def _default_in(self, args: tuple, kwargs: dict) -> str:
+    def _default_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The input whose default decides these arguments' values; empty where there is none."""
         tensors = (one for one in tensors_in((*args, *kwargs.values())) if one.is_meta and not one.is_sparse)
         return next((known.source for one in tensors if (known := self._entry(one)) and known.source), "")
@@ -221,7 +221,7 @@ class Values:
             return line or "the step"
         return f"module {module!r} ({line})" if line else f"module {module!r}"
 
-    def without_masks(self, traits: Traits, args: tuple, nonzero: Callable[[Tensor], Any]) -> tuple:
+    def without_masks(self, traits: Traits, args: tuple[Any, ...], nonzero: Callable[[Tensor], Any]) -> tuple[Any, ...]:
         """The arguments of an indexing operator, each mask that is known replaced by the places where it is true, as
         CUDA's kernels do before they index. `nonzero` runs that operator. Raises `UnknownValue` for another mask, but
         where values are put into a tensor, or masks keep everything."""
@@ -242,7 +242,9 @@ class Values:
 
     # -- what operators make of it
 
-    def follow(self, func: OpOverload, name: str, args: tuple, kwargs: dict, out: object, traits: Traits) -> None:
+    def follow(
+        self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, traits: Traits
+    ) -> None:
         """Note what an operator, which is no view, has given, and forget what it overwrites with unknown numbers."""
         if traits.mutates:
             self._follow_writes(func, args, kwargs, traits)
@@ -279,7 +281,7 @@ class Values:
         """Nothing is known any more."""
         self._known.clear()
 
-    def _follow_writes(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> None:
+    def _follow_writes(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> None:
         known = self._known
         targets = [args[i] for i in traits.written if i < len(args)]
         targets += [kwargs[key] for key in traits.written_names if key in kwargs]
@@ -303,7 +305,7 @@ class Values:
         if source := self._default_in(args, kwargs):
             known |= {key: known[key]._replace(source=source) for key in written}
 
-    def _computed(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> object:
+    def _computed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> object:
         """Return the operator's result on the CPU. Raises `_Unknown` if an argument is not known, or the CPU cannot run
         it."""
         given, named = self._on_cpu((args, kwargs))
@@ -322,7 +324,7 @@ class Values:
             if state is not None:
                 torch.set_rng_state(state)
 
-    def _follow_truths(self, name: str, args: tuple, out: object) -> bool:
+    def _follow_truths(self, name: str, args: tuple[Any, ...], out: object) -> bool:
         """Return whether the result is a truth about finite numbers, which is then noted."""
         truth = self._truth(name, args)
         if truth is None or not isinstance(out, Tensor):
@@ -335,7 +337,7 @@ class Values:
         self._known[storage._cdata] = known._replace(truth=truth)
         return True
 
-    def _truth(self, name: str, args: tuple) -> bool | None:
+    def _truth(self, name: str, args: tuple[Any, ...]) -> bool | None:
         """Return what an operator of `_ABOUT_FINITE` gives at all places; None where that is not known."""
         first = args[0]
         if not isinstance(first, Tensor) or not first.is_meta:
@@ -355,7 +357,7 @@ class Values:
         held = [one.truth for one in known if one is not None and one.truth is not None]
         return _OF_TRUTHS[name](held) if len(held) == len(known) else None
 
-    def _spread(self, indices: Tensor, args: tuple) -> None:
+    def _spread(self, indices: Tensor, args: tuple[Any, ...]) -> None:
         """Row r of a choice of k among n takes k*r, k*r + 1, ... modulo n, as a router that is balanced does."""
         first = args[0]
         dim = args[2] if len(args) > 2 else -1
@@ -386,8 +388,8 @@ class Values:
             ours = True
         self._known[storage._cdata] = _Known(self._watched(storage), held, ours, source=source)
 
-    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref:
-        def died(ref: weakref.ref, key: int = storage._cdata) -> None:
+    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+        def died(ref: weakref.ref[torch.UntypedStorage], key: int = storage._cdata) -> None:
             if key in self._known and self._known[key].ref is ref:
                 del self._known[key]
 

@@ -32,9 +32,9 @@ def compiler_aside() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:
         yield
         return
-    marked: list[Callable] = []
+    marked: list[Callable[..., Any]] = []
 
-    def disable(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:
+    def disable(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
         if fn is not None:
             marked.append(fn)
         return _as_it_is(fn)
@@ -50,7 +50,7 @@ def compiler_aside() -> Iterator[None]:
         sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Parts)]
 
 
-def _as_it_is(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:
+def _as_it_is(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
     return (lambda function: function) if fn is None else fn
 
 

@@ -102,7 +102,7 @@ def trace_config(
 
 def trace_step(
     model: nn.Module | Callable[[], nn.Module],
-    inputs: Tensor | Inputs | Callable | None,
+    inputs: Tensor | Inputs | Callable[..., Any] | None,
     target: Tensor | None = None,
     loss: Callable[..., Tensor] | None = None,
     optimizer: str | None = None,
@@ -111,7 +111,7 @@ def trace_step(
     *,
     settings: TrainingSettings | None = None,
     training_loop: bool = True,
-    batches: Sequence[Tensor | Inputs | Callable] = (),
+    batches: Sequence[Tensor | Inputs | Callable[..., Any]] = (),
     parallel: Parallel | None = None,
     rank: int | None = None,
     every_pass: bool | None = None,
@@ -235,13 +235,13 @@ class Tracing:
         repeats: The second step may be made of the first.
     """
 
-    inputs: Tensor | Inputs | Callable | None
+    inputs: Tensor | Inputs | Callable[..., Any] | None
     target: Tensor | None
     loss: Callable[..., Tensor] | None
     settings: TrainingSettings
     spec: DeviceSpec
     training_loop: bool
-    batches: Sequence[Tensor | Inputs | Callable]
+    batches: Sequence[Tensor | Inputs | Callable[..., Any]]
     parallel: Parallel | None
     rank: int
     every_pass: bool
@@ -500,7 +500,7 @@ def _require_trainable(model: nn.Module) -> None:
 
 
 def batch_on_meta(
-    inputs: Tensor | Inputs | Callable | None, target: Tensor | None, rank: Rank
+    inputs: Tensor | Inputs | Callable[..., Any] | None, target: Tensor | None, rank: Rank
 ) -> tuple[Inputs, Tensor | None]:
     """Return inputs and target on meta, with names and small values; of ranks that share a batch, this one's part."""
     made: object = inputs

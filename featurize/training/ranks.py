@@ -79,7 +79,7 @@ class Ranks:
         # Storage of a result -> its collective, and the inputs that live until it is over.
         self._under_way: dict[int, tuple[int, list[Tensor]]] = {}
 
-    def ran(self, func: OpOverload, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def ran(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that sends, or waits for what was sent; `KERNEL` for one that computes. NotImplemented where
         its tensors are shared among ranks: PyTorch then runs it on this one's part of them.
 
@@ -131,7 +131,7 @@ class Ranks:
         self._under_way.clear()
         self._streams.begin_step()
 
-    def _axis(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> str:
+    def _axis(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         group = _argument(func, args, kwargs, "process_group", _argument(func, args, kwargs, "group_name", None))
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
@@ -150,13 +150,13 @@ def own_axis(group: Any) -> str:
     return f"{len(members)}x{members[1] - members[0] if len(members) > 1 else 1}"
 
 
-def _argument(func: OpOverload, args: tuple, kwargs: dict[str, Any], name: str, default: object) -> Any:
+def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: object) -> Any:
     if name in kwargs:
         return kwargs[name]
     names = [argument.name for argument in func._schema.arguments]
     return args[names.index(name)] if name in names and names.index(name) < len(args) else default
 
 
-def _nbytes(sides: Sequence) -> int:
+def _nbytes(sides: Sequence[Any]) -> int:
     """Bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
     return max((sum(tensor.nbytes for tensor in tensors_of(side)) for side in sides), default=0)

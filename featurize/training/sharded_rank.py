@@ -264,7 +264,7 @@ def sequence_length(inputs: object) -> int:
     return first.shape[_LENGTH]
 
 
-def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, parallel: Parallel) -> tuple:
+def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, parallel: Parallel) -> tuple[Any, ...]:
     """Return this rank's part of a batch: of each tensor that has the sequence's length in its second dimension.
 
     Args:

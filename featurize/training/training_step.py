@@ -216,7 +216,7 @@ class TrainingStep:
         self.on_batch: Callable[[], None] = lambda: None
         self.loss = loss or cross_entropy
         self.holds_output = holds_output and self.settings.holds_output
-        self.held: tuple = ()
+        self.held: tuple[Any, ...] = ()
         self.on_hold: Callable[..., None] = lambda *variables: None
         self.on_updated: Callable[[], None] = lambda: None
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
@@ -385,7 +385,7 @@ class TrainingStep:
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         # Autocast does nothing to meta tensors; the trace brings its own (featurize.operators.cuda_policy).
         if self._autocast_dtype is None or self.device.type == "meta":
             return contextlib.nullcontext()
@@ -450,7 +450,7 @@ def logits_of(output: Any) -> Any:
     return output[0] if logits is None and isinstance(output, list | tuple) and output else logits
 
 
-def targets_for(output: Any, loss: Callable | None = None) -> Tensor:
+def targets_for(output: Any, loss: Callable[..., Any] | None = None) -> Tensor:
     """Class indices, all 0, of the shape that `cross_entropy` wants for this output, on its device.
 
     The classes are in the last dimension of [N, C] and [N, T, C] and in the second of [N, C, H, W]. An output without

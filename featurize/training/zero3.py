@@ -547,7 +547,7 @@ class _Mark(torch.autograd.Function):
         return gradient, None
 
 
-class LentParameters(dict):
+class LentParameters(dict[str, Any]):
     """A module's parameters, of which other modules may take one.
 
     Args:

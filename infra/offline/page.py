@@ -357,7 +357,6 @@ def sections_of(results: Results, compared: Callable[[], tuple[Block, ...]]) -> 
         ),
         "Pairs": ("Jobs that share the GPU", lambda: run_sections.pair_blocks(results.data)),
         "Ranks": ("Jobs on several GPUs", lambda: run_sections.rank_blocks(runs)),
-        "Questions": ("Open questions", lambda: probe_sections.questions_blocks(work)),
         "Tests": ("Tests on the machine", lambda: probe_sections.tests_blocks(work)),
         "Calls": ("Calls", lambda: probe_sections.calls_blocks(work)),
     }

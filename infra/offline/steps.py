@@ -194,7 +194,7 @@ def _needs_gpus(place: Place) -> str | None:
 
 STEPS = {
     "test": Step(2, _test, _needs_hardware),
-    "calibrate": Step(3, _probes("contexts", "questions", "workspaces"), _needs_hardware, **_PROBES),
+    "calibrate": Step(3, _probes("contexts", "workspaces"), _needs_hardware, **_PROBES),
     "allocator": Step(3, _probes("histories"), _needs_hardware, **_PROBES),
     "bench": Step(6, _bench, _needs_hardware, _bench_left, uses_queue=True, keeps_time=True),
     "collect": Step(8, _farm("runs", 420), uses_queue=True),

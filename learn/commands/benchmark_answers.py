@@ -118,7 +118,8 @@ def answer(job: PoolJob) -> Answer:
         if not isinstance(case, Case):
             case = Case(module=workload_of(case), described=job.device)
         if job.target == "memory":
-            return estimator.parts_mib(case.job, job.device)
+            parts: Mapping[str, float] = estimator.parts_mib(case.job, job.device)
+            return parts
         estimator.target = get_target(job.target)
         return {job.target: estimator.figure(case)}
 

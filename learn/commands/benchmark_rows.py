@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -261,7 +261,7 @@ class RowSelection:
     name: np.ndarray
     asked: np.ndarray
     fitted_on: np.ndarray
-    subjects: tuple
+    subjects: tuple[Any, ...]
     estimates: tuple[Mapping[str, float], ...]
     notes: tuple[str, ...]
 
@@ -389,7 +389,7 @@ def _usable(
 ) -> list[PublishedRow]:
     stem = file.path.stem
     rows = [row for row in file.rows if row.status != "invalid"]
-    if reasons := Counter(row.reason for row in file.rows if row.status == "invalid"):
+    if reasons := Counter(str(row.reason) for row in file.rows if row.status == "invalid"):
         notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_counted(reasons)})")
     if settings.family != "all":
         rows = [row for row in rows if (row.family or _case(row, spec)[0].family) == settings.family]
@@ -432,7 +432,7 @@ def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
     except CommandError as error:
         is_able, reason = False, str(error)
 
-        def build(*_):
+        def build(*_: object) -> NoReturn:
             raise UsageError(reason)
 
         size = row.batch_size or 1
@@ -481,5 +481,5 @@ def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
     return [f"{file}: {about}: {_counted(counts, '; ')}"]
 
 
-def _counted(reasons: Counter, between: str = ", ") -> str:
+def _counted(reasons: Counter[str], between: str = ", ") -> str:
     return between.join(f"{n} {reason}" for reason, n in reasons.most_common())

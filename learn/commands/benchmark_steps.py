@@ -67,7 +67,7 @@ def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
         "SELECT DISTINCT source = 'simulated' FROM runs WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0"
     )
     with contextlib.closing(warehouse.connect(settings.data)) as connection:
-        return connection.execute(query).fetchall() == [(False,)]
+        return bool(connection.execute(query).fetchall() == [(False,)])
 
 
 def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], None]) -> Benchmark:

@@ -6,14 +6,18 @@ Start reading at `answered`; `_Answer` asks the sources one after the other.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.files.disk_cache import keep, recall
 from conf.units import MIB
 from featurize.configs.features import is_current
 from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, UnsuitableDevice
@@ -110,12 +114,6 @@ def traces_of(request: Request) -> Traces:
     return traces
 
 
-def keyed(job: TrainingJob) -> TrainingJob:
-    """Return the job with its key, for which a factory is built once for all that is asked of it."""
-    key, build = key_of(job)
-    return replace(job, build=build, key=key or "")
-
-
 def _in_loop(request: Request, job: TrainingJob) -> TrainingJob:
     return job if request.options.loop is None else replace(job, training_loop=request.options.loop == PIPELINE)
 
@@ -142,7 +140,7 @@ class _Answer:
         self.device, self._on = request.platform.device, request.platform.machine
         self._steps = StepStore(request.options.data)
         self._lent = contextlib.ExitStack()
-        self.job = keyed(_in_loop(request, request.job))
+        self.job = _in_loop(request, request.job)
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
         self.traced: TracedStep | None = None
@@ -443,11 +441,10 @@ class _Answer:
                 if target == "step_time":
                     of_step = {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
                     if step.bound_by == "host":
-                        figures = (
-                            f"{step.step_time_ms:,.2f} ms, up to {step.step_time_upper_ms:,.2f} on 9 of 10 machines"
-                        )
-                        more = "; for a module, framework= says what launches the kernels" if job.config is None else ""
-                        text = f"the host bounds the step: {figures}{more}"
+                        upper_ms = f"{step.step_time_upper_ms:,.2f} on 9 of 10 machines"
+                        text = f"the host bounds the step: {step.step_time_ms:,.2f} ms, up to {upper_ms}"
+                        if job.config is None:
+                            text += "; for a module, framework= says what launches the kernels"
                         notes.append(Note("host-bound", INFO, text, (target,)))
         timed = step if self.loops["step_time"] == loop else self._priced(traced, PIPELINE)
         ranks, sent, assumed = ranks_of(traced, job, device, talk)
@@ -701,6 +698,25 @@ def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
     return next((batch * size[0] for batch, *size in shapes if batch == job.batch_size and len(size) == 1), None)
 
 
+MOST_ANSWERS = 5000
+_answers: dict[str, Estimate] = {}  # oldest first
+
+
+def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] | None = None) -> Estimate:
+    """Return the answer of `answered`, made now where it was not given before. Raises as there.
+
+    A new one is left in the user's cache, or with `kept`, among what the caller leaves there at once.
+    """
+    key, request = _key(request)
+    known = _found(key)
+    if known is None:
+        known = answered(request, traces=traces)[0]
+        if key is not None:
+            fresh = {f"answer {key}": known.to_mapping()}
+            keep(fresh) if kept is None else kept.update(fresh)
+    return _remembered(key, known)
+
+
 def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: StepFiles) -> Estimate:
     """Return the answer to a request, and write the files of its step that are wanted.
 
@@ -710,7 +726,80 @@ def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: 
     """
     began = time.monotonic_ns()
     request, notes = made()
-    done, traced = answered(request, timeline=any(files))
+    done, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
     done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
-    files.write(request, done, traced)
+    if any(files):
+        files.write(request, done, traced)
     return done
+
+
+def _found(key: str | None) -> Estimate | None:
+    if key is None or key in _answers:
+        return None if key is None else _answers[key]
+    try:
+        return Estimate.from_mapping(recall(f"answer {key}"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _remembered(key: str | None, known: Estimate) -> Estimate:
+    """Keep an answer in memory. Returns a copy whose mappings are the caller's to change."""
+    if key is None:
+        return known
+    _answers[key] = known
+    if len(_answers) > MOST_ANSWERS:
+        del _answers[next(iter(_answers))]
+    own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
+    return replace(known, **own)
+
+
+def with_key(request: Request) -> Request:
+    """Return the request with its job's key, for which a factory is built once for all that is asked of it."""
+    job_key, build = key_of(request.job)
+    return replace(request, job=replace(request.job, build=build, key=job_key or ""))
+
+
+def clear() -> None:
+    """Forget all answers in memory."""
+    _answers.clear()
+
+
+def _key(request: Request) -> tuple[str | None, Request]:
+    """Return what tells the answer, and the request as it is then answered: its job is built once. No key with
+    workspaces, which depend on this process's cuDNN."""
+    if request.platform.workspaces is not None:
+        return None, request
+    request = with_key(request)
+    job, how, own = request.job, request.options, request.own_runs
+    folder = DataFolder.resolve(how.data)
+    if not job.key:
+        return None, request
+    identity = (
+        job.key,
+        job.name,
+        job.training_loop,
+        job.parallel and job.parallel.deepspeed,
+        request.platform,
+        request.platform.device.interconnect,
+        how.estimator,
+        how.loop,
+        how.coverage,
+        how.known,
+        own and (own.asked_for, own.changed_ns),
+        str(folder.root),
+        tuple(_models_of(folder)),
+    )
+    return hashlib.sha256(repr(identity).encode()).hexdigest(), request
+
+
+def _models_of(folder: DataFolder) -> Iterator[tuple[str, int, int]]:
+    """Yield the files of the folder's fitted models, and its marker."""
+    paths = [str(folder.format_marker)]
+    for home, _, names in os.walk(folder.models):
+        paths += [os.path.join(home, name) for name in names]
+    for path in sorted(paths):
+        try:
+            status = Path(path).stat()
+        except OSError:
+            continue
+        yield path, status.st_size, status.st_mtime_ns

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.cli.command_line import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.files.disk_cache import keep
 from conf.plain_text import first_line
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names
@@ -363,7 +364,7 @@ def largest_batch(
     Example:
         >>> largest_batch(torchvision.models.resnet50, [8, 3, 224, 224], device="RTX-4090", precision="bf16").batch
     """
-    from learn.estimation.answers import answered
+    from learn.estimation.answers import answer
 
     _require_by(by)
     request = request_of(model, inputs, **options)
@@ -375,7 +376,7 @@ def largest_batch(
     def card_needed_mib(units: int) -> float:
         batch = units * unit
         try:
-            done = estimates[batch] = answered(replace(request, job=job.with_samples(batch)))[0]
+            done = estimates[batch] = answer(replace(request, job=job.with_samples(batch)))
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         # The bound stays at the card's memory over many batches, and shows no slope there.
@@ -421,7 +422,7 @@ def devices_that_fit(
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
-    from learn.estimation.answers import answered, is_of_job, keyed
+    from learn.estimation.answers import answer, is_of_job, with_key
 
     _require_by(by)
     specs = [platform_of(one, machine=CURRENT).device for one in (device_names() if devices is None else devices)]
@@ -434,14 +435,15 @@ def devices_that_fit(
             "known: a run without a device would speak for every GPU model; name its own, as in "
             "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
         )
-    request = replace(request, job=keyed(request.job))
+    request = with_key(request)
     traces: Traces = {}
+    kept: dict[str, Any] = {}
     fits, problems = [], []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
         try:
             here = replace(request, platform=platform_of(data=request.options.data, **{**of_platform, "device": spec}))
             try:
-                done, _ = answered(here, traces=traces)
+                done = answer(here, traces, kept)
             finally:
                 here.platform.release_workspaces()
         except CommandError as error:
@@ -453,6 +455,7 @@ def devices_that_fit(
         else:
             room_mib = _limit_mib(done, spec) - needed_mib(done, by)
             fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
+    keep(kept)
     if problems and len(problems) == len(fits):
         raise problems[0]
     return tuple(fits)

@@ -181,7 +181,9 @@ def config_models(data: Any, family: str | None, device: DeviceSpec) -> ConfigMo
 
 
 @lru_cache(maxsize=64)
-def _config_models(home: Path, written: tuple, shipped: Path, family: str | None, device: str) -> ConfigModels | None:
+def _config_models(
+    home: Path, written: tuple[Any, ...], shipped: Path, family: str | None, device: str
+) -> ConfigModels | None:
     from warehouse.files.folder import DataFolder
 
     artifacts: dict[str, Artifact] = {}
@@ -231,11 +233,11 @@ def _of_family(
     family = configs[0].family
     figures, bound = models.predict([Case(config, device.name, described=device) for config in configs])
     targets = list(figures)
-    columns: dict[str, list] = {get_target(target).column: points.tolist() for target, points in figures.items()}
+    columns: dict[str, list[Any]] = {get_target(target).column: points.tolist() for target, points in figures.items()}
     unknown = [None] * len(configs)
     moved_mib = _moved_mib(family, device, on) if "memory" in models.ours else 0.0
     memory = [mib + moved_mib for mib in columns["peak_memory_mib"]]
-    upper: list = unknown
+    upper: list[Any] = unknown
     if bound is not None:
         upper = [max(mib + moved_mib, point) for mib, point in zip(bound.tolist(), memory, strict=True)]
     shared: dict[str, Any] = {
@@ -431,7 +433,7 @@ def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.nd
     """Return (n,) rough figures from the features of cases, by whose multiple trees learn memory (MiB) and step time
     (ms): they are flat beyond what they were fitted on, and this is not. 1 for ratios. launch_us: of the host."""
     if name in _ROUGH_MEMORY:
-        return columns["rough_memory_mib"] + columns["gpu_context_mib"]
+        return np.asarray(columns["rough_memory_mib"] + columns["gpu_context_mib"])
     if name != "step_time":
         return 1.0
     of_type = [columns[f"gpu_{rate}_tflops"] for rate in ("fp32", "tf32", "half")]
@@ -439,7 +441,7 @@ def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.nd
     compute_us = 3 * columns["batch_flops"] / (1e6 * tflops)
     moved = 24 * columns["batch_output_elements"] + 28 * columns["parameters"]  # bytes
     launches_us = _LAUNCHES * columns["layers"] * launch_us
-    return (compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3
+    return np.asarray((compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3)
 
 
 _ROUGH_MEMORY = ("memory", BOUND)
@@ -589,7 +591,7 @@ def _config(family: str, index: int, seed: int) -> TrialConfig:
             for name, spec in _space(family, wider=wider).items()
         }
         try:
-            config = module.Config(**module.repair(values, draw))
+            config: TrialConfig = module.Config(**module.repair(values, draw))
         except UsageError:  # a batch of 1 with batch norm
             continue
         if not wider or rough_memory_mib(layers_of(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
@@ -612,10 +614,10 @@ def _drawn_on_log_scale(spec: Any) -> bool:
     if not isinstance(spec, Mapping):
         return False
     scale = spec.get("scale", "auto")
-    return scale == "log" or (scale == "auto" and spec["low"] > 0 and spec["high"] / spec["low"] >= 100)
+    return bool(scale == "log" or (scale == "auto" and spec["low"] > 0 and spec["high"] / spec["low"] >= 100))
 
 
-def _value(spec: Any, u: float, *, log: bool):
+def _value(spec: Any, u: float, *, log: bool) -> Any:
     if isinstance(spec, list | tuple):
         return spec[int(u * len(spec))]
     if not isinstance(spec, Mapping):

@@ -321,7 +321,7 @@ def _difference_at(reserved_mib: float, measured: Sequence[OnTrace]) -> float:
         return float(np.interp(reserved_mib, sizes, of_size))
     nearest = 0 if reserved_mib < sizes[0] else -1
     growth = _GROWTH_DOWN if nearest == 0 else _GROWTH_UP
-    return of_size[nearest] * (reserved_mib / sizes[nearest]) ** growth
+    return float(of_size[nearest] * (reserved_mib / sizes[nearest]) ** growth)
 
 
 _OF_FAMILY = (

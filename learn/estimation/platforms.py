@@ -41,11 +41,13 @@ from learn.job.training_job import TrainingJob
 
 if TYPE_CHECKING:
     from featurize.cudnn.signature import SearchSettings
+    from featurize.device.device_spec import DeviceSpec
     from featurize.memory.cudnn_workspaces import ConvolutionWorkspace
     from featurize.operators.library_calls import LibraryCall
     from featurize.recording.step_trace import PipelinePart, RanksAlike, StepTrace
     from featurize.timing.overlap import Communication
     from learn.job.traced import TracedStep
+    from learn.job.training_job import TrainingJob
     from warehouse.files.folder import DataFolder
 
 

@@ -331,9 +331,9 @@ class StepFiles(NamedTuple):
         Raises:
             UsageError: A snapshot of a model that could not be traced.
         """
-        if self.report is not None:
-            from learn.estimation.step_report import write_step_report
+        from learn.estimation.step_report import write_step_report
 
+        if self.report is not None:
             write_step_report(self.report, request.job, request.platform, done, traced)
         if self.snapshot is not None:
             if traced is None:

@@ -471,8 +471,8 @@ class HybridEstimator(Estimator):
 
     def _centre(self, trees: Trees | Boosters, table: np.ndarray, base: np.ndarray) -> np.ndarray:
         if not self.target.is_memory:
-            raw = base + trees.predict(table)
-            return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
+            raw: np.ndarray = base + trees.predict(table)
+            return raw.clip(0.0, 1.0) if self.target.space == "ratio" else raw
         # From traced to estimated memory, network by network: a curve through knots that never falls.
         knots, count = self._knots, len(self._knots)
         curve = np.maximum.accumulate(knots * math.log(2) + trees.predict_along(table, knots), axis=1)
@@ -482,9 +482,9 @@ class HybridEstimator(Estimator):
         rows = np.arange(len(table))
         part = (place - knots[left]) / (knots[left + 1] - knots[left])
         inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
-        return inside + (asked - place) * math.log(2)  # beyond the knots: the factor of the nearest
+        return np.asarray(inside + (asked - place) * math.log(2))  # beyond the knots: the factor of the nearest
 
-    def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
+    def _calibrated(self, rows: Rows, table: np.ndarray, gap: np.ndarray) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
         small. Rows that ran out of memory count where they were told to fit: the error is at least so large.
@@ -499,7 +499,7 @@ class HybridEstimator(Estimator):
         def without(inside: np.ndarray) -> np.ndarray:
             exact = inside & ~rows.censored
             boosters = boost(_SCALE, self.seed, network[exact], np.abs(gap[exact]), None, weight[exact])
-            return np.maximum(boosters.predict(network[~inside]), self._floor)
+            return np.asarray(np.maximum(boosters.predict(network[~inside]), self._floor))
 
         scale = cross_fitted(group_folds(units, FOLDS, self.seed + 1), without)
         score = gap / scale
@@ -648,4 +648,4 @@ def _balanced(module: np.ndarray) -> np.ndarray:
     """A weight for each row: a module of a hundred rows counts as much as four of them with six each."""
     _, member, sizes = np.unique(module.astype(str), return_inverse=True, return_counts=True)
     weight = 1 / np.sqrt(sizes[member])
-    return weight / weight.mean()
+    return np.asarray(weight / weight.mean())

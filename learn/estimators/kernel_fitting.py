@@ -124,7 +124,7 @@ def weights_by(
     for label in np.unique(labels[of]):
         inside = of & (labels == label)
         weight[inside] = (factors or {}).get(label, 1.0) / inside.sum() ** power
-    return weight / weight.sum()
+    return np.asarray(weight / weight.sum())
 
 
 def left_out_errors(
@@ -326,7 +326,7 @@ class TimeFit:
 
     def _all_kernels(self, names: tuple[Sequence[str], Sequence[str]]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
         """Return the kernels of all rows as one sequence, how often each runs, and in which row."""
-        alike: dict[tuple, list[int]] = {}
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for at, row in enumerate(self.rows):
             alike.setdefault((row.device, row.channels_last, row.searched), []).append(at)
         kernels, calls = [], []
@@ -389,7 +389,7 @@ class TimeFit:
             fitted.row_ms(row, busy, host)
             for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
         ]
-        return np.log(np.array(estimated) / self.measured_ms.numpy())
+        return np.asarray(np.log(np.array(estimated) / self.measured_ms.numpy()))
 
     def _begin(self) -> dict[str, torch.Tensor]:
         def full(shape: Sequence[int], value: float) -> torch.Tensor:
@@ -417,7 +417,7 @@ class TimeFit:
         beside_others = busy * torch.exp(values["leftover"][self.host] * self.is_sharded)
         return torch.where(self.one_kernel, one_kernel, overlapped_ms(beside_others, host))
 
-    def _parameters(self, values: Values, convert: Callable) -> Parameters:
+    def _parameters(self, values: Values, convert: Callable[..., Any]) -> Parameters:
         return Parameters(
             names=self.names,
             compute=convert(values["compute"]),

@@ -111,7 +111,7 @@ class Trees:
         Splits by other columns are the same for all k: each row follows them once.
         """
         members = self.members(table, last)
-        values = self.start + np.cumsum(members, axis=0)[-1] / len(members)
+        values: np.ndarray = self.start + np.cumsum(members, axis=0)[-1] / len(members)
         return values.reshape(len(table), 1 if last is None else len(last))
 
     def members(self, table: np.ndarray, last: np.ndarray | None = None) -> np.ndarray:
@@ -242,7 +242,7 @@ class _Nodes:
     """The columns of `Trees`, as they grow while LightGBM's nested nodes are read."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list] = {name: [] for name in _KINDS if name != "start"}
+        self.columns: dict[str, list[Any]] = {name: [] for name in _KINDS if name != "start"}
 
     def add(self, node: Mapping[str, Any]) -> int:
         """Add a node of `Booster.dump_model` with all below it, and return its number."""
@@ -303,7 +303,8 @@ class Boosters:
 
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64."""
-        return self.start + np.mean([booster.predict(table, num_threads=1) for booster in self.boosters], axis=0)
+        of_members = [booster.predict(table, num_threads=1) for booster in self.boosters]
+        return np.asarray(self.start + np.mean(of_members, axis=0))
 
     def predict_along(self, table: np.ndarray, last: np.ndarray) -> np.ndarray:
         """As `Trees.predict_along`."""
@@ -343,7 +344,7 @@ def boost(
     bound = np.zeros(n, dtype=bool) if at_least is None else at_least
     spread = max(_ROBUST, float(np.median(np.abs(label - np.median(label)))))
 
-    def objective(predicted: np.ndarray, _data) -> tuple[np.ndarray, np.ndarray]:
+    def objective(predicted: np.ndarray, _data: object) -> tuple[np.ndarray, np.ndarray]:
         gap = predicted - label
         satisfied = bound & (gap > 0)
         gradient = np.where(satisfied, 0.0, np.clip(gap, -spread, spread))

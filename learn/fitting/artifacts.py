@@ -24,12 +24,12 @@ import shutil
 import sys
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of, version_of
@@ -50,7 +50,7 @@ MODEL = "model"  # folder of what `Estimator.load` reads
 MOST_BYTES = 256 * 2**20
 MOST_UNPACKED_BYTES = 2**30
 MOST_JSON_BYTES = 32 * 2**20
-_verified: dict[tuple, str | None] = {}  # (path, size, time, ...) of every file -> what is wrong
+_verified: dict[tuple[Any, ...], str | None] = {}  # (path, size, time, ...) of every file -> what is wrong
 _said: set[str] = set()
 
 
@@ -175,6 +175,8 @@ def _inside(folder: Path, path: Path) -> str:
     return printable(path.relative_to(folder).as_posix())
 
 
+Version = TypeVar("Version")
+Loaded = TypeVar("Loaded")
 DataPlace: TypeAlias = "str | os.PathLike[str] | DataFolder | None"  # a data folder; None: the default one
 FORMAT = 1
 DEFAULT_MODELS = Path(__file__).parents[1] / "default_models"
@@ -197,7 +199,7 @@ class Artifact:
     """One fitted version. `meta` is `meta.json`; the estimator is loaded on first use."""
 
     path: Path
-    meta: Mapping
+    meta: Mapping[str, Any]
 
     @property
     def version(self) -> str:
@@ -328,8 +330,8 @@ def save_artifact(
     data: DataPlace,
     target: str,
     estimator: Savable,
-    meta: Mapping,
-    report: Mapping,
+    meta: Mapping[str, Any],
+    report: Mapping[str, Any],
     *,
     now: datetime,
     extras: Callable[[Path], None] = lambda _folder: None,
@@ -372,25 +374,37 @@ def save_artifact(
 def versions(data: DataPlace, target: str) -> list[Artifact]:
     """Every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is not
     what was written is named on standard error and left out."""
-    home = models_folder(data) / get_target(target).name
-    if not home.is_dir():
-        return []
-    names = []
-    for path in sorted(home.iterdir()):
-        if path.name.startswith(".") or not (path / "meta.json").is_file():
-            continue
+    opened = []
+    for path in version_folders(data, get_target(target).name):
         try:
-            if not path.resolve().is_relative_to(home.resolve()):
-                raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: it lies outside of {home.name}")
-            names.append(open_artifact(path))
+            opened.append(open_artifact(path))
         except DamagedArtifact as error:
             say_damaged(error, "it is left out")
-    return names
+    return opened
+
+
+def version_folders(data: DataPlace, target: str) -> list[Path]:
+    """Return the folders of a target's complete versions, oldest first; none where nothing was fitted."""
+    home = models_folder(data) / target
+    paths = sorted(home.iterdir()) if home.is_dir() else []
+    return [path for path in paths if not path.name.startswith(".") and (path / "meta.json").is_file()]
+
+
+def newest_whole(versions: Sequence[Version], load: Callable[[Version], Loaded]) -> Loaded | None:
+    """Return what `load` makes of the newest version that is not damaged, named on standard error if it is; or None."""
+    for older, version in reversed(list(enumerate(versions))):
+        try:
+            return load(version)
+        except DamagedArtifact as error:
+            say_damaged(error, "an older version answers" if older else "no other version is there")
+    return None
 
 
 def open_artifact(path: Path) -> Artifact:
     """Return the artifact in that folder, of whose `meta.json` the rest of the code may believe the types. Raises
     `DamagedArtifact`."""
+    if not path.resolve().is_relative_to(path.parent.resolve()):
+        raise DamagedArtifact(f"{_shown(path)} is damaged: it lies outside of {path.parent.name}")
     meta = read_json(path / "meta.json")
     rows = meta.get("rows")
     counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
@@ -448,12 +462,7 @@ def newest(
     ]
     if estimator is None:  # the others are fitted to be compared with it
         fitting = [artifact for artifact in fitting if artifact.meta["estimator"] == PREFERRED] or fitting
-    for older, artifact in reversed(list(enumerate(fitting))):
-        try:
-            return artifact.require()
-        except DamagedArtifact as error:
-            say_damaged(error, "an older version answers" if older else "no other version is there")
-    return None
+    return newest_whole(fitting, Artifact.require)
 
 
 def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:

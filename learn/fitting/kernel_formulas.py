@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ class KernelSizes:
 
     @property
     def roofline_s(self) -> np.ndarray:
-        return np.maximum(self.math_s, self.memory_s)
+        return np.asarray(np.maximum(self.math_s, self.memory_s))
 
 
 class Instruments:
@@ -171,7 +171,7 @@ class WaveScaling:
         self.fit = fit
         self.sizes = sizes_of(fit.rows)
         self.ends = ends_of(fit.rows)
-        self.alike: dict[tuple, list[int]] = defaultdict(list)
+        self.alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for at, row in enumerate(fit.rows):
             self.alike[_job_of(row)].append(at)
 
@@ -215,10 +215,10 @@ def wave_factors(
     sms = after.sm_count / before.sm_count
     bandwidth = before.bandwidth_gb_s / after.bandwidth_gb_s
     clock = clock_ghz(before) / clock_ghz(after)
-    return waves * (bandwidth * sms) ** bound * clock ** (1 - bound)
+    return np.asarray(waves * (bandwidth * sms) ** bound * clock ** (1 - bound))
 
 
-def _job_of(row: MeasuredTime) -> tuple:
+def _job_of(row: MeasuredTime) -> tuple[Any, ...]:
     """Return what rows have in common that run the same kernels in the same setting."""
     calls = row.calls
     columns = (calls.count, calls.pipe, calls.flops, calls.nbytes, calls.rows, calls.columns, calls.depth, calls.batch)

@@ -134,7 +134,7 @@ def measured_times(
         "QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY md5(run_id)) <= coalesce(?, 1e9) ORDER BY run_id",
         [most],
     )
-    traces: dict[tuple, Calls] = {}
+    traces: dict[tuple[Any, ...], Calls] = {}
     return read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
 
 
@@ -177,10 +177,11 @@ def measured_activity(
     return read_each(of_smact.records, lambda record: _measured_activity(record, smocc), progress)
 
 
-def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
+def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """Return the rows of a query of a data folder; None: the default one."""
     with contextlib.closing(warehouse.connect(data)) as connection:
-        return connection.execute(sql, parameters).fetchall()
+        rows: list[tuple[Any, ...]] = connection.execute(sql, parameters).fetchall()
+    return rows
 
 
 class RowLeftOut(Exception):
@@ -328,7 +329,7 @@ def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None
     )
 
 
-def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTime:
+def _measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
     device = described(row["device_name"])
     release = _release(row["torch_version"])
@@ -356,7 +357,7 @@ def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTim
     )
 
 
-def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tuple, Calls]) -> MeasuredTime:
+def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     """Return one micro-step of one GPU: sharded weights arrive while the GPU computes, so it runs as if alone."""
     cells = json.loads(row["origin"])
     size, length, samples = cells["Model"].lower(), int(cells["SeqLen (T)"]), int(cells["MicroBatchSize"])
@@ -389,7 +390,7 @@ def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: De
     )
 
 
-def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
+def _traced(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
     try:
         step = trace()
     except (TraceError, UsageError) as error:

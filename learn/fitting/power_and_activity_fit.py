@@ -14,6 +14,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,13 +126,13 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
         data: The data folder; None: the default one.
         progress: Called before each trace with a text, the number done and their total.
     """
-    jobs: dict[tuple, dict[float, tuple[float | None, ...]]] = defaultdict(dict)
+    jobs: dict[tuple[Any, ...], dict[float, tuple[float | None, ...]]] = defaultdict(dict)
     for *job, limit_w, power_w, time, step_ms in queried(data, _MEASURED):
         if (job[1], job[2]) in JOBS:
             jobs[tuple(job)][limit_w] = power_w, time, step_ms
-    calls: dict[tuple, Calls] = {}
+    calls: dict[tuple[Any, ...], Calls] = {}
 
-    def read(job: tuple[tuple, dict[float, tuple]]) -> MeasuredPower:
+    def read(job: tuple[tuple[Any, ...], dict[float, tuple[Any, ...]]]) -> MeasuredPower:
         (*alike, _), by_limit = job
         name, model, dataset, batch = key = tuple(alike)
         spec, both = described(name), sorted(limit for limit, cells in by_limit.items() if None not in cells[:2])
@@ -371,7 +372,7 @@ def _begin() -> dict[str, torch.Tensor]:
     return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in _BEGIN_OF_ACTIVITY.items()}
 
 
-def _parameters(values: Values, convert: Callable) -> ActivityParameters:
+def _parameters(values: Values, convert: Callable[..., Any]) -> ActivityParameters:
     return ActivityParameters(
         by_class={name: convert(values[name]) for name in CLASS_VALUES},
         single={name: convert(values[name]) for name in STEP_VALUES},

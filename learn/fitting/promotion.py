@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -55,7 +55,7 @@ class Promotion:
     current: str | None = None
     candidate: str | None = None
     held_out: int = 0
-    figures: Mapping[str, Mapping | None]
+    figures: Mapping[str, Mapping[str, Any] | None]
     source: str | None = None
     device_name: str | None = None
 
@@ -94,42 +94,22 @@ def refit(
     if (done := _recorded(folder, target, estimator, cycle, source, device_name)) is not None:
         return done
     promotion_of = partial(Promotion, target=target, estimator=estimator, source=source, device_name=device_name)
-
-    def skipped(why: str) -> Promotion:
-        return promotion_of(decision="skipped", why=why, figures={"current": None, "candidate": None})
-
-    progress("reading rows")
-    try:
-        every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
-    except CommandError as error:
-        return skipped(str(error))
     steps = StepStore(folder)
-    rows, held_out, known = _split(every)
-    if kind.needs_trace and len(known) >= LEAST_FITTED:
-        steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
-        every = with_suspects(every, steps)
-        rows, held_out, known = _split(every)
-    if len(known) < LEAST_FITTED:
-        return skipped(
-            f"{len(known)} of {len(rows)} rows are there to fit on, {LEAST_FITTED} are needed; the others are held out "
-            "to judge by"
-        )
-    progress("fitting the candidate")
     try:
+        progress("reading rows")
+        every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
+        rows, held_out, known = _sides(every)
+        if kind.needs_trace:
+            steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
+            every = with_suspects(every, steps)
+            rows, held_out, known = _sides(every)
+        progress("fitting the candidate")
         fitted = kind(seed=seed).fit(known, steps)
+        progress("judging it")
+        candidate = _judged(fitted, rows.subset(held_out), known, rows, steps)
+        _require_judges(candidate, int(held_out.sum()))
     except CommandError as error:
-        return skipped(str(error))
-
-    progress("judging it")
-    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
-
-    def judged_on(estimator: Estimator, asked: Rows) -> Evaluation:
-        return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
-
-    candidate = judged_on(fitted, rows.subset(held_out))
-    if not len(candidate.test_rows.exact):
-        reasons = f": {candidate.refused[0]}" if candidate.refused else ""
-        return skipped(f"none of the {int(held_out.sum())} rows held out can say how good it is{reasons}")
+        return promotion_of(decision="skipped", why=str(error), figures={"current": None, "candidate": None})
     current = newest(folder, target, estimator=estimator, device=device_name, source=source or str(rows.source[0]))
     if current is None:
         verdict = _alone("first", "there was no model", candidate)
@@ -137,7 +117,7 @@ def refit(
         try:
             answering, seen = require_current(current).estimator, _seen_groups(folder, current, every)
             unseen = np.array([group not in seen for group in rows.group], dtype=bool)
-            verdict = _beside(judged_on(answering, rows.subset(held_out & unseen)), candidate, seed)
+            verdict = _beside(_judged(answering, rows.subset(held_out & unseen), known, rows, steps), candidate, seed)
         except StaleArtifact:
             no_answer = "the current one was fitted with features of other code and cannot answer any more"
             verdict = _alone("promoted", no_answer, candidate)
@@ -145,23 +125,17 @@ def refit(
     if promotion.decision == "kept":
         return promotion
     progress("drawing the report")
-    notes = remarks(kind, known, bins)
-    if candidate.refused:
-        notes.append(f"rows held out without an answer are in no figure: {_reasons(candidate)}")
-    if in_doubt := int((every.doubt != "").sum()):
-        explanation = "runs.error says why, or the rows beside them do"
-        notes.append(f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged")
-    evaluation = replace(candidate, warnings=(*candidate.warnings, *notes))
+    notes = [*candidate.warnings, *remarks(kind, known, candidate.bins), *_notes(every, candidate)]
     path, _ = save_judged(
         folder,
         fitted,
         known,
-        evaluation,
+        replace(candidate, warnings=tuple(notes)),
         seed,
         _after(current, now),
         fitted_on="train",
         about={
-            "warnings": list(evaluation.warnings),
+            "warnings": notes,
             "fitted": "on the training rows alone; the held-out ones, a fifth of all configurations, never are",
             "snapshot": snapshot,
             "cycle": cycle,
@@ -171,14 +145,40 @@ def refit(
     return replace(promotion, candidate=path.name)
 
 
-def _split(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
-    """Return the rows that decide (a label in doubt does not), which of them are held out, and the others."""
+def _sides(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
+    """Return the rows that decide (a label in doubt does not), which of them are held out, and the others. Raises
+    `UsageError` where too few are left to fit on."""
     rows = every.trusted
     held_out = is_held_out(rows.group)
-    return rows, held_out, rows.subset(~held_out)
+    known = rows.subset(~held_out)
+    if len(known) < LEAST_FITTED:
+        raise UsageError(
+            f"{len(known)} of {len(rows)} rows are there to fit on, {LEAST_FITTED} are needed; the others are held out "
+            "to judge by"
+        )
+    return rows, held_out, known
 
 
-def is_held_out(groups) -> np.ndarray:
+def _judged(estimator: Estimator, asked: Rows, known: Rows, rows: Rows, steps: StepStore) -> Evaluation:
+    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+    return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
+
+
+def _require_judges(candidate: Evaluation, held_out: int) -> None:
+    if not len(candidate.test_rows.exact):
+        reasons = f": {candidate.refused[0]}" if candidate.refused else ""
+        raise UsageError(f"none of the {held_out} rows held out can say how good it is{reasons}")
+
+
+def _notes(every: Rows, candidate: Evaluation) -> Iterator[str]:
+    if candidate.refused:
+        yield f"rows held out without an answer are in no figure: {_reasons(candidate)}"
+    if in_doubt := int((every.doubt != "").sum()):
+        explanation = "runs.error says why, or the rows beside them do"
+        yield f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged"
+
+
+def is_held_out(groups: Iterable[Any]) -> np.ndarray:
     """(n,) bool: of near-copy groups by their key, the fifth that no candidate is ever fitted on. It hangs on the key
     alone, so that every night's rows find their side and the rows to judge by only grow."""
     limit = int(HELD_OUT_SHARE * 2**64)
@@ -300,8 +300,8 @@ class PairedComparison:
 
     worse: bool
     why: str
-    current: Mapping
-    candidate: Mapping
+    current: Mapping[str, Any]
+    candidate: Mapping[str, Any]
 
 
 def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> PairedComparison:
@@ -371,7 +371,7 @@ def errors(of: Evaluation) -> np.ndarray:
     """Return the absolute errors of the rows with an exact label, (n,), in the target's space."""
     exact = [(row.estimate, row.label) for row in of.scored if row.label is not None]
     estimate, label = to_space(np.array(exact, dtype=float).reshape(-1, 2).T, of.test_rows.target.space)
-    return np.abs(estimate - label)
+    return np.asarray(np.abs(estimate - label))
 
 
 def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float, float]:

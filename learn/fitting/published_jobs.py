@@ -79,14 +79,18 @@ def known_workload(name: str, batch_size: int) -> TrainingJob:
 
 
 def _workload(
-    name: str, build: Callable[[], nn.Module], batch: Callable, batch_size: int, loss: Callable | None
+    name: str,
+    build: Callable[[], nn.Module],
+    batch: Callable[..., Any],
+    batch_size: int,
+    loss: Callable[..., Any] | None,
 ) -> TrainingJob:
     from featurize.job.training_settings import Training
 
     return TrainingJob(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
 
 
-def _first_logits_loss(output, targets: Tensor) -> Tensor:
+def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the cross entropy of [N, classes]. Models without a head give features: their mean costs the same."""
     import torch
     from torch.nn.functional import cross_entropy
@@ -155,7 +159,7 @@ class _Language:
         return _workload(name, build, batch, batch_size, loss)
 
 
-def _next_token_loss(output, targets: Tensor) -> Tensor:
+def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the loss of [N, T, V] against the tokens one place on; both are copied, as the package's own losses do."""
     from torch.nn.functional import cross_entropy
 

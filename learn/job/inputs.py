@@ -188,10 +188,9 @@ def holds_tensors(value: Any) -> bool:
 
 def first_sizes(value: Any) -> Sequence[int]:
     """Return the sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
-    if is_tensor(value):
-        return value.shape
-    if is_shape(value):
-        return value
+    if is_tensor(value) or is_shape(value):
+        sizes: Sequence[int] = value.shape if is_tensor(value) else value
+        return sizes
     if isinstance(value, Mapping):
         value = list(value.values())
     for one in value if isinstance(value, list | tuple) else ():

@@ -121,7 +121,7 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
     from featurize.trace.tracer import TraceError, trace_step
     from featurize.training.training_step import multiplies_8_bits, require_8_bits
 
-    trace = job.recorded
+    trace = None if job.recorded is None else job.recorded()
     if trace is None:
         key, build = key_of(job)
 

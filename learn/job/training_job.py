@@ -47,7 +47,7 @@ class TrainingJob:
     config      the trial config, where the job is one of a family
     loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `training_step` takes it
     training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
-    recorded    its step where that was traced by other means, as a script's is; nothing is built then
+    recorded    gives its step where that is traced by other means, as a script's is; nothing is built then
     search      how cuDNN searches in the process that was traced, where that is another one; None: as in this process
     batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
     parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
@@ -64,9 +64,9 @@ class TrainingJob:
     settings: TrainingSettings
     batch_size: int
     config: TrialConfig | None = None
-    loss: Callable | None = None
+    loss: Callable[..., Any] | None = None
     training_loop: bool = True
-    recorded: StepTrace | None = field(default=None, compare=False, repr=False)
+    recorded: Callable[[], StepTrace | None] | None = None
     search: SearchSettings | None = None
     batches: tuple[Callable[[str], tuple[Inputs, Tensor | None]], ...] = ()
     parallel: Parallel | None = None
@@ -191,7 +191,7 @@ def of_module(
     settings: TrainingSettings | None = None,
     *,
     input_dtype: str = DEFAULT_DTYPE,
-    loss: Callable | None = None,
+    loss: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> TrainingJob:
     """The job of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
@@ -356,7 +356,7 @@ class Case:
         return hashlib.sha256(canonical_json(described).encode()).hexdigest()[:24]
 
 
-def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about) -> tuple[Case, ...]:
+def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about: Any) -> tuple[Case, ...]:
     """A case for each trial config, all on one device."""
     return tuple(Case(config, device, **about) for config in configs)
 

@@ -28,7 +28,7 @@ from conf.reports.blocks import (
 )
 from learn.judging.report import plots_of
 from learn.judging.scores import NOT_INFORMATIVE, by_group, worst_of
-from learn.rows.targets import LEVELS, MIB_PER_GB, TARGETS
+from learn.rows.targets import LEVELS, MIB_PER_GB, TARGETS, Bins
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -185,7 +185,7 @@ def published_table(done: Benchmark) -> TableText:
     return "published by others, on their own rows and splits; nothing of it is measured here", columns, rows
 
 
-def _rule(bins) -> str:
+def _rule(bins: Bins) -> str:
     if bins.by_family or len(bins.labels) == len(LEVELS):
         return bins.rule
     return f"{bins.edges[0] / MIB_PER_GB:g} GB" if bins.edges else "one class"
@@ -292,7 +292,7 @@ def refusals(done: Benchmark) -> list[str]:
 
 def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
     """Write settings, figures, notes and every row with its estimates, replacing `path` in one step."""
-    rows: dict[tuple[str, str], dict] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (file, estimator), scored in done.scored.items():
         for row in scored:
             about = {name: getattr(row, name) for name in ("group", "family", "label", "batch_size")}

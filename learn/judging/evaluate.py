@@ -64,7 +64,7 @@ class Evaluation:
         both = (self.train_rows, self.test_rows)
         return len(np.unique(np.concatenate([classes_of(rows, self.bins) for rows in both]))) == 1
 
-    def summary(self) -> dict:
+    def summary(self) -> dict[str, Any]:
         """{metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
         table = {}
         for name, value in self.test.items():
@@ -265,7 +265,8 @@ def keys_of(rows: Rows, by: str) -> np.ndarray:
     """(n,) str: what each row is told apart by; spellings of one device are the same."""
     if by == "device":
         return np.array([plain_device(name) for name in rows.device], dtype=object)
-    return getattr(rows, by).astype(str)
+    names: np.ndarray = getattr(rows, by)
+    return names.astype(str)
 
 
 def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

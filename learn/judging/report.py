@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 ONE_CLASS = "one class"
-_NAMES = {
+METRICS = {  # name in `Evaluation.summary` -> in words
     "accuracy": "accuracy",
     "macro_f1": "macro F1",
     "mean_relative_error": "mean relative error",
@@ -63,18 +64,12 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
     one_class = evaluation.one_class
     for name, values in evaluation.summary().items():
         if one_class and name in ("accuracy", "macro_f1"):
-            rows.append((_NAMES[name], ONE_CLASS, ONE_CLASS))
+            rows.append((METRICS[name], ONE_CLASS, ONE_CLASS))
             continue
-        absolute = name.endswith("absolute_error")
-
-        def say(value, absolute=absolute) -> str:
-            if value is None:
-                return "–"
-            return (f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}") if absolute else f"{value:.1%}"
-
-        spread = f" ± {say(values['cv_std'])}" if values["cv_std"] is not None else ""
-        label = _NAMES[name] + (f" [{unit}]" if absolute and unit != "ratio" else "")
-        rows.append((label, f"{say(values['cv_mean'])}{spread}", say(values["test"])))
+        mean, std, test = (metric_text(name, values[of], unit) for of in ("cv_mean", "cv_std", "test"))
+        spread = f" ± {std}" if values["cv_std"] is not None else ""
+        label = METRICS[name] + (f" [{unit}]" if name.endswith("absolute_error") and unit != "ratio" else "")
+        rows.append((label, f"{mean}{spread}", test))
     for name, recall in () if one_class else evaluation.test["recall"].items():
         folds = [fold["recall"][name] for fold in evaluation.cv if name in fold["recall"]]
         cv = f"{np.mean(folds):.1%}" if folds else "–"
@@ -84,7 +79,14 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
     return rows
 
 
-def write_report(folder: Path, evaluation: Evaluation, meta: Mapping) -> None:
+def metric_text(name: str, value: float | None, unit: str) -> str:
+    """Return a metric as text: absolute errors in the target's unit, others in percent."""
+    if value is None or not name.endswith("absolute_error"):
+        return "–" if value is None else f"{value:.1%}"
+    return f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}"
+
+
+def write_report(folder: Path, evaluation: Evaluation, meta: Mapping[str, Any]) -> None:
     """Write `report.html` and `test_predictions.csv` into `folder`."""
     _write_predictions(folder / "test_predictions.csv", evaluation)
     page = _page(evaluation, meta)
@@ -109,7 +111,7 @@ def _write_predictions(path: Path, evaluation: Evaluation) -> None:
             writer.writerow([row.run_id, row.family, f"{row.label:.6g}", *cells])
 
 
-def _page(evaluation: Evaluation, meta: Mapping) -> Page:
+def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
     facts = {
         "rows": ", ".join(f"{n} {name}" for name, n in meta["rows"]["status"].items()),
         "families": ", ".join(f"{name} {n}" for name, n in meta["rows"]["family"].items()),

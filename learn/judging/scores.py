@@ -31,7 +31,7 @@ _P90 = 0.9
 
 def exceeds(label: np.ndarray, estimate: np.ndarray) -> np.ndarray:
     """Return (n,) bool: the label is above the estimate or bound by more than rounding (`TOLERANCE`)."""
-    return label > estimate + np.maximum(TOLERANCE * np.abs(label), _TOLERANCE_AT_LEAST)
+    return np.asarray(label > estimate + np.maximum(TOLERANCE * np.abs(label), _TOLERANCE_AT_LEAST))
 
 
 def labels_are_its_own(estimator: str, source: np.ndarray, label: np.ndarray, point: np.ndarray) -> bool:

@@ -241,12 +241,12 @@ class PlainStep:
         self,
         inputs: Inputs,
         targets: Tensor | None,
-        phase: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+        phase: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda name: contextlib.nullcontext(),
     ) -> None:
         with phase("zero_grad"):
             self.optimizer.zero_grad(set_to_none=True)
         with phase("forward"):
-            casts: contextlib.AbstractContextManager = contextlib.nullcontext()
+            casts: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if self._dtype is not None:
                 casts = torch.autocast(self._device, dtype=self._dtype)
             with casts:
@@ -295,7 +295,7 @@ def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
     operators, handles = _Operators(), []
     running: list[str] = []
 
-    def leave(_module, _inputs, _output) -> None:
+    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         running.pop()
 
     named = [] if model is None else [(name or "the model", module) for name, module in model.named_modules()]
@@ -327,7 +327,9 @@ class _Operators(TorchFunctionMode):
 
     failed: str | None = None
 
-    def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         try:
             return func(*args, **(kwargs or {}))
         except Exception:
@@ -358,7 +360,7 @@ class Trace(Peer):
             raise CannotEstimate(str(error)) from error
 
     def figure(self, case: Case) -> float:
-        return getattr(_step(case), self.require_fitted().column)
+        return float(getattr(_step(case), self.require_fitted().column))
 
 
 @lru_cache(maxsize=100_000)

@@ -6,8 +6,8 @@ Start reading at `parts_mib` of the class; its docstring names the source and wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -106,7 +106,7 @@ class Horus(Peer):
         }
 
 
-def _counts(module) -> bool:
+def _counts(module: nn.Module) -> bool:
     kind = type(module).__name__
     return kind.startswith("Adaptive") or not any(word in kind for word in _NOT_COUNTED)
 
@@ -194,7 +194,7 @@ def _language_model(
     return embeddings, layers, head, tuple(logits)
 
 
-def _weights(module):
+def _weights(module: nn.Module) -> Iterator[Any]:
     """Yield the matrix of an embedding or linear layer; GPT-2's Conv1D is a linear layer with its matrix transposed."""
     if isinstance(module, nn.Embedding | nn.Linear) or type(module).__name__ == "Conv1D":
         yield module.weight
@@ -202,15 +202,15 @@ def _weights(module):
         yield module.in_proj_weight
 
 
-def _repeats(modules) -> bool:
+def _repeats(modules: nn.ModuleList) -> bool:
     return len(modules) > 0 and len({type(m) for m in modules}) == 1
 
 
-def _attends(module) -> bool:
+def _attends(module: nn.Module) -> bool:
     return "attention" in type(module).__name__.lower() or type(module).__name__.lower().endswith("attn")
 
 
-def _checkpoints(model) -> bool:
+def _checkpoints(model: nn.Module) -> bool:
     """Return whether a model of `transformers` has its gradient checkpointing on."""
     return bool(getattr(model, "is_gradient_checkpointing", False)) or any(
         getattr(m, "gradient_checkpointing", False) is True for m in model.modules()

@@ -233,7 +233,7 @@ def _mean_and_scale(table: np.ndarray) -> np.ndarray:
 
 def _standardised(values: np.ndarray, by: np.ndarray) -> np.ndarray:
     """float32; what lies far from everything seen is taken as 6 deviations away."""
-    return np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0).astype(np.float32)
+    return np.asarray(np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0), dtype=np.float32)
 
 
 # Suffixes: G graphs, V nodes, E edges, X node features, Z edge features, S scalars of a graph, D width.

@@ -249,9 +249,11 @@ class GPUMemNetEstimator(Estimator):
                 for member, weights in enumerate(one.weights, start=first)
             ]
             mass = steady(np.sum([probabilities(net, inputs) for net in nets], axis=0) / len(nets))
-        return mass / mass.sum(axis=1, keepdims=True)
+        return np.asarray(mass / mass.sum(axis=1, keepdims=True))
 
-    def _inputs(self, configs, mean: np.ndarray, scale: np.ndarray, dtype=np.float32) -> Inputs:
+    def _inputs(
+        self, configs: Sequence[TrialConfig], mean: np.ndarray, scale: np.ndarray, dtype: type[np.floating] = np.float32
+    ) -> Inputs:
         scalars = ((scalars_of(configs) - mean) / scale).astype(dtype)
         if not self.reads_sequence:
             return Inputs(scalars, np.zeros((len(configs), 0, 0), dtype), np.zeros(len(configs), dtype=np.int64))
@@ -316,7 +318,7 @@ class BinnedPrediction:
         likeliest = self.probabilities.argmax(axis=1)
         row = np.arange(len(likeliest))
         low, high = self.edges[row, likeliest], self.edges[row, likeliest + 1]
-        return low + self.point_share * (high - low)
+        return np.asarray(low + self.point_share * (high - low))
 
     def quantile(self, q: float) -> np.ndarray:
         if not 0 < q < 1:
@@ -338,7 +340,7 @@ class BinnedPrediction:
         for kind, scores in enumerate(self.scores):
             rank = min(conformal_rank(len(scores), level), len(scores))
             q[self.kind == kind] = scores[rank - 1] if scores.size else 1.0
-        return np.maximum(self._quantile(q), self.point)
+        return np.asarray(np.maximum(self._quantile(q), self.point))
 
     def _quantile(self, q: np.ndarray) -> np.ndarray:
         """(n,) where each row's distribution reaches q, by linear interpolation inside the bin."""
@@ -349,7 +351,7 @@ class BinnedPrediction:
         before = np.where(bin_index > 0, reached[row, np.maximum(bin_index - 1, 0)], 0.0)
         mass = np.maximum(reached[row, bin_index] - before, 1e-300)
         low, high = self.edges[row, bin_index], self.edges[row, bin_index + 1]
-        return low + np.clip((q - before) / mass, 0.0, 1.0) * (high - low)
+        return np.asarray(low + np.clip((q - before) / mass, 0.0, 1.0) * (high - low))
 
 
 def cumulative(edges: np.ndarray, probabilities: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -131,7 +131,7 @@ def replay(
     for block in blocks:
         ends[block.end].append(block)
     handles: dict[ProfiledBlock, int | None] = {}
-    loaded: list = []
+    loaded: list[Any] = []
     at_top = dict(live)
     step = None
     for i, event in enumerate(events):
@@ -199,7 +199,7 @@ def _profile(workload: TrainingJob) -> tuple[list[int], list[int], list[Profiler
     return unique_bytes([*model.parameters(), *model.buffers()]), unique_bytes(batch_tensors(inputs, targets)), events
 
 
-def _marked(step: int, phase: str) -> contextlib.AbstractContextManager:
+def _marked(step: int, phase: str) -> contextlib.AbstractContextManager[Any]:
     return record_function(f"{PREFIX}{step}:{phase}")
 
 
@@ -217,7 +217,7 @@ def _quiet_profiler() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _events(roots: Iterable) -> list[ProfilerEvent]:
+def _events(roots: Iterable[Any]) -> list[ProfilerEvent]:
     """The memory events of a profile's tree in the order of time, each with the phase that was last begun."""
     marks: list[tuple[int, str]] = []
     moves: list[tuple[int, int, int, bool]] = []

@@ -447,7 +447,7 @@ def _read_configs(
     return records, unreadable, refused
 
 
-def _is_absurd(row: Mapping, ratio: bool) -> bool:
+def _is_absurd(row: Mapping[str, Any], ratio: bool) -> bool:
     """Return whether the row's label or device memory is not a figure, or one of its names not a name. A ratio above 1
     by rounding, or a sensor's overshoot, is a figure."""
     for name in _NAMES:

@@ -35,7 +35,7 @@ class NoResult:
 
 def in_processes(
     function: Callable[[Any], Any],
-    items: Sequence,
+    items: Sequence[Any],
     *,
     workers: int,
     imports: Sequence[str] = (),
@@ -82,7 +82,7 @@ def in_processes(
 class _Worker:
     """A process that takes one item after another. It is replaced when it has died, hung or taken many."""
 
-    def __init__(self, work: tuple[Callable, tuple[str, ...], float | None], limit_s: float | None) -> None:
+    def __init__(self, work: tuple[Callable[..., Any], tuple[str, ...], float | None], limit_s: float | None) -> None:
         self._work, self._limit_s = work, limit_s
         self._start()
 
@@ -151,7 +151,7 @@ def _serve(pipe: Connection) -> None:
         return
 
 
-def _given(function: Callable, item: Any) -> Any:
+def _given(function: Callable[..., Any], item: Any) -> Any:
     """Return what the function returns, or the exception that it raises, which the parent raises."""
     try:
         return function(item)

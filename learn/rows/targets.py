@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -86,9 +87,9 @@ class Bins:
 
     def classify(self, values: np.ndarray | Sequence[float], families: Sequence[str] | np.ndarray) -> np.ndarray:
         """Class index of each value, (n,) int."""
-        return (np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1)
+        return np.asarray((np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1))
 
-    def to_mapping(self) -> dict:
+    def to_mapping(self) -> dict[str, Any]:
         return {
             "labels": list(self.labels),
             "edges": list(self.edges),

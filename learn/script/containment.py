@@ -89,7 +89,7 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
 
 
 def _refuse_connections(note: Callable[[str], None]) -> None:
-    def is_local(event: str, args: tuple) -> bool:
+    def is_local(event: str, args: tuple[Any, ...]) -> bool:
         if event == "socket.connect":
             is_internet = args[0].family in (socket.AF_INET, socket.AF_INET6)
             return not is_internet or str(args[1][0]).startswith(_LOOPBACK)
@@ -97,7 +97,7 @@ def _refuse_connections(note: Callable[[str], None]) -> None:
         is_name = isinstance(host, str) and host and not host.startswith(_LOOPBACK) and not host[0].isdigit()
         return not is_name or host == socket.gethostname()
 
-    def refuse(event: str, args: tuple) -> None:
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
         if event in ("socket.connect", "socket.getaddrinfo") and not is_local(event, args):
             note("a network connection was refused: scripts run offline here")
             if event == "socket.connect":

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,7 @@ class DeepSpeedEngine(nn.Module):
         """Return whether the micro-step that runs is the last one of its step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         self._boundary = is_boundary
@@ -238,7 +238,7 @@ class DeepSpeedEngine(nn.Module):
 
     save_16bit_model = save_fp16_model = save_checkpoint
 
-    def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict]:
+    def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict[str, Any]]:
         self._job.note(_NOT_SAVED)
         return None, {}
 
@@ -320,7 +320,8 @@ def _settings(given: Any) -> Mapping[str, Any]:
         raise RuntimeError("deepspeed.initialize is given no settings: config, or --deepspeed_config")
     if isinstance(given, str) and not Path(given).is_file():
         with contextlib.suppress(ValueError):  # neither encoded nor JSON: the path of a file that is not there
-            return json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
+            settings: Mapping[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
+            return settings
     return settings_of(given)
 
 
@@ -329,7 +330,7 @@ def _optimizer(given: Any, trained: list[Any], file: DeepSpeedFile) -> Optimizer
     if isinstance(given, Optimizer):
         return given
     if callable(given):
-        return given(trained)
+        return cast("Optimizer", given(trained))
     if (name := file.training.get("optimizer")) is None:
         raise RuntimeError("deepspeed.initialize is given no optimizer, and its settings have none")
     return kind_of(name, name, file.training.get("implementation"))(trained)
@@ -412,13 +413,13 @@ class _Part(types.ModuleType):
             raise AttributeError(name)
         return _Part(f"{self.__name__}.{name}")
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
             f"{self.__name__} is not followed; estimate the model itself with the layout, as in parallel=ddp=8,zero=2"
         )
 
-    def __mro_entries__(self, bases: tuple) -> tuple:
-        return self()
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
+        self()
 
     def __instancecheck__(self, instance: object) -> bool:
         return False

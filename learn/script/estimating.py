@@ -5,10 +5,11 @@ Start reading at `estimate_script`; `learn.script.child` is what runs the script
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -21,6 +22,7 @@ from featurize.job.layout import Parallel, named_settings, names_network_only
 from featurize.job.training_settings import Training
 from featurize.memory.cudnn_workspaces import search_settings
 from featurize.timing.collectives import fabric_of
+from featurize.trace.trace_cache import BadRecord
 from learn.estimation.answers import answer_and_write
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun
@@ -33,10 +35,11 @@ from learn.estimation.requests import Request, ScriptKeywords, StepFiles, platfo
 from learn.job.training_job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
-from learn.script.records import BadRecord, ScriptRecord, read_record
+from learn.script.records import ScriptRecord, read_record
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
+    from featurize.recording.step_trace import StepTrace
 
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
@@ -111,10 +114,12 @@ def estimate_script(
         fabric_of(device, layout)  # refuses a GPU model that nothing is known to join
     files, key = StepFiles.checked(report, snapshot), records.key_of(parsed, device)
 
+    def run() -> ScriptRecord:
+        return _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
+
     def recorded_request() -> tuple[Request, Iterable[Note]]:
-        record = None if show_output else records.find(key)
-        record = record or _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
-        job = _job(record, name or parsed.name)
+        record = (None if show_output else records.find(key)) or run()
+        job = _job(record, name or parsed.name, lambda: (records.with_trace(record) or run()).trace)
         _require_batch_of_script(answer_options.known, job.batch_size)
         if record.parallel is None and network:
             raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
@@ -192,11 +197,10 @@ def _recorded(
             raise UsageError(f"{command.name} {limits[ended.limit]}{output}")
     if record.trace is None:
         raise UsageError(f"{command.name} cannot be followed: {record.problem}")
-    records.keep(key, record, began_ns)
-    return record
+    return records.keep(key, record, began_ns)
 
 
-def _job(record: ScriptRecord, name: str) -> TrainingJob:
+def _job(record: ScriptRecord, name: str, recorded: Callable[[], StepTrace | None] | None = None) -> TrainingJob:
     def absent(*_: object) -> NoReturn:
         raise UsageError("a script has no module that could be built by itself")
 
@@ -210,12 +214,13 @@ def _job(record: ScriptRecord, name: str) -> TrainingJob:
         batch=lambda _device: ((), None),  # which a report would list
         settings=ScriptSettings(**settings),
         batch_size=max(1, record.batch_size),
-        recorded=record.trace,
+        recorded=recorded and functools.cache(recorded),
         search=replace(
             search,
             allow_tf32=bool(chosen.get("cudnn_allow_tf32", search.allow_tf32)),
             deterministic=bool(chosen.get("cudnn_deterministic", search.deterministic)),
         ),
+        key=record.key,
     )
 
 

@@ -59,7 +59,9 @@ def names_cuda(device: object) -> bool:
 class PretendCuda(TorchFunctionMode):
     """While entered, tensors made for or moved to a GPU lie on meta and report `cuda:0`."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         try:
             special = _SPECIAL.get(func)
@@ -75,13 +77,13 @@ def on_the_gpu(value: Any) -> Any:
     return value.to(CUDA) if isinstance(value, Tensor) else value
 
 
-def _on_meta(args: Sequence) -> Sequence:
+def _on_meta(args: Sequence[Any]) -> Sequence[Any]:
     if any(type(value) is torch.device or type(value) is str for value in args):
         return tuple(_META if names_cuda(value) else value for value in args)
     return args
 
 
-def _without_cuda(kwargs: Mapping) -> Mapping:
+def _without_cuda(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keyword arguments for meta: no pinned memory, no generator of a GPU."""
     if not kwargs:
         return kwargs
@@ -101,12 +103,12 @@ def _asked_by_own_code() -> bool:
     return sys._getframe(3).f_code.co_filename.startswith(_OWN)
 
 
-def _device(func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
+def _device(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     device = func(*args)
     return CUDA if device.type == "meta" and not _asked_by_own_code() else device
 
 
-def _data_ptr(func: Callable, args: Sequence, kwargs: Mapping) -> int:
+def _data_ptr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return an address by which libraries know tensors that share memory; that of meta tensors is 0."""
     tensor = args[0]
     if not tensor.is_meta:
@@ -118,7 +120,7 @@ def _storage_ptr(storage: torch.UntypedStorage) -> int:
     return storage._cdata if storage.device.type == "meta" and storage.nbytes() else _POINTER_OF_STORAGE(storage)
 
 
-def _to(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+def _to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     # A bare index is a GPU; `to(other)` with a tensor needs nothing.
     tensor, *rest = args
     if rest and type(rest[0]) is int:
@@ -126,7 +128,7 @@ def _to(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
     return func(tensor, *_on_meta(rest), **_without_cuda(kwargs))
 
 
-def _from_values(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+def _from_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Make a tensor on the host and copy it, so that the values of small integers stay known."""
     device = kwargs.get("device")
     is_tensor = bool(args) and isinstance(args[0], Tensor)
@@ -139,12 +141,12 @@ def _from_values(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
     return made.requires_grad_() if kwargs.get("requires_grad") else made
 
 
-def _format(func: Callable, args: Sequence, kwargs: Mapping) -> str:
+def _format(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     tensor, *rest = args
     return format(tensor.item(), *rest) if tensor.is_meta and tensor.dim() == 0 else func(*args, **kwargs)
 
 
-def _repr(func: Callable, args: Sequence, kwargs: Mapping) -> str:
+def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     tensor = args[0]
     if not tensor.is_meta:
         return func(*args, **kwargs)
@@ -152,7 +154,7 @@ def _repr(func: Callable, args: Sequence, kwargs: Mapping) -> str:
     return f"tensor({value}, size={tuple(tensor.shape)}, device='cuda:0', dtype={tensor.dtype})"
 
 
-def _type(func: Callable, args: Sequence, kwargs: Mapping) -> Any:
+def _type(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensor, *wanted = args
     if not wanted and not kwargs:
         return f"torch.cuda.{_TYPE_NAMES.get(tensor.dtype, 'Float')}Tensor" if tensor.is_meta else func(tensor)
@@ -163,7 +165,7 @@ def _type(func: Callable, args: Sequence, kwargs: Mapping) -> Any:
     return func(*args, **kwargs)
 
 
-def _set_data(func: Callable, args: Sequence, kwargs: Mapping) -> None:
+def _set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Run `p.data = p.data.cuda()`: set_data refuses another kind of tensor, which CUDA's is not."""
     tensor, new = args
     if tensor.is_meta == new.is_meta:
@@ -207,7 +209,7 @@ _DEVICE, _IS_CUDA, _IS_META, _DATA = (
     inspect.getattr_static(Tensor, name) for name in ("device", "is_cuda", "is_meta", "data")
 )
 _POINTER_OF_STORAGE = torch.UntypedStorage.data_ptr
-_SPECIAL: dict[Callable, Callable] = {
+_SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.device: lambda func, args, kwargs: (  # a bare index is a GPU
         torch.device("cuda", args[0]) if len(args) == 1 and type(args[0]) is int else func(*args, **kwargs)
     ),
@@ -276,7 +278,7 @@ class FakeEvent:
     elapsed_time = giving(1.0)
 
 
-class FakeStream(contextlib.nullcontext):
+class FakeStream(contextlib.nullcontext[Any]):
     """The one stream that there is."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
@@ -292,7 +294,7 @@ class FakeStream(contextlib.nullcontext):
         return event or FakeEvent()
 
 
-class _DeviceContext(contextlib.nullcontext):
+class _DeviceContext(contextlib.nullcontext[Any]):
     """`torch.cuda.device(0)`."""
 
     def __init__(self, device: Any = None) -> None:

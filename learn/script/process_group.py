@@ -208,7 +208,7 @@ def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
 
 
 def _calling_directly(rank: RankZero) -> Callable[..., None]:
-    def spawn(fn: Callable[..., None], args: tuple = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def spawn(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         if rank.launched != 1 != nprocs:
             raise RuntimeError(f"each of {rank.launched} processes starts {nprocs} more: that is not followed")
         rank.launched = max(rank.launched, nprocs)
@@ -377,7 +377,7 @@ def _nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:
     return _Done() if async_op else None
 
 
-def _fill(outputs: list, given: Any, *_: Any, **__: Any) -> None:
+def _fill(outputs: list[Any], given: Any, *_: Any, **__: Any) -> None:
     outputs[:] = [given] * len(outputs)
 
 
@@ -392,7 +392,7 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
     def init(
         self: Any,
         module: nn.Module,
-        device_ids: list | None = None,
+        device_ids: list[Any] | None = None,
         output_device: Any = None,
         dim: int = 0,
         broadcast_buffers: bool = True,

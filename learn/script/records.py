@@ -18,12 +18,12 @@ import os
 import stat
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from conf.files import disk_cache
-from conf.files.disk_cache import code_version, recall
+from conf.files.disk_cache import code_version, recall, user_cache
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel, parse_parallel
 from featurize.recording.step_trace import StepTrace
@@ -79,6 +79,7 @@ class ScriptRecord:
     notes      what was kept from happening or done differently
     parallel   how its processes share the job; None: it is one
     files      what it looked at, as `keep` takes it; None where that is not known
+    key        of the job, where the run is kept
     """
 
     trace: StepTrace | None
@@ -89,6 +90,7 @@ class ScriptRecord:
     notes: tuple[str, ...]
     parallel: Parallel | None = None
     files: tuple[str, ...] | None = None
+    key: str | None = None
 
 
 def write_record(folder: Path, record: ScriptRecord) -> None:
@@ -138,11 +140,11 @@ def record_of_json(content: Any) -> ScriptRecord:
 
 
 def _setting(name: str, value: Any) -> Setting:
-    given = type(value)
-    if given is not SETTINGS.get(name):
+    if type(value) is not SETTINGS.get(name):
         raise BadRecord("a setting of an unknown name or type")
     if isinstance(value, str):
         return text_of(value)
+    assert isinstance(value, bool | int | float)
     if not (math.isfinite(value) and 0 <= value <= LARGEST_INT):
         raise BadRecord("a setting of no reasonable size")
     return value
@@ -158,29 +160,44 @@ def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
 
 
 def find(key: str) -> ScriptRecord | None:
-    """Return the record of an earlier run. None: the script has to run."""
+    """Return the record of an earlier run, without its trace. None: the script has to run."""
     try:
         stored = recall(key)
-        if all(_stamp(path) == stamp for path, stamp in stored["files"].items()):
-            return record_of_json({**stored, "files": None})
+        if any(_stamp(path) != stamp for path, stamp in stored["files"].items()):
+            return None
+        record = record_of_json({**stored, "files": None})
     except _DAMAGED:
-        pass
-    return None
+        return None
+    return replace(record, key=_job_key(key, stored["files"]))
 
 
-def keep(key: str, record: ScriptRecord, began_ns: int) -> None:
-    """Keep a run, unless what it looked at has changed since it began.
+def with_trace(record: ScriptRecord) -> ScriptRecord | None:
+    """Return a record with its trace, also one that was found; None where that is lost."""
+    if record.trace is not None:
+        return record
+    try:
+        return replace(record, trace=trace_of_json(recall(f"trace of {record.key}")))
+    except _DAMAGED:
+        return None
+
+
+def keep(key: str, record: ScriptRecord, began_ns: int) -> ScriptRecord:
+    """Keep a run, unless what it looked at has changed since it began. Returns the record, with the job's key then.
 
     Args:
         key: Of the run.
         record: What it left.
         began_ns: When it began, by `time.time_ns`.
     """
-    if record.files is None or len(record.files) > MOST_FILES:
-        return
+    if user_cache() is None or record.trace is None or record.files is None or len(record.files) > MOST_FILES:
+        return record
     stamps = {path: _stamp(path) for path in record.files}
-    if all(stamp is None or stamp[1] <= began_ns - _CLOCK_NS for stamp in stamps.values()):
-        disk_cache.keep({key: {**record_to_json(record), "files": stamps}})
+    if any(stamp is not None and stamp[1] > began_ns - _CLOCK_NS for stamp in stamps.values()):
+        return record
+    job_key = _job_key(key, stamps)
+    content = {**record_to_json(replace(record, trace=None)), "files": stamps}
+    disk_cache.keep({key: content, f"trace of {job_key}": trace_to_json(record.trace)})
+    return replace(record, key=job_key)
 
 
 def _stamp(path: str) -> Stamp:
@@ -193,3 +210,7 @@ def _stamp(path: str) -> Stamp:
     if stat.S_ISDIR(status.st_mode) and not path.endswith(os.sep):
         return [0, 0]
     return [status.st_size, status.st_mtime_ns]
+
+
+def _job_key(key: str, stamps: dict[str, Stamp]) -> str:
+    return hashlib.sha256(json.dumps([key, stamps], sort_keys=True).encode()).hexdigest()

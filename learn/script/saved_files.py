@@ -151,7 +151,7 @@ class SavedFiles:
 
     def _mode(self, path: str) -> int:
         try:
-            return self._os["lstat"](path).st_mode
+            return int(self._os["lstat"](path).st_mode)
         except (OSError, ValueError):
             return 0
 
@@ -257,7 +257,7 @@ class SavedFiles:
         beside = os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(target))), os.fsdecode(source))
         self._os["symlink"](os.path.abspath(self.at(beside)), self.into(target))
 
-    def _listdir(self, function: Callable[..., list], path: Any = ".") -> list:
+    def _listdir(self, function: Callable[..., list[Any]], path: Any = ".") -> list[Any]:
         names = self._names(path)
         return function(path) if names is None else names
 
@@ -432,7 +432,9 @@ def _install_torchscript() -> None:
 def _install_pickling() -> None:
     """Pickle a tensor without values as its shape."""
 
-    def rebuild(dtype: torch.dtype, size: tuple, stride: tuple, requires_grad: bool, on_gpu: bool) -> Tensor:
+    def rebuild(
+        dtype: torch.dtype, size: tuple[Any, ...], stride: tuple[Any, ...], requires_grad: bool, on_gpu: bool
+    ) -> Tensor:
         device = "cuda" if on_gpu and _Loading.back_on_gpu else "cpu"
         made = torch.empty_strided(size, stride, dtype=dtype, device=device)
         if device == "cpu" and made.numel() < _LARGE:
@@ -512,7 +514,9 @@ def _install_tokenizers(files: SavedFiles) -> None:
         save(tokenizer, files.into(path), *args, **kwargs)
 
     @stands_for("save", models.Model)
-    def save_model_kept(save: Callable[..., list], model: Any, folder: Any, *args: Any, **kwargs: Any) -> list[str]:
+    def save_model_kept(
+        save: Callable[..., list[Any]], model: Any, folder: Any, *args: Any, **kwargs: Any
+    ) -> list[str]:
         kept = os.path.dirname(files.into(os.path.join(folder, "vocabulary")))
         return [os.path.join(folder, os.path.basename(path)) for path in save(model, kept, *args, **kwargs)]
 

@@ -125,7 +125,7 @@ class ScriptRecorder(Recorder):
     # -- the operators
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
             if wrap_others(types):
@@ -170,7 +170,7 @@ class ScriptRecorder(Recorder):
         """As of any trace, but what lies between a backward pass and the update belongs to the script."""
         return not self.updating
 
-    def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
+    def run(self, func: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         name = traits.name
         if name == READ and args[0].is_meta:
             values = self.values.of(args[0])
@@ -223,7 +223,7 @@ def _only_initialises(func: OpOverload, args: Any) -> bool:
     name = func._schema.name
     if not (name in _RANDOM or (name in _ADJUSTING and isinstance(args[0], nn.Parameter))):
         return False
-    return args[0].is_floating_point() and args[0].numel() >= _LARGE
+    return bool(args[0].is_floating_point()) and args[0].numel() >= _LARGE
 
 
 def _concerns_meta(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> bool:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
-from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, models_folder, read_json, say_damaged
+from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, newest_whole, read_json, version_folders
 from learn.rows.targets import SLOWDOWN
 from learn.sharing.profile import JobProfile, Slowdown, utilization
 from warehouse.tables.schema import NOT_TOGETHER
@@ -176,6 +176,8 @@ def _group(rows: list[dict[str, Any]]) -> MeasuredGroup:
     )
 
 
+FORMAT = 1
+_FILE = "slowdown.json"
 FORMS = ("time", "time_and_bandwidth")
 
 
@@ -216,6 +218,7 @@ def _traffic(job: JobProfile) -> float:
     return 0.0 if known is None else known
 
 
+Part = tuple[Sequence[MeasuredGroup], Sequence[MeasuredGroup]]  # what is fitted on, and what is left out
 LEAST_GROUPS = 10
 _PERCENTILE = 0.90
 _BASE = 0.1  # of the spread of slowdowns: it grows with the slowdown beyond 1, from here
@@ -298,6 +301,12 @@ class LearnedSlowdowns:
     spread: float
     spread_known: float
     name: str = "learned"
+
+    def save(self, folder: Path) -> None:
+        """Write the fit, as `load_slowdowns` reads it."""
+        groups = [[name, list(partners), value] for (name, partners), value in sorted(self.known.groups.items())]
+        stored = {"format": FORMAT, **asdict(self), "known": {**vars(self.known), "groups": groups}}
+        (folder / _FILE).write_text(json.dumps(stored, indent=1, sort_keys=True))
 
     def unknown(self, group: Sequence[JobProfile]) -> list[str]:
         """Return the names of jobs without a utilization, where the group is not known by its names either.
@@ -404,28 +413,38 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
         off = 1.0 / slowdown - speed
         total = (weights * (torch.sqrt(off**2 + _TOLERANCE**2) - _TOLERANCE)).sum()
         total = total + _FIRMNESS * ((values - start) ** 2).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         return total
 
-    search.step(loss)  # type: ignore[no-untyped-call]
+    search.step(loss)
     own_share, others_share, sharpness, bandwidth = values.detach().exp().tolist()
     return ContentionFormula(own_share, others_share, sharpness, bandwidth * has_bandwidth)
+
+
+def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[Part]:
+    """Return what is fitted on and what is left out: each model (`by` model) or GPU model (`by` device) in turn.
+
+    Members that did not train at the same time are never fitted on; parts with too few groups to fit on are left out.
+    """
+
+    def names(group: MeasuredGroup) -> tuple[str, ...]:
+        return group.models if by == "model" else (group.device,)
+
+    parts: list[Part] = []
+    for name in sorted({name for group in groups for name in names(group)}):
+        inside = [group for group in groups if name not in names(group) and not group.is_apart]
+        if len(inside) >= LEAST_GROUPS:
+            parts.append((inside, [group for group in groups if name in names(group)]))
+    return parts
 
 
 def _left_out(groups: Sequence[MeasuredGroup], form: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (expected, measured) slowdowns of groups whose models were left out, each model in turn."""
     expected, measured = [], []
-    for model in sorted({model for group in groups for model in group.models}):
-        inside = [group for group in groups if model not in group.models]
-        outside = [group for group in groups if model in group.models]
-        if len(inside) < LEAST_GROUPS:
-            continue
+    for inside, outside in left_out_parts(groups, "model") or [(groups, groups)]:  # where all have the same model
         jobs, places, truth, _ = _rows(outside)
         expected.append(_fit_contention(inside, form).slowdown(loads_of(jobs, places)))
         measured.append(truth)
-    if not expected:  # every group has the same model
-        jobs, places, truth, _ = _rows(groups)
-        return _fit_contention(groups, form).slowdown(loads_of(jobs, places)), truth
     return np.concatenate(expected), np.concatenate(measured)
 
 
@@ -443,31 +462,17 @@ def _spread(pair: tuple[np.ndarray, np.ndarray]) -> float:
 def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
     """Return the spread of known jobs in groups that were left out: each device in turn, of one device every second
     group."""
-    parts = [group.device for group in groups]
-    if len(set(parts)) < 2:
-        parts = [str(at % 2) for at in range(len(groups))]
+    devices = sorted({group.device for group in groups})
+    parts = [[group for group in groups if group.device == device] for device in devices]
+    if len(parts) < 2:
+        parts = [list(groups[::2]), list(groups[1::2])]
     expected, measured = [], []
-    for part in sorted(set(parts)):
-        known = KnownJobs.fitted([group for group, own in zip(groups, parts, strict=True) if own != part])
-        for group, own in zip(groups, parts, strict=True):
-            if own == part and known.knows(group.jobs):
-                expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
-                measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
+    for part in parts:
+        known = KnownJobs.fitted([group for group in groups if group not in part])
+        for group in [group for group in part if known.knows(group.jobs)]:
+            expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
+            measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
     return _spread((np.array(expected), np.array(measured))) if expected else 1.0
-
-
-FORMAT = 1
-_FILE = "slowdown.json"
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Content that `learn.fitting.artifacts.save_artifact` writes of the fitted slowdowns."""
-
-    slowdowns: LearnedSlowdowns
-
-    def save(self, folder: Path) -> None:
-        (folder / _FILE).write_text(json.dumps(_to_mapping(self.slowdowns), indent=1, sort_keys=True))
 
 
 def default_slowdowns(data: DataPlace) -> LearnedSlowdowns:
@@ -480,52 +485,19 @@ def find_slowdowns(data: DataPlace) -> LearnedSlowdowns | None:
 
     A version that is not what was written is named on standard error, and the next older one takes its place.
     """
-    home = models_folder(data) / SLOWDOWN
-    if not home.is_dir():
-        return None
-    for path in sorted(home.iterdir(), reverse=True):
-        if path.name.startswith(".") or not (path / "meta.json").is_file():
-            continue
-        try:
-            return load_slowdowns(path)
-        except DamagedArtifact as error:
-            say_damaged(error, "an older version or the packaged one takes its place")
-    return None
+    return newest_whole(version_folders(data, SLOWDOWN), load_slowdowns)
 
 
 def load_slowdowns(path: Path) -> LearnedSlowdowns:
     """Return one version, its files verified first. Raises `DamagedArtifact`."""
     checked(path, read_json(path / "meta.json"))
     try:
-        return _from_mapping(json.loads((path / "model" / _FILE).read_text()))
+        stored = json.loads((path / "model" / _FILE).read_text())
+        if (version := stored.pop("format")) != FORMAT:
+            raise EnvironmentProblem(f"slowdown models of format {version}, this code knows {FORMAT}")
+        known, contention = stored["known"], stored["contention"]
+        known["groups"] = {(name, tuple(partners)): value for name, partners, value in known["groups"]}
+        stored["contention"] = None if contention is None else ContentionFormula(**contention)
+        return LearnedSlowdowns(**{**stored, "known": KnownJobs(**known)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedArtifact(f"{path} is damaged: {type(error).__name__} in {_FILE}") from error
-
-
-def _to_mapping(model: LearnedSlowdowns) -> dict[str, Any]:
-    known = model.known
-    return {
-        "format": FORMAT,
-        "contention": None if model.contention is None else asdict(model.contention),
-        "known": {
-            **vars(known),
-            "groups": [[name, list(partners), value] for (name, partners), value in sorted(known.groups.items())],
-        },
-        "typical": model.typical,
-        "spread": model.spread,
-        "spread_known": model.spread_known,
-    }
-
-
-def _from_mapping(stored: dict[str, Any]) -> LearnedSlowdowns:
-    if stored["format"] != FORMAT:
-        raise EnvironmentProblem(f"slowdown models of format {stored['format']}, this code knows {FORMAT}")
-    known, contention = stored["known"], stored["contention"]
-    groups = {(name, tuple(partners)): value for name, partners, value in known["groups"]}
-    return LearnedSlowdowns(
-        contention=None if contention is None else ContentionFormula(**contention),
-        known=KnownJobs(**{**known, "groups": groups}),
-        typical=stored["typical"],
-        spread=stored["spread"],
-        spread_known=stored["spread_known"],
-    )

@@ -8,6 +8,7 @@ import pytest
 
 from featurize.device.device_spec import describe_device
 from learn import estimate_script
+from learn.estimation import answers
 from learn.script import estimating, records
 from learn.script.command_line import parse_command
 from tests.learn.test_script_failures import LOOP, RECORD
@@ -36,6 +37,7 @@ def test_a_script_runs_again_only_where_something_that_it_looked_at_has_changed(
     monkeypatch.setattr(estimating, "_recorded", lambda *args: runs.append(args) or recorded(*args))
 
     def parameters(**settings):
+        answers.clear()  # what this process remembers
         return estimate_script(["python", "train.py"], estimator="trace", **settings).parameters
 
     assert [parameters(), parameters()] == [36, 36] and len(runs) == 1
@@ -47,14 +49,15 @@ def test_a_script_runs_again_only_where_something_that_it_looked_at_has_changed(
 def test_a_run_is_kept_with_the_state_of_its_files():
     key = records.key_of(parse_command(["python", "train.py"]), DEVICE)
     record = dataclasses.replace(RECORD, files=("widths.py", "missing.txt"))
-    records.keep(key, record, time.time_ns())
-    assert records.find(key) == dataclasses.replace(record, files=None)
+    kept = records.keep(key, record, time.time_ns())
+    found = records.find(key)
+    assert records.with_trace(found) == dataclasses.replace(kept, files=None)
+    assert kept.key and found == dataclasses.replace(kept, files=None, trace=None)
     for path in record.files:
         write(path, "# changed")
         assert records.find(key) is None
     open("missing.txt", "w").close()  # since the run began
-    records.keep(key, record, time.time_ns() - 10**9)
-    assert records.find(key) is None
+    assert records.keep(key, record, time.time_ns() - 10**9).key is None
 
 
 @pytest.mark.parametrize("change", ["--lr 1", "-u", "env A=b", "other bytes", "other device"])

@@ -25,7 +25,7 @@ DEVICE = describe_device("A100-SXM4-40GB")
 def answered(settings, known=(), workspaces=None):
     record = dataclasses.replace(RECORD, settings=settings)
     platform = dataclasses.replace(platform_of(DEVICE), workspaces=workspaces)
-    job = estimating._job(record, "train.py")
+    job = estimating._job(record, "train.py", lambda: record.trace)
     request = Request(job=job, platform=platform, options=AnswerOptions(known=known))
     return answers.answered(request)[0], tuple(estimating._notes(record))
 

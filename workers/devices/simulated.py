@@ -17,8 +17,10 @@ from workers.devices import TRACES_ONLY, DeviceChoice, Link, MemberAlone, Place,
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
     from featurize.job.training_settings import TrialConfig
+    from featurize.memory.replay import MemoryProfile
     from featurize.recording.step_trace import StepTrace
     from featurize.timing.overlap import RankStep, SimulatedStep
+    from workers.settings import TrialSettings
 
 _SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
 
@@ -54,7 +56,13 @@ class SimulatedDevice:
         return {"CUDA_VISIBLE_DEVICES": "", TRACES_ONLY: "1"}
 
     def measure(
-        self, config: TrialConfig, slot: Slot, settings, seed: int, link: Link, place: Place | None = None
+        self,
+        config: TrialConfig,
+        slot: Slot,
+        settings: TrialSettings,
+        seed: int,
+        link: Link,
+        place: Place | None = None,
     ) -> None:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
@@ -198,7 +206,8 @@ def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[S
     speeds = dict(zip(staying, speeds_of_loads(loads, together.sharing), strict=True))
 
     def shared(figure: str) -> float:
-        return min(1.0, sum(getattr(one, figure) * speeds[place] for place, one in staying.items()))
+        total: float = sum(getattr(one, figure) * speeds[place] for place, one in staying.items())
+        return min(1.0, total)
 
     power_w = spec.idle_power_w + sum(
         (one.power_w - spec.idle_power_w) * speeds[place] for place, one in staying.items()
@@ -240,7 +249,7 @@ def _report_ranks(of_stage: int, traced: Mapping[int, RankStep], steps: int, win
             link.report("rank", rank=rank, values={**_labels(one.step, steps, window_s), **waiting})
 
 
-def _limited(trace, spec, config, fraction: float | None):
+def _limited(trace: StepTrace, spec: DeviceSpec, config: TrialConfig, fraction: float | None) -> MemoryProfile | None:
     """Replay in an allocator that may take `fraction` of the device, as on a real one; None: no limit."""
     if fraction is None:
         return None

@@ -1,4 +1,4 @@
-"""Traces that are found again: by whom, and what makes another job of one."""
+"""Traces and answers that are found again: by whom, and what makes another job of one."""
 
 import contextlib
 import dataclasses
@@ -20,6 +20,7 @@ from featurize.families import cnn
 from featurize.trace import trace_cache
 from featurize.trace.tracer import trace_step
 from learn import estimate
+from learn.estimation import answers
 from learn.job.traced import key_of
 from learn.job.training_job import of_module
 
@@ -55,6 +56,11 @@ def test_no_cache_is_kept_where_it_is_off_or_the_user_has_no_home(monkeypatch):
     assert user_cache() is None
 
 
+def as_another_process():
+    trace_cache.clear()
+    answers.clear()
+
+
 def figures(done):
     return dataclasses.replace(done, seconds=0.0)
 
@@ -71,12 +77,17 @@ def key(model, inputs=(2, 4), target=None, **more):
 def test_a_repeated_question_is_answered_without_a_trace_also_by_the_next_process(cache, traced, job):
     first = estimate(**job(), device=A100)
     assert figures(estimate(**job(), device=A100)) == figures(first) and len(traced) == 1
-    trace_cache.clear()
+    as_another_process()
     assert figures(estimate(**job(), device=A100)) == figures(first) and len(traced) == 1
     elsewhere = estimate(**job(), device=V100)
-    trace_cache.clear()
+    as_another_process()
     (cache / "traces.sqlite").unlink()
     assert figures(estimate(**job(), device=V100)) == figures(elsewhere) and len(traced) == 2, "a trace serves both"
+
+
+def test_an_answer_that_the_caller_changes_changes_no_later_one(cache):
+    estimate(CONFIG, device=A100).breakdown["context"] = 0.0
+    assert estimate(CONFIG, device=A100).breakdown["context"] > 0
 
 
 @pytest.mark.parametrize("content", [b"not a database", b""])
@@ -84,7 +95,7 @@ def test_a_damaged_file_is_as_none_and_is_replaced(cache, traced, content):
     cache.mkdir()
     (cache / "traces.sqlite").write_bytes(content)
     estimate(CONFIG)
-    trace_cache.clear()
+    as_another_process()
     estimate(CONFIG)
     assert len(traced) == 1
 
@@ -94,7 +105,7 @@ def test_entries_of_others_are_traced_anew(cache, traced):
     with contextlib.closing(sqlite3.connect(cache / "traces.sqlite")) as database:
         keys = [name for (name,) in database.execute("SELECT key FROM entries")]
     DiskCache(cache / "traces.sqlite").write((name, b'{"trace": [1]}') for name in keys)
-    trace_cache.clear()
+    as_another_process()
     assert figures(estimate(CONFIG)) == figures(first) and len(traced) == 2
 
 
