@@ -84,7 +84,7 @@ def _ours() -> Marker:
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-", FOLDER_PREFIX)
 _OWNER_BYTES = 256
 _PROCESSES_FILE = "processes"
-_PROCESSES_BYTES = 1 << 20  # of a record that is read: some ten thousand processes
+_PROCESSES_BYTES = 1 << 20  # largest record that is read: some ten thousand processes
 _SOCKET_PATH_BYTES = 107  # the kernel's limit
 _SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
 _UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for so long
@@ -130,7 +130,9 @@ def recorded_processes() -> set[str]:
             begun = parse_marker(owner)
             if begun is not None and has_ended(owner):
                 markers = {text: parse_marker(text) for text in _recorded_in(descriptor)}
-                recorded |= {text for text, one in markers.items() if one and one.start_ticks >= begun.start_ticks}
+                recorded |= {
+                    text for text, process in markers.items() if process and process.start_ticks >= begun.start_ticks
+                }
         finally:
             os.close(descriptor)
     return recorded
@@ -275,13 +277,13 @@ def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
     try:
         if set(process.uids()) != {os.geteuid()}:
             return False
-        own = identity(process.pid)
+        marker_now = identity(process.pid)
         marker = process.environ().get(SESSION_VARIABLE)
     except (psutil.Error, OSError):  # gone, or not ours to look at
         return False
-    return own in recorded or (has_ended(marker) and _began_after(own, marker))
+    return marker_now in recorded or (has_ended(marker) and _began_after(marker_now, marker))
 
 
-def _began_after(own: str, dispatcher: str | None) -> bool:
-    process, begun = parse_marker(own), parse_marker(dispatcher)
+def _began_after(process_marker: str, dispatcher: str | None) -> bool:
+    process, begun = parse_marker(process_marker), parse_marker(dispatcher)
     return process is not None and begun is not None and process.start_ticks >= begun.start_ticks

@@ -115,7 +115,7 @@ class ZeroRank(Rank, abc.ABC):
     Args:
         parallel: Stage and settings.
         rank: Which one, from 0.
-        settings: Of the training.
+        settings: The training settings.
     """
 
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
@@ -123,7 +123,7 @@ class ZeroRank(Rank, abc.ABC):
         self._streams = Streams()
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
-        # Says whether a micro-step is the last one of its step, where the settings do not.
+        # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
         self._offloads = settings.offload_optimizer  # so do gradients
         self._elements = 0  # of gradients that wait in the bucket
@@ -233,8 +233,8 @@ class PartitionedRank(ZeroRank):
         self._filled = 0
         self._summed: list[Tensor] | None = None  # own gradients of the micro-steps so far
         self._on_host: set[int] = set()  # places whose gradients of earlier micro-steps are in host memory
-        self._averaged: list[Tensor] = []  # of the rank's partition, once the step's last backward pass is over
-        self._norms: list[Tensor] = []  # of those that are in host memory
+        self._averaged: list[Tensor] = []  # the partition's gradients, once the step's last backward pass is over
+        self._norms: list[Tensor] = []  # norms of those that are in host memory
         self.recorder.hold(trained, "temporary")
         with self.recorder:
             padding = self._partition.padded - sum(self._partition.sizes)

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.cli.command_line import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
-from conf.files.disk_cache import keep
 from conf.plain_text import first_line
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
-from learn.estimation.platforms import platform_of
+from learn.estimation.platforms import Platform, platform_of
 from learn.estimation.requests import (
     PlatformKeywords,
     RequestKeywords,
@@ -37,7 +36,6 @@ from learn.estimators.protocol import LEVEL
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
-    from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import AnyModel, Inputs
 
 
@@ -239,7 +237,7 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
     if given_too := [name for name, value in of_traces.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
     if answer_options.coverage != LEVEL:
-        raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+        raise UsageError(f"method=fast supports coverage={LEVEL} only; leave coverage= out")
     for config in configs:
         if not isinstance(config, TrialConfig):
             raise UsageError("method=fast answers from a trial config alone; modules take method=full")
@@ -312,8 +310,8 @@ class DeviceFit:
     fits       whether the figure that was asked for is at most the card's memory; None where there is no answer
     room_mib   memory that is left of the card, or of the share that the allocator allows; negative where the job does
                not fit
-    estimate   of the job on that GPU model; None where there is no answer
-    problem    why there is none
+    estimate   the job's estimate on that GPU model; None where there is no answer
+    problem    why there is no estimate
     """
 
     device: str
@@ -422,10 +420,11 @@ def devices_that_fit(
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
-    from learn.estimation.answers import answer, is_of_job, with_key
+    from learn.estimation.answers import answers_on, is_of_job
 
     _require_by(by)
     specs = [platform_of(one, machine=CURRENT).device for one in (device_names() if devices is None else devices)]
+    specs.sort(key=lambda one: (one.memory_mib, one.name))
     given: dict[str, Any] = dict(options)
     of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
     anywhere = {"device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None}
@@ -435,27 +434,30 @@ def devices_that_fit(
             "known: a run without a device would speak for every GPU model; name its own, as in "
             "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
         )
-    request = with_key(request)
-    traces: Traces = {}
-    kept: dict[str, Any] = {}
-    fits, problems = [], []
-    for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
+    outcomes: list[Platform | Estimate | CommandError] = []
+    for spec in specs:
         try:
-            here = replace(request, platform=platform_of(data=request.options.data, **{**of_platform, "device": spec}))
-            try:
-                done = answer(here, traces, kept)
-            finally:
-                here.platform.release_workspaces()
+            outcomes.append(platform_of(data=request.options.data, **{**of_platform, "device": spec}))
         except CommandError as error:
-            if is_of_job(error):
-                raise
-            problems.append(error)
-            problem = first_line(error)
+            outcomes.append(error)
+    platforms = {place: one for place, one in enumerate(outcomes) if isinstance(one, Platform)}
+    together = len(platforms) if request.platform.workspaces is None else 1  # a process of cuDNN speaks for one
+    for at in range(0, len(platforms), max(together, 1)):
+        places = [*platforms][at : at + together]
+        for place, done in zip(places, answers_on(request, [platforms[one] for one in places]), strict=True):
+            outcomes[place] = done
+            platforms[place].release_workspaces()
+    fits, problems = [], []
+    for spec, outcome in zip(specs, outcomes, strict=True):
+        if isinstance(outcome, CommandError):
+            if is_of_job(outcome):
+                raise outcome
+            problems.append(outcome)
+            problem = first_line(outcome)
             fits.append(DeviceFit(device=spec.name, fits=None, room_mib=None, estimate=None, problem=problem))
-        else:
-            room_mib = _limit_mib(done, spec) - needed_mib(done, by)
-            fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
-    keep(kept)
+        elif isinstance(outcome, Estimate):
+            room_mib = _limit_mib(outcome, spec) - needed_mib(outcome, by)
+            fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=outcome))
     if problems and len(problems) == len(fits):
         raise problems[0]
     return tuple(fits)
@@ -508,7 +510,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
     most = max(most, start)
     low, high = 0, None  # a batch of 0 fits by definition
     batch, tries_between = start, 0
-    step = side = None  # of the walk away from the prediction: how far, and whether its last batch fitted
+    step = side = None  # the walk away from the prediction: how far, and whether its last batch fitted
     while high is None or high - low > 1:
         tried[batch] = needed_mib(batch)
         fitted = tried[batch] <= limit_mib

@@ -63,6 +63,15 @@ def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = 
     return communicators_mib(device, job.parallel, axes)
 
 
+def communication_of_step(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
+    """Return what the step's communication takes; None of a job on one GPU. It is the same in any loop."""
+    from featurize.timing.overlap import communication_of
+
+    if job.parallel is None:
+        return None
+    return communication_of(traced.trace, device, job.settings, job.parallel, traced.step.step_time_ms)
+
+
 def ranks_of(
     traced: TracedStep, job: TrainingJob, device: DeviceSpec, talk: Communication | None
 ) -> tuple[tuple[RankGroup, ...], dict[str, Any], list[Note]]:

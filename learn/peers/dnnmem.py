@@ -94,9 +94,9 @@ def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
         gradients += sum(size[tensor] for tensor in wanted)
         live |= wanted
         look(op.workspace)
-        done = live & set(op.made)
-        gradients -= sum(size[tensor] for tensor in done)
-        live -= done
+        ended = live & set(op.made)
+        gradients -= sum(size[tensor] for tensor in ended)
+        live -= ended
         outputs -= sum(op.made.values())
     return peak
 

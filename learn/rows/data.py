@@ -39,7 +39,7 @@ MIN_GROUPS = 10
 _COLUMNS = (
     "run_id, family, config, status, oom_kind, source, device_name, device_memory_mib, memory_fraction, quality, "
     "torch_version, error_type, error, group_id"
-)  # of `runs`
+)  # columns of `runs`
 _NAMED = 3  # rows that a sentence names
 _REASONS = 3  # reasons that a sentence names
 _LONGEST_NAME = 200
@@ -88,10 +88,10 @@ class LabelledRow:
                of the top bin, or of no less than its label's where it had a share of the device only; regressors
                without a use for "at least" leave it out (`Rows.exact`).
     device_memory_mib
-               of the device, or the share of it that the trial was allowed (`runs.memory_fraction`); card_mib: of the
+               memory of the device, or the share that the trial was allowed (`runs.memory_fraction`); card_mib: of the
                whole device. NaN where nobody knows.
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
-    module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
+    module     what reports tell rows apart by, and what is left out as a whole: family and topology, or a library's
                own name for a kind of model.
     doubt      why the label may be wrong, as the rows beside it have it; empty for none. Such rows are not fitted on.
     """
@@ -468,7 +468,7 @@ def named(run_ids: Sequence[str]) -> str:
 
 
 def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
-    """Return how many rows, some of them, and the commonest reasons with their counts."""
+    """Return a sentence: the number of rows, some of their ids, and the commonest reasons with their counts."""
     counts = Counter(reason for _, reason in rows)
     shown = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in counts.most_common(_REASONS))
     more = "; ..." if len(counts) > _REASONS else ""

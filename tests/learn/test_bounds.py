@@ -219,7 +219,6 @@ def test_of_the_folders_runs_the_same_batch_counts_alone_and_else_its_neighbours
 
 
 def test_a_measured_batch_that_cannot_be_traced_is_a_note(measured_folder, monkeypatch):
-    from learn.estimation import answers
     from learn.job import traced
 
     real = traced.step_of
@@ -229,7 +228,7 @@ def test_a_measured_batch_that_cannot_be_traced_is_a_note(measured_folder, monke
             raise traced.CannotTrace("a batch of 32 is too odd", limit=False)
         return real(job, *args, **kwargs)
 
-    monkeypatch.setattr(answers, "step_of", only_the_asked)
+    monkeypatch.setattr(traced, "step_of", only_the_asked)
     done = estimate(MLP, data=measured_folder)
     assert done.warnings[-1] == "the data folder's measured runs are left out: a batch of 32 is too odd"
     with pytest.raises(UsageError, match="too odd"):

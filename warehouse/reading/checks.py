@@ -493,6 +493,6 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
             )
 
 
-def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
-    both_times = pa.types.is_timestamp(own) and pa.types.is_timestamp(wanted)
-    return bool(own == wanted or pa.types.is_null(own) or both_times)
+def _fits(stored: pa.DataType, wanted: pa.DataType) -> bool:
+    both_times = pa.types.is_timestamp(stored) and pa.types.is_timestamp(wanted)
+    return bool(stored == wanted or pa.types.is_null(stored) or both_times)

@@ -164,7 +164,7 @@ def _measured(
     begin, given = requested[before], requested[between]  # the first one of the forward pass, and `gradient`
     return {
         "forward": requests_beside(entries[begin:given], [_nbytes(out)]),
-        "backward": requests_beside(entries[given + 1 :], [_nbytes(one) for one in gradients]),
+        "backward": requests_beside(entries[given + 1 :], [_nbytes(tensor) for tensor in gradients]),
     }
 
 

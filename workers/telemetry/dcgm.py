@@ -137,13 +137,13 @@ class PageReader:
         """Return our fields as the exporter prints them, by today's names. Torn and foreign lines are skipped."""
         fields: dict[str, float] = {}
         self.seen = self.sliced = False
-        at = 0
-        while (hit := page.find(self.uuid, at)) >= 0:
+        position = 0
+        while (hit := page.find(self.uuid, position)) >= 0:
             start = page.rfind("\n", 0, hit) + 1
-            at = page.find("\n", hit)
-            if at < 0:
-                at = len(page)
-            head, brace, tail = page[start:at].rpartition("}")
+            position = page.find("\n", hit)
+            if position < 0:
+                position = len(page)
+            head, brace, tail = page[start:position].rpartition("}")
             if not brace:
                 continue
             meaning = self._heads.get(head)
@@ -182,13 +182,13 @@ class PageReader:
 
 def _labels(text: str) -> dict[str, str] | None:
     """Return the labels by lower-case name; None if the text holds no labels."""
-    labels, at = {}, 0
-    while at < len(text):
-        match = _LABEL.match(text, at)
+    labels, position = {}, 0
+    while position < len(text):
+        match = _LABEL.match(text, position)
         if match is None:
             return None
         labels[match[1].lower()] = match[2]
-        at = match.end()
+        position = match.end()
     return labels
 
 
