@@ -116,7 +116,7 @@ def _spelled(character: str) -> str:
 
 
 def safe_text(text: str, limit: int = ERROR_CHARACTERS) -> str:
-    """Return `text` escaped as `printable` does, but for tabs, cut to about `limit` characters.
+    """Return `text` escaped as `printable` does, except tabs, cut to about `limit` characters.
 
     The beginning and the end are kept; a line between them says how many characters were left out.
     """

@@ -1,4 +1,4 @@
-"""`python -m warehouse.ingest source=gpumemnet path=...`: other people's measurements, as rows.
+"""`python -m warehouse.ingest source=gpumemnet path=...`: third-party measurements, as rows.
 
 They land in `runs`, `kernels` and `collocations`.
 

@@ -77,8 +77,8 @@ def command(
 ) -> NoReturn:
     """Run `entry(settings)` with the settings that the process's arguments give, then exit with its return value.
 
-    `positional` names the key of the one argument that is no override, the one with white space. Values of text keys
-    are taken as they stand, with their commas and brackets.
+    `positional` names the key of the one argument that is not an override, the one with white space. Values of text
+    keys are taken as they stand, with their commas and brackets.
     `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`. `entry_of_rest` is called in
     place of `entry` where there is a `--`, with what follows as `command`.
     Exit codes: 0, what `entry` returns, 2 for anything that the user can fix, 130 after Ctrl-C.
@@ -174,7 +174,7 @@ def print_error(error: CommandError | str) -> None:
 def _standard_files() -> bool:
     """Make the standard files safe to use. Return False, and print why, where standard output is closed.
 
-    A closed one would give its number to the next file that is opened, a database say, and whoever then prints writes
+    A closed one would give its number to the next file that is opened, a database say, and a later print writes
     into that. What the terminal's encoding lacks is printed escaped.
     """
     for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):

@@ -92,7 +92,7 @@ Side = Environment | Recorded
 def side_of(key: str, text: str, code: Path) -> Side:
     """Return the side that `key=text` names: an environment's Python or folder, a data folder, or DATA@SNAPSHOT.
 
-    `code` is a folder of `code_folder`. Raises `UsageError` for what is none of these, and for an environment whose
+    `code` is a folder of `code_folder`. Raises `UsageError` for anything else, and for an environment whose
     Python cannot run a trial.
     """
     path = Path(os.path.abspath(os.path.expanduser(text)))

@@ -126,7 +126,7 @@ class Dispatcher:
                 completions = self._executor.wait(_WAIT_S)
                 self._renew()  # first: what has just come back must not be handed out again because its lease ran out
                 if completions and not stop.requested:
-                    self._hand_out()  # before the runs are landed: meanwhile their workers need not stand idle
+                    self._hand_out()  # before the runs are landed, so that their workers do not stand idle
                 for completion in completions:
                     self._land(completion)
                 self._restart_stuck_workers()
@@ -371,7 +371,7 @@ class StopRequest:
 
 
 _TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
-_JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is none
+_JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is not JSON
 _OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # by which a run is known as that of its task
 _TEXT_COLUMNS = tuple(
     field.name for field in RUN_SCHEMA if pa.types.is_string(field.type) and field.name not in JSON_COLUMNS
@@ -402,7 +402,7 @@ def as_final(result: RunResult) -> RunResult:
 def accepted(completion: Completion, task: Task) -> Completion:
     """Return the completion in a form that queue and warehouse accept; its content never raises.
 
-    Texts are made storable and bounded (a line in them says how much was left out). A result that is no run of this
+    Texts are made storable and bounded (a line in them says how much was left out). A result that is not a run of this
     task becomes a `crashed` one that says why. Only a `crashed` run is tried again.
     """
     if completion.lost is not None:
@@ -471,7 +471,7 @@ def _checked_run(result: object, expected: Mapping[str, Any], config: TrialConfi
 
 
 def _storable(name: str, text: object) -> str | None:
-    """Return a column's text, storable and bounded. Raises `ValueError` for a value that is no text."""
+    """Return a column's text, storable and bounded. Raises `ValueError` for a value that is not text."""
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{name} must be a text, got {safe_text(repr(text), _TEXT_CHARACTERS)}")
     if text is None:

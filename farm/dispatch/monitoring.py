@@ -202,7 +202,7 @@ class Pulse:
 
 
 _RATE_WINDOW_S = 300.0
-_RATE_RUNS = 4096  # at most so many of the window's runs are remembered: memory stays bounded at any rate
+_RATE_RUNS = 4096  # most runs of the window that are remembered: memory stays bounded at any rate
 _MIB = 2**20
 # column of `telemetry` -> (metric, help, factor to Prometheus's base unit); the first column with a value counts
 _GPU = (

@@ -56,7 +56,7 @@ class _Seat:
 class _Waiting:
     """A task that waits for as many GPUs of a node as it has ranks.
 
-    worker  that it was handed to, and which takes no other task meanwhile; None: it has made room
+    worker  the worker that it was handed to, which takes no other task in the meantime; None: it has made room
     freed   GPUs whose workers have made room for it
     """
 
@@ -71,7 +71,7 @@ class RayExecutor:
     """Ray actors, one per slot of every node. `address=None` starts a Ray of our own, on loopback only.
 
     The cluster is followed: a node that comes gets actors, and what ran on one that goes comes back as lost.
-    Each actor is bound to its node, since CPUs and simulated GPUs are no resource that Ray could spread them by.
+    Each actor is bound to its node, since CPUs and simulated GPUs are not a resource that Ray could spread them by.
     """
 
     def __init__(self, choice: DeviceChoice, cluster: ClusterSettings, environment: dict[str, str]):
@@ -290,7 +290,7 @@ class RayExecutor:
         return name
 
     def _add_single_workers(self, node: RayNode, gpus: int) -> None:
-        """Give so many GPUs of a node a worker each."""
+        """Give this many GPUs of a node a worker each."""
         self._unstarted += [self._replace(node, 1) for _ in range(gpus)]
 
     def _without_gpus(self) -> list[Completion]:
@@ -334,7 +334,7 @@ class RayExecutor:
     def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
         """As in the Protocol, but that another idle worker may run it, which has as many GPUs as the task has ranks."""
         gpus = task.config.ranks if self._choice.backend == "cuda" else 1
-        idle = sorted(self._idle, key=lambda name: name != worker)  # itself first, unless it has made room meanwhile
+        idle = sorted(self._idle, key=lambda name: name != worker)  # itself first, unless it has made room since
         fitting = next((name for name in idle if self._seats[name].gpus == gpus), None)
         taken = fitting or next(iter(idle), None)
         if taken is not None:
@@ -424,7 +424,7 @@ class RayExecutor:
         """Return the processes that our own Ray started, with its actors and their trials, and no other ones."""
         if self._folder is None:
             return []
-        if self._roots is None:  # it is starting: this process does nothing else meanwhile
+        if self._roots is None:  # it is starting: this process does nothing else until then
             return [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
         processes: dict[int, psutil.Process] = {}
         for root in self._roots:

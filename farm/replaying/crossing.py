@@ -137,7 +137,7 @@ class Standing:
 
     @property
     def crashes(self) -> int:
-        """Crashes for want of memory, of all seeds."""
+        """Crashes for lack of memory, of all seeds."""
         return sum(result.crashes for result in self.results)
 
     def interval(self, figure: Callable[[ReplayResult], float]) -> Interval:

@@ -86,7 +86,7 @@ class JobType:
 
 @cache
 def load_catalogue() -> tuple[JobType, ...]:
-    """Return the job types that come along, in the order of the published table."""
+    """Return the packaged job types, in the order of the published table."""
     computed = {row["name"]: row for row in _rows(JOBS_FILE)}
     published = _rows(PUBLISHED_FILE)
     usual = _usual_shares(published, computed)
@@ -195,7 +195,7 @@ def read_trace(path: str, n: int | None, seed: int) -> ClusterTrace:
 
     Args:
         path: the file.
-        n: the first so many jobs; None: all.
+        n: how many jobs, the first ones; None: all.
         seed: draws the job types.
 
     Raises:

@@ -176,7 +176,7 @@ _POINTS_AT_ONCE = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Checked, section="limits"):
-    """Ceilings that a config must stay under, computed from its layer plan; None is no limit."""
+    """Ceilings that a config must stay under, computed from its layer plan; None: no limit."""
 
     max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
     max_memory_mib: float | None = key(
@@ -233,7 +233,7 @@ def sample_range(
     A space of no more than `SMALL_SPACE` points gives no config twice while it has others.
 
     With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space says of batch
-    sizes: the very same trial but for that. A point is taken only if its configs are valid at all of them.
+    sizes: the same trial except for that. A point is taken only if its configs are valid at all of them.
     `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
     config drawn.
     """
@@ -274,7 +274,7 @@ def _configs(
 
 
 class _Drawn:
-    """Values and configs that a space of so many points gave so far; empty again once all points were drawn."""
+    """Values and configs so far of a space with this many points; empty again once all points were drawn."""
 
     def __init__(self, points: int) -> None:
         self.points = points

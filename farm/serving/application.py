@@ -239,7 +239,7 @@ _LOOK_EVERY_S, _LOOK_SELDOM_S = 0.05, 0.5
 _FORGET_EVERY_S = 10.0
 _LARGEST_QUESTION = 320 * 1024  # characters of JSON: questions are stored
 _TOGETHER = 32  # jobs of a batch at a time: others have their turns in between
-_CONFIG_WAIT_S = 5.0  # in which most trial configs are traced: without `Prefer`, a request waits so long for one
+_CONFIG_WAIT_S = 5.0  # most trial configs are traced in this time; without `Prefer`, a request waits this long
 _REVIEW_WAIT_S = 1.0  # part of the two seconds that Kubernetes gives the webhook
 _OLD_PULSE_S = 10.0
 

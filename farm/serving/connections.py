@@ -58,7 +58,7 @@ class GuardedServer(uvicorn.Server):
 
 
 class Listener:
-    """Accepts one process's connections, at most so many in all and from one peer."""
+    """Accepts one process's connections, up to a limit in all and from one peer."""
 
     def __init__(self, server: uvicorn.Server, listening: socket.socket, limits: LimitSettings) -> None:
         self.server, self.limits = server, limits

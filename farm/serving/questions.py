@@ -186,7 +186,7 @@ def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
 
 
 def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return what a job of a module has besides; `quantized` are training settings that its configuration means."""
+    """Return what else a job of a module has; `quantized` are training settings that its configuration means."""
     from featurize.job.training_settings import Training
     from learn.estimation.requests import training_settings
 
@@ -250,7 +250,7 @@ def _as_problem(pointer: str) -> Iterator[None]:
 
 
 class ServiceState:
-    """The state that answers depend on besides the question: the code, and the models in the data folder.
+    """The state besides the question that answers depend on: the code, and the models in the data folder.
 
     The names of the fitted models are read anew every few seconds.
     """

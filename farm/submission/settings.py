@@ -233,7 +233,7 @@ def with_layouts(space: Space, given: Any) -> Space:
         given: A layout as `parse_parallel` takes it, or a list of them, of which None is one GPU.
 
     Raises:
-        UsageError: Something that is no layout.
+        UsageError: An invalid layout.
     """
     several = isinstance(given, Sequence) and not isinstance(given, str)
     layouts = [parse_parallel(text) for text in (given if several else [given])]

@@ -32,7 +32,7 @@ TIMED_CASES = 20  # a file's cases that are timed, after one that warms up
 
 
 class Tally:
-    """Count steps done and to do; whoever begins something adds its steps first."""
+    """Count steps done and to do; a caller that begins something adds its steps first."""
 
     def __init__(self, progress: Callable[[int, int], None]) -> None:
         self._progress = progress

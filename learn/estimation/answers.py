@@ -88,7 +88,7 @@ def answered(
         traces: As in `learn.job.traced.step_of`.
 
     Raises:
-        UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
+        UsageError: Peak memory cannot be estimated. Other figures may be None.
     """
     (asked,) = _asked([request], timeline, traces)
     if asked.error is not None:
@@ -321,7 +321,7 @@ class _Answer:
         self.notes.append(Note("estimator", WARNING, known.warning))
 
     def _ask_stored(self) -> None:
-        """Take the trace's figures that were stored of a case that cannot be traced here, where there is no answer."""
+        """Fill missing figures from a stored trace of a case that cannot be traced here."""
         if (features := self._steps.features(self.case)) is None:
             return
         for target in TARGETS:
@@ -461,7 +461,7 @@ class _Answer:
             self.memory = self.memory.bounded(uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib))
 
     def _move(self, mib: float) -> None:
-        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
+        """Move a packaged model's memory to another machine than its rows were measured on."""
         if self.memory is not None and self.by["memory"].endswith("(default)"):
             self.memory = self.memory.moved(mib)
 
@@ -700,7 +700,7 @@ def _of_loop(
     if loop is None or target == "memory":
         return own or shipped, []
     passed_over: list[Note] = []
-    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
+    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the packaged model")):
         if artifact is None:
             continue
         known = loops_of_sources(artifact.meta["rows"]["source"])

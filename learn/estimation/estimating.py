@@ -82,7 +82,7 @@ def estimate(
             fitted on real devices), else the model that comes with the project, else the trace. The training-free
             estimators answer for memory without a fit. `xmem` runs the model for real, on the CPU.
         method: `full`, or `fast`: estimate a trial config from its features alone, by fitted trees (the data folder's
-            `lightgbm`, else those that come along). It takes about 1 ms, has no breakdown, and says how far it is off.
+            `lightgbm`, else the packaged one). It takes about 1 ms, has no breakdown, and says how far it is off.
         data: Data folder with the fitted models; None is the default folder.
         input_dtype: Type of the inputs that are given as shapes.
         target: For modules: a tensor or shape of class indices.
@@ -159,14 +159,14 @@ def estimate_many(
         method: As in `estimate`.
         progress: Is called with the number of configs done and their total, before each config that is traced. None: a
             bar on standard error, where that is a terminal.
-        **options: Further keywords of `estimate`, but for those of modules. `known` is `"runs"` or `"none"`: a list of
+        **options: Further keywords of `estimate`, except those of modules. `known` is `"runs"` or `"none"`: a list of
             runs would be of one job.
 
     Returns:
         One estimate a config.
 
     Raises:
-        UsageError: As in `estimate`. A value that is no config is named by its place: `configs[3]: ...`.
+        UsageError: As in `estimate`. A value that is not a config is named by its place: `configs[3]: ...`.
     """
     refuse_of_one_estimate(options)
     if options.get("batches") is not None:
@@ -274,7 +274,7 @@ class LargestBatch:
     batch       samples; 0 where not even one fits, or a pipeline's one for each micro-batch
     estimate    at that batch; None where it is 0
     beyond      at one sample more, or a pipeline's one more for each micro-batch, which does not fit; None where the
-                batch is the largest that is tried, so that at least so many samples fit
+                batch is the largest that is tried, so that at least this many samples fit
     by          `bound` or `point`: the figure that has to fit
     tried       batch size -> that figure in MiB, of every estimate that was made
     """

@@ -1,4 +1,4 @@
-"""Formulas for the time of kernels and steps: the kernel model, as it comes and fitted anew, and other people's; and
+"""Formulas for the time of kernels and steps: the kernel model, packaged and fitted anew, and published ones; and
 how each is judged, on rows that were fitted on and on rows left out.
 
 Start reading at `Formula`, which each class keeps, then at `judged`. Other people's are written from their papers, on
@@ -355,7 +355,7 @@ class KernelModel:
 
 
 class KernelModelAsItComes:
-    """The kernel model with the efficiencies that come along. It learns nothing of the rows."""
+    """The kernel model with the packaged efficiencies. It learns nothing from the rows."""
 
     def __init__(self, fit: TimeFit) -> None:
         self.fit = fit
@@ -443,7 +443,7 @@ def left_out_ratios(formula: Formula, masks: Sequence[np.ndarray], heard: Callab
     Args:
         formula: Whose estimates.
         masks: Masks of the rows that are left out in turn; at least one.
-        heard: Is called before each fit.
+        heard: Called before each fit.
 
     Returns:
         (rows,); NaN where the formula has no answer, no mask holds the row, or one holds all rows.
@@ -482,7 +482,8 @@ def labels_by(fit: TimeFit, by: str) -> np.ndarray:
 
 
 def left_out_by(fit: TimeFit, by: str, folds: int | None = None) -> list[np.ndarray]:
-    """Return the masks of the rows that are left out in turn: those of a label, or of one of so many parts of them."""
+    """Return the masks of the rows that are left out in turn: those of a label, or of one of this many parts of
+    them."""
     return held_out_by(labels_by(fit, by), folds)
 
 

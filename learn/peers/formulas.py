@@ -168,7 +168,7 @@ def _language_model(
 ) -> tuple[list[nn.Embedding], nn.ModuleList, nn.Linear, tuple[int, ...]]:
     """Return a transformer language model's embeddings, its layers, its head, and the shape of its logits.
 
-    Raises `CannotEstimate` that names why the model is none.
+    Raises `CannotEstimate` that names why the model is not one.
     """
 
     def refuse(why: str) -> CannotEstimate:

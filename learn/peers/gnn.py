@@ -45,7 +45,8 @@ LEAST_ROWS = 10
 CATEGORIES = 64  # categories of operators; `featurize.operators.table.VOCABULARY` may grow
 _MIB_LOG2 = 20
 
-# Features of the whole graph; besides all of the device (`gpu_*`). None is the trace's own figure of memory or time.
+# Features of the whole graph, in addition to those of the device (`gpu_*`). None is the trace's own figure of memory or
+# time.
 _SCALARS = (
     "net_states",
     "net_math_bits",
@@ -77,7 +78,7 @@ class GNNEstimator(Estimator):
 
     Out-of-memory rows count as errors where the estimate is below the device's memory. A case that cannot be traced is
     refused, and left out when fitting. Since the same held-out rows choose the epoch and calibrate the bound, the bound
-    leans a little low: it is no bound from rows that fitting never looked at.
+    leans a little low: it is not a bound from rows that fitting never looked at.
     """
 
     name: ClassVar[str] = "gnn"

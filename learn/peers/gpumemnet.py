@@ -112,10 +112,10 @@ class Ensemble:
 
 
 class GPUMemNetEstimator(Estimator):
-    """Base of both estimators. A family that was not fitted, and what is no trial config, is refused by row.
+    """Base of both estimators. A family that was not fitted, and anything but a trial config, is refused by row.
 
     Since the rows that a member is trained without choose its epoch and calibrate the bound, the bound leans a little
-    low: it is no bound from rows that fitting never looked at.
+    low: it is not a bound from rows that fitting never looked at.
     """
 
     targets: ClassVar[tuple[str, ...] | None] = ("memory", "smact", "smocc", "drama")

@@ -151,7 +151,7 @@ def _setting(name: str, value: Any) -> Setting:
 
 
 def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
-    """Return what tells a run from others, but for the state of what the script looks at."""
+    """Return what distinguishes a run from others, except the state of what the script looks at."""
     content = b"" if command.module else Path(command.script).read_bytes()
     variables = sorted((name, value) for name, value in command.environment.items() if name not in _NO_MATTER)
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns

@@ -240,7 +240,7 @@ def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str
     """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
     try:
         rows: list[dict[str, Any]] = runs.to_pylist()
-    except (OverflowError, UnicodeDecodeError) as error:  # a date beyond all years, text that is none
+    except (OverflowError, UnicodeDecodeError) as error:  # a date beyond all years, text that is not a date
         raise EnvironmentProblem(f"{root / part.path('runs')} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         problems = run_problems(row)

@@ -69,7 +69,7 @@ class ImportedFile:
     """One file's rows, in its order.
 
     rows              rows of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
-    measured_columns  how many of its columns describe the run besides its memory
+    measured_columns  how many of its columns describe the run apart from its memory
     pairs             places and cells of its rows that are two jobs on one GPU
     left_out          rows that no table keeps
     """
@@ -83,7 +83,7 @@ class ImportedFile:
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
-    """Return the header and the rows of a CSV file. Raises `UsageError` where it is none.
+    """Return the header and the rows of a CSV file. Raises `UsageError` where it is not one.
 
     Cells beyond the header are a list under the key None; those that lack are None.
     """
@@ -260,7 +260,7 @@ class PublishedTable:
 
 
 def read_table(path: Path, device_name: str | None, *, source: str, table: PublishedTable) -> ImportedFile | str:
-    """Return the runs of one published table, and the rows of pairs; or why the file is none of `source`."""
+    """Return the runs of one published table, and the rows of pairs; or why the file is not one of `source`."""
     raw = read_with_columns(path, table.names, *([] if table.pairs is None else [table.pairs]))
     if isinstance(raw, str):
         return raw

@@ -62,7 +62,7 @@ _CLUSTERS = dict.fromkeys(("H100", "DGX-H100"), "H100-SXM5-80GB") | dict.fromkey
     ("B200", "DGX-B200"), "B200-SXM-180GB"
 )
 _ZEUS_GPUS = {"V100": "V100-PCIE-32GB", "P100": "P100-PCIE-16GB", "RTX6000": "Quadro-RTX-6000"}
-_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that agree within this are no contradiction
+_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that agree within this do not contradict each other
 _IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
 _MS = {"ms": 1.0, "s": 1e3}
 _MOST_WATTS = 2_000.0  # above any GPU's limit

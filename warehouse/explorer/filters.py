@@ -247,7 +247,7 @@ class Filters:
         return dataclasses.replace(self, page=page)
 
     def where(self, without: str | None = None) -> str:
-        """Return the condition of the chosen values, but those of the facet `without`; empty where there is none."""
+        """Return the condition of the chosen values, except those of the facet `without`; empty where there is none."""
         parts = [_condition(facet, values) for facet, values in self.chosen.items() if facet != without and values]
         parts += [f"{self.listing.keys[name]} = {sql_text(value)}" for name, value in self.equal.items()]
         return f" WHERE {' AND '.join(parts)}" if parts else ""

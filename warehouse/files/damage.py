@@ -107,7 +107,7 @@ def damage_for_duckdb(path: Path) -> str | None:
 def damaged_among(
     paths: Iterable[Path], *, pages: bool = False, judge: Callable[[Path], str | None] | None = None
 ) -> list[DamagedFile]:
-    """Return the unreadable files of `paths`, in order. Files that vanish meanwhile are left out.
+    """Return the unreadable files of `paths`, in order. Files that vanish while they are read are left out.
 
     `judge` returns why a file cannot be read, None if it can be; the default is `damage_of`.
     """

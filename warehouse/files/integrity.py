@@ -81,7 +81,7 @@ class IntegrityReport:
 def examine(folder: DataFolder, *, workers: int | None = None, progress: Progress | None = None) -> IntegrityReport:
     """Verify every file of the folder in `workers` threads (default: the CPUs this process may use).
 
-    Files that a compaction deletes meanwhile are left out. Raises `UsageError` if there is no such data folder.
+    Files that a compaction deletes in the meantime are left out. Raises `UsageError` if there is no such data folder.
     """
     folder.open()
     report = IntegrityReport()

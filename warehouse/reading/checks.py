@@ -77,7 +77,7 @@ def check(warehouse: DataFolder | duckdb.DuckDBPyConnection | WarehouseConnectio
 
     A data folder's files are looked at too, and where one cannot be read, only they; a connection (also of a
     snapshot) is asked through its views. Runs that were not their task's last are checked as well. Raises
-    `UsageError` for a folder that is none.
+    `UsageError` for a folder that is not a data folder.
     """
     if not isinstance(warehouse, DataFolder):
         return _sorted(_findings(warehouse))

@@ -91,7 +91,7 @@ def measure_all(
         device: `cuda`, or `cpu`, on which everything gives its reason at once.
         seconds_left: Says how many seconds remain.
         kept: Returns name -> reason (None: it has figures) of what is kept already. What failed is measured again.
-        keep: Keeps a measurement's rows, and the reason why they are none, or not all.
+        keep: Keeps a measurement's rows, and the reason why there are none, or not all.
     """
     slot, variables, problem = gpu_of(device)
     before = {name for name, reason in kept().items() if reason is None}

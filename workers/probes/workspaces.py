@@ -184,7 +184,7 @@ def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]
 
     Returns:
         `measured_bytes`, the most that was taken and given back during the call; `kept_bytes`, requests that outlive it
-        and are no result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
+        and are not a result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
     """
     live: dict[int, int] = {}  # address -> number of its request
     requests: list[list[Any]] = []

@@ -16,7 +16,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
-# A reading without the start of its interval stands for the time since the one before it, but for no more than this
+# A reading without the start of its interval stands for the time since the one before it, but at most for this
 # many usual intervals: longer gaps are unknown.
 REACH = 5
 # NVML's own averages, which DCGM passes on: a reading may tell of as much time before it (utilization of 1/6 to 1 s,

@@ -407,7 +407,7 @@ class DcgmSensor(Sensor):
                 status, reason, body = self._get()
             except (http.client.RemoteDisconnected, ConnectionError):
                 self._connection.close()
-                if not kept:  # only a kept connection may have been closed meanwhile
+                if not kept:  # only a kept connection may have been closed since
                     raise
                 status, reason, body = self._get()
         except TimeoutError as error:
@@ -484,7 +484,7 @@ def checked_url(url: str) -> str:
     try:
         parts = urllib.parse.urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (ValueError, AttributeError, TypeError):  # a port that is no number, a value that is no text
+    except (ValueError, AttributeError, TypeError):  # a port that is not a number, a value that is not text
         valid = False
     if not valid or any(character.isspace() for character in url):
         raise UsageError(f"telemetry.dcgm_url must be like {DEFAULT_URL}, got {url!r}")

@@ -218,7 +218,7 @@ def memory_before(nvml: Nvml, uuid: str | None, *, clock_ns: Callable[[], int] =
 
 
 def ratio(value: float, full: float = 100.0) -> float | None:
-    """Return `value / full` in [0, 1], None if it is no share. Rounding may lift a reading slightly above full."""
+    """Return `value / full` in [0, 1], None if it is not a share. Rounding may lift a reading slightly above full."""
     share = value / full
     if not math.isfinite(share) or share < 0 or share > 1.05:
         return None
@@ -267,7 +267,7 @@ class NvmlSensor(Sensor):
         known_pids: frozenset[int] = frozenset(),
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`known_pids`: processes of the farm that may be on the GPU besides the trial's; see `ignore`."""
+        """`known_pids`: processes of the farm that may be on the GPU beside the trial's; see `ignore`."""
         if nvml is None:
             nvml = open_nvml()
         else:

@@ -77,7 +77,7 @@ class TrialLink:
         self.ended = False  # the worker has closed its end: no more words will come
 
     def report(self, event: str, **values: Any) -> None:
-        """Send one event. A process that the trial's model has forked exits here, since it is no trial."""
+        """Send one event. A process that the trial's model has forked exits here, since it is not a trial."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
@@ -149,7 +149,7 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
     try:
         _measure(trial, link, place)
     except BaseException as error:
-        if link.reported_result:  # what comes after it is none of the run's business
+        if link.reported_result:  # what comes after it does not concern the run
             return
         backend, error_type = trial["device"]["backend"], type(error).__name__
         status, oom_kind = classify(error, backend == "cpu", _free_device_mib(trial, place))
