@@ -209,7 +209,13 @@ def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section
         "Memory over two steps",
         (
             Drawn(timeline_svg(traced, device, peak_text(done))),
-            _legend(),
+            Legend(
+                {
+                    **{name: css for name, css in COLOURS.items() if name != "fragmentation"},
+                    "reserved, not in use": COLOURS["fragmentation"],
+                    "reserved by the allocator": "line",
+                }
+            ),
             Lead(
                 "Most is in use at ",
                 Code(peak_text(done)),
@@ -219,11 +225,6 @@ def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section
             ),
         ),
     )
-
-
-def _legend() -> Legend:
-    names = {name: css for name, css in COLOURS.items() if name != "fragmentation"}
-    return Legend({**names, "reserved, not in use": COLOURS["fragmentation"], "reserved by the allocator": "line"})
 
 
 def _breakdown(done: Estimate) -> Section | None:
