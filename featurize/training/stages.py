@@ -9,7 +9,8 @@ return tensors that stand for what the stage would have computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -28,6 +29,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Operator
 from featurize.recording.values import Inputs, call, mapped
 from featurize.training.streams import Moments, SentNote, Since, Streams
+from featurize.training.training_step import logits_of
 
 if TYPE_CHECKING:
     from featurize.training.sharded_rank import ShardStates
@@ -86,7 +88,11 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
     """
     survey = _line_of(model, stages)
     watch = _Uses(model, survey, dtype)
-    with watch.hooks(), watch:
+    with contextlib.ExitStack() as hooks, watch:
+        for place, member in enumerate(survey.members()):
+            entered, left = functools.partial(watch.entered, place), functools.partial(watch.left, place)
+            hooks.enter_context(member.register_forward_pre_hook(entered, with_kwargs=True))
+            hooks.enter_context(member.register_forward_hook(left))
         survey.result = like(result_of(call(model, cast(Inputs, mapped(inputs, watch.cast)))))
     if lacking := [path for place, path in enumerate(survey.paths) if place not in survey.forms]:
         raise UsageError(f"parallel: pp: {lacking[0]} does not run in the forward pass, so no stage has it")
@@ -193,7 +199,7 @@ class _Uses(TorchFunctionMode):
             if id(one) in self._parameters:
                 self._survey.uses.setdefault(id(one), set()).add(self._now)
         if self._dtype is not None:
-            args, kwargs = tree_map(self._gathered, (args, kwargs))
+            args, kwargs = tree_map(lambda one: self.cast(one) if id(one) in self._parameters else one, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def cast(self, value: Any) -> Any:
@@ -201,45 +207,25 @@ class _Uses(TorchFunctionMode):
         floats = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self._dtype) if floats and self._dtype is not None else value
 
-    def _gathered(self, value: Any) -> Any:
-        return self.cast(value) if id(value) in self._parameters else value
+    def entered(self, place: int, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a member's forward pass, with its inputs in the type that it computes in."""
+        if place < self._now:
+            raise UsageError(
+                f"parallel: pp: {self._survey.paths[place]} runs after {self._survey.paths[self._now]}, so that "
+                "no cut between the two is a stage's"
+            )
+        self._now = place
+        taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if taken is not None and taken is not self._given:
+            self._survey.inputs[place] = like(taken)
+        return tree_map(self.cast, (args, kwargs))
 
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """While entered, members are followed."""
-        handles = []
-        for place, member in enumerate(self._survey.members()):
-            handles.append(member.register_forward_pre_hook(self._entering(place), with_kwargs=True))
-            handles.append(member.register_forward_hook(self._leaving(place)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _entering(self, place: int) -> Callable[..., None]:
-        def entered(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if place < self._now:
-                raise UsageError(
-                    f"parallel: pp: {self._survey.paths[place]} runs after {self._survey.paths[self._now]}, so that "
-                    "no cut between the two is a stage's"
-                )
-            self._now = place
-            taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-            if taken is not None and taken is not self._given:
-                self._survey.inputs[place] = like(taken)
-            return tree_map(self.cast, (args, kwargs))
-
-        return entered
-
-    def _leaving(self, place: int) -> Callable[..., None]:
-        def left(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._survey.forms[place], self._survey.outputs[place] = _form_of(output, self._survey.paths[place])
-            self._given = tree_leaves(output)[0]
-            if place == len(self._survey.names) - 1:
-                self._now = len(self._survey.names)
-
-        return left
+    def left(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        """End a member's forward pass."""
+        self._survey.forms[place], self._survey.outputs[place] = _form_of(output, self._survey.paths[place])
+        self._given = tree_leaves(output)[0]
+        if place == len(self._survey.names) - 1:
+            self._now = len(self._survey.names)
 
 
 def _form_of(output: Any, path: str) -> tuple[Form, Tensor]:
@@ -266,11 +252,8 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def result_of(output: Any) -> Tensor:
-    """Return the tensor among a model's outputs that the loss is computed from. Raises `UsageError` for none."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, list | tuple) and output:
-        logits = output[0]
-    if not isinstance(logits, Tensor):
+    """Return the tensor among what a model gives that the loss is computed from. Raises `UsageError` for none."""
+    if not isinstance(logits := logits_of(output), Tensor):
         raise UsageError(
             f"parallel: pp: the model's output ({type(output).__name__}) holds no logits, which the last stage returns"
         )

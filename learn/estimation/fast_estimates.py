@@ -162,8 +162,8 @@ def fast_estimates(
         assert models is not None
         estimates |= zip(of_family, _of_family(models, asked, device, on), strict=True)
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
-    for one in estimates.values():
-        object.__setattr__(one, "seconds", seconds)  # nobody else has it yet
+    for estimate in estimates.values():
+        object.__setattr__(estimate, "seconds", seconds)  # nobody else has it yet
     return [estimates[place] for place in range(len(configs))]
 
 
@@ -190,9 +190,9 @@ def _config_models(
     if any(written):
         data = DataFolder(home.parent)
         for target in FAST_LOOPS:
-            own = newest(data, target, estimator=OF_CONFIGS, family=family, device=device)
-            if own is not None and is_current(own.meta["feature_version"]):
-                artifacts[target] = own
+            kept = newest(data, target, estimator=OF_CONFIGS, family=family, device=device)
+            if kept is not None and is_current(kept.meta["feature_version"]):
+                artifacts[target] = kept
     ours = []
     for name in (*FAST_LOOPS, BOUND):
         needless = "memory" not in ours if name == BOUND else name in artifacts

@@ -306,8 +306,10 @@ class Memory:
 
     def moved(self, mib: float) -> Self:
         """Return a copy with the estimate and its bound raised by `mib`."""
-        bound: dict[str, Any] = {name: None if (at := getattr(self, name)) is None else at + mib for name in _BOUND}
-        distribution = tuple((p, at + mib) for p, at in self.distribution)
+        bound: dict[str, Any] = {
+            name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib for name in _BOUND
+        }
+        distribution = tuple((p, quantile_mib + mib) for p, quantile_mib in self.distribution)
         return replace(self, peak_memory_mib=self.peak_memory_mib + mib, distribution=distribution, **bound)
 
 
@@ -431,7 +433,7 @@ class Estimate(Energy, Timing, Activity, Memory):
         return self._part(Energy)
 
     def _part(self, kind: type[Part]) -> Part:
-        return kind(**{one.name: getattr(self, one.name) for one in fields(kind)})  # type: ignore[arg-type]
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -457,7 +459,7 @@ class Estimate(Energy, Timing, Activity, Memory):
 
 
 def _known_fields(kind: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {one.name: mapping[one.name] for one in fields(kind) if one.name in mapping}
+    return {field.name: mapping[field.name] for field in fields(kind) if field.name in mapping}
 
 
 def estimators_named(by: Mapping[str, str]) -> str:

@@ -59,7 +59,7 @@ def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = 
     model's description has no interconnect. A trace tells which groups of ranks the model made itself."""
     if job.parallel is None:
         return 0.0
-    axes = () if trace is None else (one.axis for one in trace.collectives)
+    axes = () if trace is None else (collective.axis for collective in trace.collectives)
     return communicators_mib(device, job.parallel, axes)
 
 
