@@ -70,7 +70,7 @@ def ask_free(
     from learn.rows.processes import in_processes
 
     answers: dict[str, dict[int, Given]] = {name: {} for name in names}
-    jobs: list[PoolJob] = []
+    jobs: list[PoolItem] = []
     places: list[tuple[str, int]] = []  # each job's estimator and row
     for name in sorted(names, key=SLOW.__contains__):
         for i in index.tolist():
@@ -81,7 +81,7 @@ def ask_free(
             spec = describe_device(case.device)
             if isinstance(subject, Case):
                 subject = replace(subject, described=spec)  # anew: what a case remembers need not travel
-            jobs.append(PoolJob(ESTIMATORS[name], subject, spec, settings.target))
+            jobs.append(PoolItem(ESTIMATORS[name], subject, spec, settings.target))
             places.append((name, i))
     for name, given_rows in answers.items():
         tally.step(len(given_rows))
@@ -99,7 +99,7 @@ def ask_free(
 
 
 @dataclass(frozen=True)
-class PoolJob:
+class PoolItem:
     """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
 
     where: str
@@ -108,7 +108,7 @@ class PoolJob:
     target: str
 
 
-def answer(job: PoolJob) -> Answer:
+def answer(job: PoolItem) -> Answer:
     """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
 
     def parts() -> Mapping[str, float]:

@@ -18,7 +18,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
 from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators.protocol import LEVEL, Held, MemoryBound, bound_shares, least_held
+from learn.estimators.protocol import LEVEL, HeldShare, MemoryBound, bound_shares, least_held
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
@@ -74,7 +74,7 @@ class Uncertainty:
 
     causes_mib: Mapping[str, float]
     needed_mib: float
-    held: Held | None = None
+    held: HeldShare | None = None
 
     def bound(self, centre_mib: float, coverage: float, card_mib: float) -> MemoryBound:
         """Return the bound of a job.
@@ -289,7 +289,7 @@ class Memory:
         """Return whether the job fits into the empty card; None where its memory is not known."""
         return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
 
-    def bounded(self, bound: MemoryBound) -> Self:
+    def with_bound(self, bound: MemoryBound) -> Self:
         """Return the memory with a bound."""
         probabilities = sorted(bound.quantiles_mib)
         ascending = np.maximum.accumulate([bound.quantiles_mib[p] for p in probabilities]).tolist()
