@@ -75,7 +75,7 @@ class BenchmarkSettings(Checked):
 
     target: str = key(
         "memory",
-        f"of published files {', '.join(PUBLISHED_TARGETS)}",
+        f"for published files one of {', '.join(PUBLISHED_TARGETS)}",
         choices=(*TARGETS, SLOWDOWN),
     )
     published: str | tuple[str, ...] | None = key(
@@ -90,7 +90,7 @@ class BenchmarkSettings(Checked):
     )
     files: tuple[str, ...] | None = key(
         None,
-        "of published: file names without .csv, as in [timm_a100]; default all that are recognised",
+        "names of published files without .csv, as in [timm_a100]; default all that are recognised",
         "text | list of text | null",
         build=_once,
     )
@@ -104,17 +104,16 @@ class BenchmarkSettings(Checked):
         build=_once,
     )
     split: str = key("cv", "holdout: 30 %, as learn.fit; leave_one_out: each group of by= in turn", choices=SPLITS)
-    folds: int = key(3, "of split=cv: stratified by class, near-copies together", "int >= 2")
+    folds: int = key(3, "for split=cv: stratified by class, near-copies together", "int >= 2")
     by: str | None = key(
         None,
-        "what split=leave_one_out leaves out; errors are printed by it as well. model is of target=slowdown, which "
-        "has device, too",
+        "what split=leave_one_out leaves out; errors are printed by it, too. target=slowdown has model and device",
         choices=(*GROUPINGS, "model"),
     )
     rows: int | None = key(
         None, "how many rows of each file (family) take part, spread over its modules; default all", "int >= 1"
     )
-    seed: int = key(0, "of the choice of rows, and of splits and fits", "int >= 0")
+    seed: int = key(0, "seed of the choice of rows, and of splits and fits", "int >= 0")
     family: str = key("all", "one family, or all")
     source: str | None = key(
         None, "measured, simulated or imported; for the warehouse's rows, where they are of several"
