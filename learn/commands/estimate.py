@@ -183,7 +183,7 @@ class ModelKeys(TrainingKeys):
     )
     torch_version: str | None = key(
         None,
-        "release of PyTorch that the job runs, as 2.4; only cuDNN's workspaces follow it, with "
+        "the job's PyTorch release, as 2.4; only cuDNN's workspaces follow it, with "
         "workspaces=cudnn or auto; default the installed one",
         "text | null",
     )
@@ -305,8 +305,7 @@ class EstimateSettings(ModelKeys):
     )
     find: str | None = key(
         None,
-        "for model and config: the largest batch that fits the device, or the devices that the job fits; default one "
-        "estimate",
+        "for model and config: the largest batch that fits, or the devices that the job fits; default one estimate",
         choices=FINDS,
     )
     by: str | None = key(
