@@ -42,7 +42,7 @@ MAX_ATTEMPTS = 3
 BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
 MAX_BACKOFF_S = 600.0
 SUBMIT_CHUNK = 2000  # tasks per transaction of `submit`
-ERROR_CHARACTERS = 2000  # of an error kept in the queue; the whole of it lands with the run
+ERROR_CHARACTERS = 2000  # characters of an error kept in the queue; the whole of it lands with the run
 
 _AT = "job_seq = ? AND task_index = ?"
 _HELD = f"{_AT} AND attempt = ? AND state = 'leased'"
@@ -89,7 +89,7 @@ class Queue:
     ) -> Queue:
         """Open the file, creating it if there is none. Its folder has to exist.
 
-        Raises `UsageError` for a file that is no queue, or one written by a newer version.
+        Raises `UsageError` for a file that is not a queue, or one written by a newer version.
         """
         if max_attempts < 1:
             raise UsageError(f"max_attempts must be >= 1, got {max_attempts}")
@@ -111,7 +111,7 @@ class Queue:
 
         The same submission again adds nothing; a larger n adds the difference; cancelled tasks are revived. Killed
         in the middle, it leaves the tasks of whole chunks, and the same call completes it. Ctrl-C takes out what it
-        added behind the job's earlier tasks, but for tasks that were started meanwhile. `configs` is read lazily and
+        added behind the job's earlier tasks, except for tasks that have started since. `configs` is read lazily and
         may start at `next_index`.
         """
         with self._file.transaction(durable=True):
@@ -131,7 +131,7 @@ class Queue:
         try:
             while chunk := list(islice(pairs, SUBMIT_CHUNK)):
                 with self._file.transaction(durable=True):
-                    # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
+                    # Cancelled since by another command? Then the rest is cancelled, too.
                     (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                     state = "queued" if runs else "cancelled"
                     new = self._file.many(
@@ -247,11 +247,11 @@ class Queue:
     ) -> list[Task | UnreadableTask]:
         """Lease up to `limit` tasks to `worker` until now + lease_s: highest priority, oldest job, lowest index.
 
-        Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those whose index leaves the
-        rest r when it is divided by k. `held`: tasks that the caller still works on. They stay its own where their
-        lease has run out, because a clock was set or the caller was slow.
+        Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those with index % k == r.
+        `held`: tasks that the caller still works on. They stay its own where their lease has run out, because a clock
+        was set or the caller was slow.
         """
-        rest, shares = share or (0, 1)
+        remainder, shares = share or (0, 1)
         only = None if job_id is None else self._seq(job_id)
         tasks: list[Task | UnreadableTask] = []
         with self._file.transaction():
@@ -268,7 +268,7 @@ class Queue:
                 rows = self._file.all(
                     _TASKS.format("attempt + 1", "tasks_queued")
                     + "WHERE job_seq = ? AND state = 'queued' AND task_index % ? = ? ORDER BY task_index LIMIT ?",
-                    (seq, shares, rest, wanted),
+                    (seq, shares, remainder, wanted),
                 )
                 if len(rows) < wanted and shares == 1:
                     self._file.change("UPDATE jobs SET ready = 0 WHERE seq = ?", (seq,))
@@ -404,17 +404,20 @@ class Queue:
 
     def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
         """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not yet."""
-        seq, done = self._seq(job_id), 0
+        seq, marked = self._seq(job_id), 0
         with self._file.transaction():
             for index, status in statuses.items():
                 changed = self._file.change(_FINISH, (status, None, None, None, seq, index))
                 if changed and doubts and index in doubts:
                     self._tally(seq, doubts[index])
-                done += changed
-        return done
+                marked += changed
+        return marked
 
-    def bound_waits(self, now: float) -> int:
-        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number."""
+    def cap_waits(self, now: float) -> int:
+        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number.
+
+        The first condition on the state is the one of the partial index `tasks_due`.
+        """
         return self._file.change(
             "UPDATE tasks INDEXED BY tasks_due SET due = ? "
             "WHERE state IN ('waiting', 'leased') AND state = 'waiting' AND due > ?",

@@ -118,7 +118,7 @@ class ExpectedSpeedPolicy(_FittingPolicy):
     Args:
         needs_mib: what each job type needs at the accepted risk.
         types: job types; `estimated` is read, and `truth` for an oracle.
-        estimator: of slowdowns.
+        estimator: estimates slowdowns.
     """
 
     name = "ours"
@@ -161,8 +161,8 @@ class ExpectedSpeedPolicy(_FittingPolicy):
                 slowdowns = self.estimator.slowdowns([self.profiles[kind] for kind in kinds])
             except NoUtilization:
                 slowdowns = []
-            slow = not slowdowns or max(one.median for one in slowdowns) > self.most_slowdown
-            total = self._speed[kinds] = -math.inf if slow else sum(1.0 / one.median for one in slowdowns)
+            slow = not slowdowns or max(slowdown.median for slowdown in slowdowns) > self.most_slowdown
+            total = self._speed[kinds] = -math.inf if slow else sum(1.0 / slowdown.median for slowdown in slowdowns)
         return total
 
 
@@ -182,9 +182,9 @@ def make_policy(
         name: one of `POLICIES`.
         estimator: one of `farm.replaying.traces.ESTIMATORS`; `exclusive` asks none.
         types: the job types of the trace.
-        risk: of running out of memory that `ours` accepts for a placement, where the estimator gives a distribution:
-            `ours_bound`. Of others the margin must stay free.
-        most_slowdown: that `ours` expects of any job at most.
+        risk: risk of running out of memory that `ours` accepts for a placement, where the estimator has a distribution:
+            `ours_bound`. With other estimators the margin must stay free.
+        most_slowdown: largest slowdown that `ours` expects of any job.
         lookahead: how many waiting jobs `ours` looks at.
         slowdowns: estimator of slowdowns that `ours` asks; by default the packaged one, learned from measured pairs.
     """
@@ -322,7 +322,7 @@ class Standing:
 
     @property
     def crashes(self) -> int:
-        """Crashes for want of memory, of all seeds."""
+        """Crashes for lack of memory, of all seeds."""
         return sum(result.crashes for result in self.results)
 
     def interval(self, figure: Callable[[ReplayResult], float]) -> Interval:
@@ -376,7 +376,7 @@ def run_crossing(
             estimator=estimator,
             results=tuple(of_pair),
             over_exclusive=tuple(
-                one.makespan_s / base if base else math.nan for one, base in zip(of_pair, baselines, strict=True)
+                result.makespan_s / base if base else math.nan for result, base in zip(of_pair, baselines, strict=True)
             ),
         )
         for (policy, estimator), of_pair in results.items()

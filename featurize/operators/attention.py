@@ -26,7 +26,7 @@ from featurize.operators.replacing import replaced, replaced_if_imported
 from featurize.operators.tensor_parts import is_shared
 
 _IMPLEMENTATION = "flash_attention_2"
-_ROWS = 32  # of which memory-efficient attention keeps row sums (aten/src/ATen/native/transformers: kAlignLSE)
+_ROWS = 32  # rows for which memory-efficient attention keeps sums (aten/src/ATen/native/transformers: kAlignLSE)
 _HALF = (torch.float16, torch.bfloat16)
 _XFORMERS_RUN = "_memory_efficient_attention"  # which each of xFormers' public functions calls
 _LIBRARY, _MODELS = "transformers.modeling_flash_attention_utils", "transformers.modeling_utils"
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def building(build: Callable[[], T]) -> T:
-    """`build()` as if the package were installed, also where it is the call that imports transformers."""
+    """Call `build()` as if flash-attn were installed, even if that call is the first to import transformers."""
     known = _transformers() is not None
     try:
         with as_installed():

@@ -151,12 +151,12 @@ class Autocast:
 
 @contextlib.contextmanager
 def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
-    """Within, meta tensors are cast as by CUDA's autocast of that type (None: by none), and by what a model itself asks
-    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass."""
+    """Within, meta tensors are cast as by CUDA's autocast of that type (None: not cast), and as the model's own calls
+    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass ask."""
     autocast = Autocast(dtype)
 
-    class OfAModel(torch.autocast):
-        """Meta stands for CUDA, which PyTorch's own context refuses or knows to be absent."""
+    class ModelAutocast(torch.autocast):
+        """The context that the model enters. Meta stands for CUDA, which PyTorch's own refuses or knows is absent."""
 
         def __init__(
             self,
@@ -180,12 +180,12 @@ def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
             self._inside.close()
             return super().__exit__(*error)
 
-    def of_cuda(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> OfAModel:
-        return OfAModel("cuda", dtype, enabled, cache_enabled)
+    def of_cuda(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> ModelAutocast:
+        return ModelAutocast("cuda", dtype, enabled, cache_enabled)
 
     with _lock, contextlib.ExitStack() as stack:
         for owner in (torch, torch.amp, torch.amp.autocast_mode):
-            stack.enter_context(replaced(owner, "autocast", OfAModel))
+            stack.enter_context(replaced(owner, "autocast", ModelAutocast))
         # Asked for the type of a tensor's device, which PyTorch knows no autocast of.
         enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCALED_PRODUCT = "aten::_scaled_mm"  # of 8-bit floats, whatever type its result has
-INT8_PRODUCT = "gpufarm::int8_product"  # of 8-bit integers, with a result of 32 bits
+SCALED_PRODUCT = "aten::_scaled_mm"  # product of 8-bit floats, whatever type its result has
+INT8_PRODUCT = "gpufarm::int8_product"  # product of 8-bit integers, with a result of 32 bits
 
 
 def _aten(names: str) -> tuple[str, ...]:
@@ -100,13 +100,13 @@ DECIDED_BY_VALUES = frozenset(
 INDEXED_BY_MASKS = frozenset(_aten("index _unsafe_index index_put index_put_ _index_put_impl_"))
 # Operators on lists of tensors.
 MULTI_TENSOR = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
-# Of these, those whose last list holds step counts, which are no part of a launch's table of tensors
+# Of these, those whose last list holds step counts, which are not part of a launch's table of tensors
 # (ATen/native/cuda/MultiTensorApply.cuh: FusedOptimizerTensorListMetadata).
 WITH_STEPS = _aten("_fused_adam_ _fused_adamw_ _fused_adagrad_")
 FOREACH_CHUNK = 65536  # elements of one block of a multi-tensor kernel (ATen/native/cuda/MultiTensorApply.cuh)
 # Tensors per launch of the multi-tensor kernels by number of lists (ATen/native/cuda/MultiTensorApply.cuh).
 _FOREACH_TENSORS = (110, 64, 48, 36, 30)
-_FOREACH_BLOCKS = 320  # of one launch
+_FOREACH_BLOCKS = 320  # blocks of one launch
 
 
 # Categories of operators, at fixed places: only ever append. 0 is what no row below knows.

@@ -220,7 +220,7 @@ def _captured(
     takes_alive = "static_lifetime_input_indices" in signature(min_cut_rematerialization_partition).parameters
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-    results: dict[str, Any] = {}  # of the last call of `forward`
+    results: dict[str, Any] = {}  # results of the last call of `forward`
 
     def forward(*tensors: Tensor) -> list[Tensor]:
         given = iter(tensors[len(names) :])
@@ -436,7 +436,7 @@ class AttributeReads:
 
 
 def _bound(function: FunctionType) -> tuple[object, ...]:
-    """Return what a function computes with besides its code: a factory makes another one for each layer."""
+    """Return what a function computes with apart from its code: a factory makes another one for each layer."""
     cells = []
     for cell in function.__closure__ or ():
         try:
@@ -483,7 +483,7 @@ def in_pieces(
         weights: How many of them are parameters and buffers.
         limits: Bytes of the first bucket and of all later ones, as `limits_of` of
             `featurize.training.data_parallel` gives them.
-        compiled: Compiles a function of which so many first arguments are parameters and buffers.
+        compiled: Compiles a function of which this many first arguments are parameters and buffers.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.passes.split_module import split_module
@@ -522,7 +522,7 @@ def piece_of_nodes(graph: Graph, sizes: dict[Node, int], limits: Sequence[float]
     From the last operator backwards, a piece takes operators until the parameters that they read reach the limit.
 
     Args:
-        graph: Of one forward pass.
+        graph: The graph of one forward pass.
         sizes: Input of the graph that holds a parameter with a gradient -> its bytes.
         limits: Bytes of the last piece's parameters, and of all others'.
     """

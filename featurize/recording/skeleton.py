@@ -63,7 +63,7 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
     between parameters are kept. Modules that existed before the call are copied, not changed. Tensors that a module
     keeps as plain attributes stay where they are, as they would in training. Lazy parameters stay lazy.
 
-    A default device that the caller has set, and models that other threads build meanwhile, have no part in it.
+    A default device that the caller has set, and models that other threads build in the meantime, are not involved.
     Raises what the factory raises.
     """
     try:
@@ -78,7 +78,7 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 class BuiltOnMeta:
-    """A factory whose model was built on meta already: it gives that one away, and builds others after it."""
+    """A factory whose first model was built on meta already: `taken` returns it once, calls build new ones."""
 
     def __init__(self, model: nn.Module, factory: Callable[[], nn.Module]) -> None:
         self._model: nn.Module | None = model
@@ -89,7 +89,7 @@ class BuiltOnMeta:
         return self._factory()
 
     def taken(self) -> nn.Module | None:
-        """Return the one that was built, the first time."""
+        """Return the model that was built, the first time; None later."""
         model, self._model = self._model, None
         return model
 
@@ -100,7 +100,7 @@ def on_meta(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _emptied(tensor)
-    for result in kept_results(model):  # of earlier passes: copy.deepcopy takes no tensor with a history
+    for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
         memo.setdefault(id(result), _emptied(result))
     _copy_plain_parts(model, memo)
     return copy.deepcopy(model, memo)
@@ -277,7 +277,7 @@ def _emptied(tensor: Tensor) -> Tensor:
     """On meta: same shape, strides, kind, flags and attributes; of the values, those of small buffers, which models
     read, are remembered beside it. Lazy ones stay lazy."""
     if is_lazy(tensor):
-        made: Callable[..., Tensor] = type(tensor)  # of an uninitialized parameter or buffer
+        made: Callable[..., Tensor] = type(tensor)  # type of an uninitialized parameter or buffer
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
         return made(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
     empty = torch.empty_like(tensor, device="meta")
@@ -391,7 +391,7 @@ def uncompiled_copy(module: nn.Module) -> nn.Module:
     return copy.copy(module if inner is None else inner)  # a copy leaves `nn.Module.compile` behind
 
 
-_COMPILED_CALL = "_compiled_call_impl"  # of nn.Module.compile
+_COMPILED_CALL = "_compiled_call_impl"  # attribute of nn.Module.compile
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -502,7 +502,7 @@ class _Reader(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._plan: list[Layer | None] = []  # None: entered and not yet left
-        self._inside: list[list[int]] = []  # of each module being run: its place in the plan, FLOPs so far
+        self._inside: list[list[int]] = []  # for each module being run: its place in the plan, FLOPs so far
         self._counted: set[int] = set()  # parameters, by id
 
     def watch(self, module: nn.Module) -> tuple[Any, ...]:

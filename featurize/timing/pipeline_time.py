@@ -54,7 +54,7 @@ class Wait(NamedTuple):
 
 
 Item: TypeAlias = Compute | Post | Wait
-_Key: TypeAlias = tuple[str, int, int]  # of a message: phase, stage, micro-batch
+_Key: TypeAlias = tuple[str, int, int]  # a message: phase, stage, micro-batch
 
 
 def finished_ms(
@@ -62,8 +62,7 @@ def finished_ms(
 ) -> list[float]:
     """Return when each rank has done all of its items, from their common beginning.
 
-    A message begins when both sides have posted it, and runs beside the kernels; what it shares its way with does not
-    slow it.
+    A message begins when both sides have posted it, and overlaps the kernels. Contention for the link is ignored.
 
     Args:
         orders: The items of each rank.
@@ -132,10 +131,10 @@ def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[I
 
 
 def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, set[int]]:
-    """Return micro-batches of each stage of a rank whose passes show what all others do, but for the first one's.
+    """Return micro-batches of each stage of a rank whose passes show what all others do, except the first one's.
 
     Args:
-        order: Of the rank.
+        order: The rank's order.
         by_state: A pass finds the parameters of its stage as the pass before it left them: gathered, or not.
     """
     noted: dict[int, set[int]] = {}
@@ -242,7 +241,7 @@ def waits_of(
         step_ms: The rank's own step, without waiting for any other.
     """
     runs = training_of(settings).accumulation
-    alone: dict[int, _Lasting] = {}  # of each rank
+    alone: dict[int, _Lasting] = {}  # each rank's durations
     waiting: dict[int, _Lasting] = {}  # for collectives, too
     for group in part.groups:
         timed = _timed(group.trace, spec, settings, parallel)
@@ -303,7 +302,7 @@ def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, paral
     waiting = [0.0, *(begins[edge] + late(edge) for edge in edges[1:])]
     lasting = []
     for ends_ms in ([begins[edge] for edge in edges], waiting):
-        # The host launches meanwhile: moments of the GPU's own time are later, in proportion.
+        # The host launches at the same time: moments of the GPU's own time are later, in proportion.
         slower = overlapped(ends_ms[-1], step.host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
         lasts_ms = np.diff([end * slower for end in ends_ms]).tolist()
         lasting.append(dict(zip(keys, lasts_ms, strict=True)))

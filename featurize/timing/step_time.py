@@ -88,7 +88,7 @@ class LearnedEfficiencies:
 
     @property
     def latency_s(self) -> float:
-        """The part of each kernel's time that is no work, in seconds."""
+        """The part of each kernel's time that is not work, in seconds."""
         return float(np.exp(self.parameters.single["latency_us"])) * 1e-6
 
 
@@ -101,7 +101,7 @@ class TimedStep:
         busy_ms: The GPU's own time.
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
         machines: Factor by which 9 of 10 machines' host takes at most longer.
-        input_ms: Of the input pipeline, which overlaps nothing.
+        input_ms: The input pipeline's time, which overlaps nothing.
         by_kind_ms: Kind of kernel -> its time, the longest first.
         activity: What the step keeps busy.
         kernels: What all of this is summed over.
@@ -155,7 +155,7 @@ def time_step(
         trace: One step.
         spec: The GPU model.
         settings: The trace's own, which say what launches the kernels.
-        input_ms: Of the input pipeline, which overlaps nothing.
+        input_ms: The input pipeline's time, which overlaps nothing.
         learned: The efficiencies; None: the packaged ones.
 
     Raises:

@@ -144,7 +144,7 @@ def trace_step(
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.operators.library_calls` notes what
-    cuDNN and flash attention take besides. Of recurrent layers, `featurize.operators.cudnn_rnn` models the memory and
+    cuDNN and flash attention take on top. Of recurrent layers, `featurize.operators.cudnn_rnn` models the memory and
     counts the products; their many small kernels are one launch. Raises `TraceError`, for instance where a forward pass
     reads a value back (`.item()`), and `UsageError` for unknown names.
     """
@@ -226,11 +226,11 @@ STEPS = 2  # the optimizer makes its state in the first; the second is as all la
 
 @dataclass(kw_only=True)
 class Tracing:
-    """One trace. `build`, `run` and `result` are called once each, in this order; `doing` says what fails meanwhile.
+    """One trace. `build`, `run` and `result` are called once each, in this order; `doing` is the message if one fails.
 
     Args:
         entered: Holds what is replaced in the process until the trace ends. All else as
-            `featurize.trace.tracer.trace_step` has it.
+            `trace_step` has it.
         targets: Of each shape of batches, where a model that was tried for them was changed by that; None: not known.
         repeats: The second step may be made of the first.
     """

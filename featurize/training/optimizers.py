@@ -10,7 +10,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,9 @@ def make_optimizer(
         foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
             and the loop on CPU. Adafactor's default is the loop everywhere.
         implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
-        weight_decay: None is the library's default. Where it is no part of the step itself, as in AdamW, torch adds the
-            decayed weights to a copy of the gradients: of all at once with `foreach` (`_multi_tensor_sgd` and its
-            likes in torch/optim), of one after the other with `loop`, of none with `fused`.
+        weight_decay: None: the library's default. Where it is not part of the step itself, as in AdamW, torch adds the
+            decayed weights to a copy of the gradients: all at once with `foreach` (`_multi_tensor_sgd` and its
+            likes in torch/optim), one after the other with `loop`, not at all with `fused`.
 
     Raises:
         UsageError: There is no such optimizer, or transformers is missing for its Adafactor.
@@ -192,13 +192,6 @@ class BlockwiseAdamW(_TensorByTensor):
         state |= {name: torch.zeros(blocks, device=p.device) for name in ("absmax1", "absmax2")}
 
 
-class HasState(Protocol):
-    """An optimizer, as far as its state is read."""
-
-    @property
-    def state(self) -> Any: ...
-
-
 class OptimizerInBackward:
     """An optimizer for each parameter, which steps in the backward pass and frees the gradient at once.
 
@@ -262,7 +255,7 @@ def run_step(optimizer: torch.optim.Optimizer) -> None:
     """Step; also the fused implementation on meta tensors, which torch reserves for real devices.
 
     There, counters on the host, one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long
-    as all else. Both replace parts of PyTorch: no other thread may trace meanwhile.
+    as all else. Both replace parts of PyTorch: no other thread may trace at the same time.
     """
     parameters = _parameters(optimizer.param_groups)
     if not any(p.is_meta for p in parameters):
@@ -280,7 +273,7 @@ def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
     return ctypes.c_float.from_address(value.data_ptr()).value if counts else read(value)
 
 
-def state_tensors(optimizer: HasState) -> Iterator[Tensor]:
+def state_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Every tensor of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
@@ -312,7 +305,8 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
     ]
     total = totals[0]
     if len(totals) > 1:
-        total = torch.linalg.vector_norm(torch.stack([_whole(one) for one in totals]))
+        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in totals]
+        total = torch.linalg.vector_norm(torch.stack(whole))
     factor = torch.clamp(largest / (total + 1e-6), max=1.0)
     for group in groups:
         torch._foreach_mul_(group, factor)
@@ -347,11 +341,6 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[
     mix."""
     groups = _grouped(parameters, mesh_of)
     return [{"params": group} for group in groups] if len(groups) > 1 else [one for group in groups for one in group]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The value of a distributed tensor on each rank."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class MovingAverage:

@@ -53,13 +53,13 @@ from featurize.training.training_step import TrainingStep
 
 
 class TracedStage(PipelineStage):
-    """PyTorch's stage, which says what begins and what its memory is for.
+    """PyTorch's stage, which reports what begins and what its memory is for.
 
     Args:
         stage: The model that runs.
-        number: Of the stage.
-        rank: That has it, and hears of each pass that begins.
-        group: Of the ranks of the pipeline.
+        number: Number of the stage.
+        rank: The rank that has it, which is notified of each pass that begins.
+        group: Process group of the pipeline's ranks.
         replica: The wrapper of the stage's model, where data parallelism replicates it.
     """
 
@@ -95,7 +95,7 @@ class TracedStage(PipelineStage):
         return self._run(FORWARD, compute)[0]
 
     def loss(self, compute: Callable[[], Tensor]) -> Any:
-        """Return the loss of the micro-batch whose forward pass was the last one. Args: `compute()` is it."""
+        """Return the loss of the micro-batch whose forward pass was the last one; `compute()` computes it."""
 
         def computed() -> list[Tensor]:
             loss = compute()
@@ -241,12 +241,12 @@ class PipelineRank(ShardedRank):
 
         Args:
             model: What `prepare` gave, with the types that it trains with.
-            inputs: Of the whole batch.
+            inputs: Inputs of the whole batch.
 
         Raises:
             UsageError: The batch does not divide, or the model cannot be cut.
         """
-        recorder = self.recorder  # which records only names of modules meanwhile
+        recorder = self.recorder  # records only names of modules inside
         recorder.values.learn(tensors_of(inputs), default=1)
         for name, tensor in named_tensors(inputs):
             if tensor.dim() == 0 or tensor.shape[0] % self.parallel.chunks:
@@ -293,7 +293,7 @@ class PipelineRank(ShardedRank):
 
         Args:
             step: Whose model `wrap` wrapped.
-            inputs: Of the whole batch.
+            inputs: Inputs of the whole batch.
             target: Likewise; None where the model computes its loss itself.
         """
         parallel, self._step = self.parallel, step

@@ -65,8 +65,8 @@ class ShardedRank(ReplicatedRank):
 
     Args:
         parallel: The job.
-        mesh: Of all ranks.
-        streams: Of the GPU.
+        mesh: The mesh of all ranks.
+        streams: The GPU's streams.
         experts: As `featurize.training.experts.expert_mesh` returns it, where there is `ep`.
     """
 
@@ -79,7 +79,7 @@ class ShardedRank(ReplicatedRank):
         self.bucket_limits, self.needs_factory = None, parallel.own > 1
         self._mesh, self._streams, self._experts = mesh, streams, experts
         self._spreads = True
-        self._length = 0  # of the sequence that ranks share
+        self._length = 0  # length of the sequence that ranks share
         self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
@@ -183,7 +183,6 @@ def _quiet() -> Iterator[None]:
 
 
 _LENGTH = 1  # the dimension of inputs and targets that holds the sequence
-_HEADS_FIRST = 2  # that of queries, keys and values [N, heads, L, E]
 _TOKENS = "input_ids"
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -199,7 +198,7 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
     """While entered, `scaled_dot_product_attention` attends to the sequence of all ranks.
 
     Args:
-        mesh: Of the ranks that share the sequence, as `sequence_mesh` returns it.
+        mesh: The mesh of the ranks that share the sequence, as `sequence_mesh` returns it.
         parallel: The job's layout.
 
     Raises:
@@ -222,8 +221,17 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
     ) -> Tensor:
         nonlocal calls
         calls += 1
-        _require_attention_of_a_ring(attn_mask, is_causal, balanced=_is_balanced(parallel))
-        shared = (DTensor.from_local(one, mesh, [Shard(_HEADS_FIRST)], run_check=False) for one in (query, key, value))
+        if attn_mask is not None:
+            raise UsageError(
+                "parallel: cp: attention with a mask does not run over several ranks in PyTorch, is_causal=True does; "
+                "leave the attention mask out of the inputs"
+            )
+        if _is_balanced(parallel) and not is_causal:
+            raise UsageError(
+                "parallel: cp: balanced parts of the sequence are of causal attention only; give cp_load_balance=false"
+            )
+        # Of [N, heads, L, E] each rank has a part of the sequence.
+        shared = (DTensor.from_local(one, mesh, [Shard(2)], run_check=False) for one in (query, key, value))
         more = {"enable_gqa": True} if enable_gqa else {}
         out = local(*shared, None, dropout_p, is_causal, scale=scale, **more)
         assert isinstance(out, DTensor)
@@ -261,7 +269,7 @@ def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, pa
 
     Args:
         inputs: The batch of the ranks that share it.
-        target: Likewise; None is none.
+        target: Likewise; None: there is none.
         mesh: As `sequence_mesh` returns it.
         parallel: The job's layout.
 
@@ -292,28 +300,16 @@ def _is_balanced(parallel: Parallel) -> bool:
     return parallel.cp_load_balance is not False
 
 
-def _require_attention_of_a_ring(mask: Tensor | None, causal: bool, *, balanced: bool) -> None:
-    if mask is not None:
-        raise UsageError(
-            "parallel: cp: attention with a mask does not run over several ranks in PyTorch, is_causal=True does; "
-            "leave the attention mask out of the inputs"
-        )
-    if balanced and not causal:
-        raise UsageError(
-            "parallel: cp: balanced parts of the sequence are of causal attention only; give cp_load_balance=false"
-        )
-
-
 _META = torch.device("meta")
 
 
 @contextlib.contextmanager
 def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[None]:
-    """While entered, meshes stand for GPUs on which meta tensors lie.
+    """Within, meshes stand for GPUs that hold meta tensors.
 
     Args:
-        streams: Of the GPU. Its recorder hears of storages that are resized, and of what blocks are for.
-        device: What meta tensors say that they lie on.
+        streams: The GPU's streams. Their recorder is notified of resized storages and of what blocks are for.
+        device: The device that meta tensors report.
     """
     with contextlib.ExitStack() as stack:
 
@@ -488,7 +484,7 @@ class ShardStates:
 
     Args:
         model: With modules that `fully_shard` wrapped, or none.
-        recorder: Hears nothing of what `bring_to` does.
+        recorder: Is not notified of what `bring_to` does.
         streams: Likewise.
     """
 
@@ -498,7 +494,8 @@ class ShardStates:
 
     def now(self) -> Hashable:
         """Return the state of each module's parameters."""
-        return tuple(tuple(group._sharded_state for group in _groups(module)) for module in self._modules)
+        states = (module._get_fsdp_state() for module in self._modules)
+        return tuple(tuple(group._sharded_state for group in one._fsdp_param_groups) for one in states)
 
     def bring_to(self, state: Hashable) -> None:
         """Gather or free parameters, as they are in another state."""
@@ -515,7 +512,3 @@ class ShardStates:
                     module.reshard()
         finally:
             self._streams.recorder, self._recorder.paused = recorder, paused
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    return module._get_fsdp_state()._fsdp_param_groups

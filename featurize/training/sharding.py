@@ -75,8 +75,8 @@ def shard_flat(
     Args:
         model: Its optimizer is made afterwards.
         parallel: The degrees and FSDP1's own settings.
-        mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
-        chosen: The modules around which a wrapper goes, besides the model.
+        mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
+        chosen: The modules around which a wrapper goes, in addition to the model.
         types: Those of gathered parameters and of reduced gradients.
 
     Raises:
@@ -128,7 +128,7 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
     Args:
         model: Its optimizer is made afterwards.
         parallel: The degrees and FSDP2's own settings.
-        mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
+        mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
         experts: As `featurize.training.experts.expert_mesh` returns it, where there is `ep`.
 
     Raises:
@@ -279,8 +279,8 @@ class LocalOptimizer:
     """Updates parts of parameters; gradients are read, and freed, where the wrapper leaves them.
 
     Args:
-        parameters: Of the wrapped model.
-        make: Gives the optimizer of some parameters; an elementwise one.
+        parameters: Parameters of the wrapped model.
+        make: Returns an elementwise optimizer of some parameters.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ def apply_plan(
     Args:
         model: Its optimizer is made afterwards.
         plan: Path of a module, with `*` for any part of it -> its style, of `STYLES`. None: the model's own.
-        mesh: Of the ranks that share each module.
+        mesh: The mesh of the ranks that share each module.
         whole_experts: Rules of mixtures are left out, as their experts are divided.
 
     Raises:
@@ -357,10 +357,7 @@ def apply_plan(
     if not whole_experts:
         split_experts(model, of_experts, mesh)
     _require_whole_heads(model, styles, mesh.size())
-    done: dict[str, ParallelStyle] = {}
-    for path, style in styles.items():
-        if (made := STYLES[style]()) is not None:
-            done[path] = made
+    done = {path: made for path, style in styles.items() if (made := STYLES[style]()) is not None}
     # Without a rank whose weights the others would be sent.
     parallelize_module(model, mesh, done, src_data_rank=None)
     return model
@@ -405,7 +402,7 @@ def _require_whole_heads(model: nn.Module, styles: Mapping[str, str], ranks: int
             if isinstance(heads, int) and heads % ranks:
                 fitting = ", ".join(str(one) for one in range(2, heads + 1) if heads % one == 0)
                 raise UsageError(
-                    f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); of these, {fitting} do"
+                    f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); tp can be {fitting}"
                 )
 
 
@@ -439,30 +436,30 @@ def split_experts(model: nn.Module, rules: Mapping[str, Mapping[str, str]], mesh
     Args:
         model: Its optimizer is made afterwards.
         rules: As `rules_of_experts` returns them.
-        mesh: Of the ranks that share each module.
+        mesh: The mesh of the ranks that share each module.
 
     Raises:
         UsageError: The ranks do not divide a parameter.
     """
-    for path, module in model.named_modules():
-        for pattern, styles in rules.items():
-            if fnmatch.fnmatchcase(path, pattern):
-                _split(path, module, styles, mesh)
-
-
-def _split(path: str, module: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
-    for name, style in styles.items():
-        parameter = module._parameters.get(name)
-        if parameter is None:
-            continue
-        place = OF_PARAMETERS[style] % parameter.dim()
-        if parameter.shape[place] % mesh.size():
-            raise UsageError(
-                f"parallel: tp={mesh.size()} does not divide the {parameter.shape[place]} features of {path}.{name}"
-            )
-        own = distribute_tensor(parameter.detach(), mesh, [Shard(place)], src_data_rank=None)
-        setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-    vars(module)["forward"] = _summed(module, module.forward, mesh.get_group())
+    fitting = [
+        (path, module, styles)
+        for path, module in model.named_modules()
+        for pattern, styles in rules.items()
+        if fnmatch.fnmatchcase(path, pattern)
+    ]
+    for path, module, styles in fitting:
+        for name, style in styles.items():
+            parameter = module._parameters.get(name)
+            if parameter is None:
+                continue
+            place = OF_PARAMETERS[style] % parameter.dim()
+            if parameter.shape[place] % mesh.size():
+                raise UsageError(
+                    f"parallel: tp={mesh.size()} does not divide the {parameter.shape[place]} features of {path}.{name}"
+                )
+            own = distribute_tensor(parameter.detach(), mesh, [Shard(place)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        vars(module)["forward"] = _summed(module, module.forward, mesh.get_group())
 
 
 def _summed(module: nn.Module, forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:

@@ -9,7 +9,8 @@ give tensors that stand for what the stage would have computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -28,6 +29,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Operator
 from featurize.recording.values import Inputs, call, mapped
 from featurize.training.streams import Moments, SentNote, Since, Streams
+from featurize.training.training_step import logits_of
 
 if TYPE_CHECKING:
     from featurize.training.sharded_rank import ShardStates
@@ -45,8 +47,8 @@ class Survey:
     """A model's members in the order in which they run, and who uses which parameter.
 
     container  whose members the stages share
-    names      of the members, within the container
-    paths      of the members, within the model
+    names      the members' names within the container
+    paths      the members' paths within the model
     blocks     places of the repeated blocks among them; all places where there are none
     outputs    place -> a tensor like that which the next member takes
     forms      place -> in what form it is given
@@ -76,7 +78,7 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
 
     Args:
         model: The whole one, on the meta device.
-        inputs: Of one micro-batch.
+        inputs: Inputs of one micro-batch.
         stages: Their number.
         dtype: To which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as they
             are.
@@ -86,7 +88,11 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
     """
     survey = _line_of(model, stages)
     watch = _Uses(model, survey, dtype)
-    with watch.hooks(), watch:
+    with contextlib.ExitStack() as hooks, watch:
+        for place, member in enumerate(survey.members()):
+            entered, left = functools.partial(watch.entered, place), functools.partial(watch.left, place)
+            hooks.enter_context(member.register_forward_pre_hook(entered, with_kwargs=True))
+            hooks.enter_context(member.register_forward_hook(left))
         survey.result = like(result_of(call(model, cast(Inputs, mapped(inputs, watch.cast)))))
     if lacking := [path for place, path in enumerate(survey.paths) if place not in survey.forms]:
         raise UsageError(f"parallel: pp: {lacking[0]} does not run in the forward pass, so no stage has it")
@@ -105,8 +111,8 @@ def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
     (`generate_llm_fqn_per_model_part`): parameters used before them count as one more, those used after, too.
 
     Raises:
-        UsageError: There are fewer blocks than stages, a path that is no member's, or a stage begins with a member that
-            takes another kind of tensor than the one before gives.
+        UsageError: There are fewer blocks than stages, a path that is not a member's, or a stage begins with a member
+            that takes another kind of tensor than the one before gives.
     """
     starts = _chosen_starts(survey, parallel)
     for place in starts[1:-1]:
@@ -193,7 +199,7 @@ class _Uses(TorchFunctionMode):
             if id(one) in self._parameters:
                 self._survey.uses.setdefault(id(one), set()).add(self._now)
         if self._dtype is not None:
-            args, kwargs = tree_map(self._gathered, (args, kwargs))
+            args, kwargs = tree_map(lambda one: self.cast(one) if id(one) in self._parameters else one, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def cast(self, value: Any) -> Any:
@@ -201,45 +207,25 @@ class _Uses(TorchFunctionMode):
         floats = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self._dtype) if floats and self._dtype is not None else value
 
-    def _gathered(self, value: Any) -> Any:
-        return self.cast(value) if id(value) in self._parameters else value
+    def entered(self, place: int, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a member's forward pass, with its inputs in the type that it computes in."""
+        if place < self._now:
+            raise UsageError(
+                f"parallel: pp: {self._survey.paths[place]} runs after {self._survey.paths[self._now]}, so that "
+                "no cut between the two is a stage's"
+            )
+        self._now = place
+        taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if taken is not None and taken is not self._given:
+            self._survey.inputs[place] = like(taken)
+        return tree_map(self.cast, (args, kwargs))
 
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """While entered, members are followed."""
-        handles = []
-        for place, member in enumerate(self._survey.members()):
-            handles.append(member.register_forward_pre_hook(self._entering(place), with_kwargs=True))
-            handles.append(member.register_forward_hook(self._leaving(place)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _entering(self, place: int) -> Callable[..., None]:
-        def entered(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if place < self._now:
-                raise UsageError(
-                    f"parallel: pp: {self._survey.paths[place]} runs after {self._survey.paths[self._now]}, so that "
-                    "no cut between the two is a stage's"
-                )
-            self._now = place
-            taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-            if taken is not None and taken is not self._given:
-                self._survey.inputs[place] = like(taken)
-            return tree_map(self.cast, (args, kwargs))
-
-        return entered
-
-    def _leaving(self, place: int) -> Callable[..., None]:
-        def left(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._survey.forms[place], self._survey.outputs[place] = _form_of(output, self._survey.paths[place])
-            self._given = tree_leaves(output)[0]
-            if place == len(self._survey.names) - 1:
-                self._now = len(self._survey.names)
-
-        return left
+    def left(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        """End a member's forward pass."""
+        self._survey.forms[place], self._survey.outputs[place] = _form_of(output, self._survey.paths[place])
+        self._given = tree_leaves(output)[0]
+        if place == len(self._survey.names) - 1:
+            self._now = len(self._survey.names)
 
 
 def _form_of(output: Any, path: str) -> tuple[Form, Tensor]:
@@ -267,10 +253,7 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def result_of(output: Any) -> Tensor:
     """Return the tensor among what a model gives that the loss is computed from. Raises `UsageError` for none."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, list | tuple) and output:
-        logits = output[0]
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits := logits_of(output), Tensor):
         raise UsageError(
             f"parallel: pp: the model's output ({type(output).__name__}) holds no logits, which the last stage returns"
         )
@@ -393,10 +376,10 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
 
     Args:
         model: The whole one, as it was surveyed.
-        survey: Of it.
+        survey: The model's survey.
         begin: Place of the stage's first member.
         end: The place after its last one.
-        inputs: Of one micro-batch, which stages but the first need for what they compute of it themselves.
+        inputs: One micro-batch. Stages after the first need it for what they compute from it themselves.
     """
     places = set(range(begin, end))
     places |= {BEFORE} if begin == 0 else set()
@@ -405,7 +388,7 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
     for place, name in enumerate(survey.names):
         if place in places:
             continue
-        kind = _Enter if place == begin - 1 else _Leave if place == end else _PassedBy
+        kind = _Enter if place == begin - 1 else _Leave if place == end else _Placeholder
         survey.container._modules[name] = kind(survey.forms[place], survey.outputs[place].detach(), stage)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -415,8 +398,8 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
     return stage
 
 
-class _PassedBy(nn.Module):
-    """Stands for a member of another stage: gives a tensor like its own, whatever comes in."""
+class _Placeholder(nn.Module):
+    """Replaces a member of another stage: returns a tensor like that member's, whatever comes in."""
 
     def __init__(self, form: Form, example: Tensor, stage: Stage) -> None:
         super().__init__()
@@ -428,15 +411,15 @@ class _PassedBy(nn.Module):
         return self.form(self.example)
 
 
-class _Enter(_PassedBy):
-    """Stands for the member before a stage's first one."""
+class _Enter(_Placeholder):
+    """Replaces the member before a stage's first one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.form(vars(self)["stage"].arrived())
 
 
-class _Leave(_PassedBy):
-    """Stands for the member after a stage's last one."""
+class _Leave(_Placeholder):
+    """Replaces the member after a stage's last one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["stage"].leave(next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))
@@ -473,8 +456,8 @@ class _Batch:
     """A micro-batch on its way through one stage.
 
     kept        blocks that its passes so far took for a later one; None: given back, or a result since
-    signatures  of these
-    spans       operators of its passes so far
+    signatures  signatures of these blocks
+    spans       operators of the passes so far
     """
 
     kept: list[int | None] = field(default_factory=list)
@@ -515,9 +498,9 @@ class _Note:
     operators: list[Operator]
     sent: list[SentNote]
     spans: list[tuple[int, int]]  # the operators of the micro-batch's passes so far, of this one last
-    state: Hashable  # of the stage's shards afterwards
+    state: Hashable  # state of the stage's shards afterwards
     began: Since
-    before: Moments  # of the streams
+    before: Moments  # the streams' moments
     after: Moments
 
 
@@ -525,9 +508,9 @@ class RepeatedPasses:
     """Runs passes of the stages of one rank, or repeats those that were noted.
 
     Args:
-        recorder: Of the step.
-        streams: Of the GPU.
-        states: Of the shards of each stage: passes repeat others that begin in the same state.
+        recorder: The step's recorder.
+        streams: The GPU's streams.
+        states: States of each stage's shards: passes repeat others that begin in the same state.
         noted: Stage -> micro-batches whose passes run, and are noted, in the first run of the schedule. None: all
             passes run in every one.
         unlike: Micro-batches that run in every one, since no other is like them.
@@ -557,10 +540,10 @@ class RepeatedPasses:
     def run(
         self, kind: str, stage: int, micro_batch: int, compute: Callable[[], Sequence[Tensor | None]]
     ) -> Sequence[Tensor | None]:
-        """Return what a pass gives.
+        """Return a pass's results.
 
         Args:
-            kind: Of the pass; a micro-batch has one of each, `BACKWARD` last.
+            kind: Kind of the pass; a micro-batch has one of each, `BACKWARD` last.
             stage: Number of the stage.
             micro_batch: Number of the micro-batch.
             compute: Runs the pass.
@@ -648,10 +631,10 @@ def _memory_of(
     """Return what a pass does to memory.
 
     Args:
-        memory: Of the step.
+        memory: The step's memory.
         stretch: The pass's events.
-        batch: The pass's micro-batch, which hears of what is kept.
-        results: What it gives.
+        batch: The pass's micro-batch, which is told what is kept.
+        results: The pass's results.
         ends: It is the micro-batch's last one.
 
     Raises:
@@ -689,7 +672,7 @@ def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
 
 def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
     try:
-        block = memory.block_of(getattr(tensor, "elem", tensor))  # of what a collective makes
+        block = memory.block_of(getattr(tensor, "elem", tensor))  # the block that a collective makes
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
     return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)

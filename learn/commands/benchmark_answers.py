@@ -27,12 +27,12 @@ from learn.rows.step_store import StepStore, traced_column
 from learn.rows.targets import Bins, Target, get_target
 from warehouse.exchange.published import PublishedRow
 
-SLOW = ("faketensor", "xmem")  # seconds a row; the others take a tenth
-TIMED_CASES = 20  # of a file, after one that warms up
+SLOW = ("faketensor", "xmem")  # these take seconds a row, the others a tenth of a second
+TIMED_CASES = 20  # a file's cases that are timed, after one that warms up
 
 
 class Tally:
-    """Count steps done and to do; whoever begins something adds its steps first."""
+    """Count steps done and to do; a caller that begins something adds its steps first."""
 
     def __init__(self, progress: Callable[[int, int], None]) -> None:
         self._progress = progress
@@ -71,7 +71,7 @@ def ask_free(
 
     answers: dict[str, dict[int, Given]] = {name: {} for name in names}
     jobs: list[PoolJob] = []
-    places: list[tuple[str, int]] = []  # of each job: its estimator and row
+    places: list[tuple[str, int]] = []  # each job's estimator and row
     for name in sorted(names, key=SLOW.__contains__):
         for i in index.tolist():
             case, subject = selection.rows.cases[i], selection.subjects[i]
@@ -191,7 +191,7 @@ def _ask(
         if len(rows) == 1:
             return [Given(estimate=None, reason=str(error))], ()
         alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
-        return [one for given, _ in alone for one in given], tuple(text for _, texts in alone for text in texts)
+        return [answer for given, _ in alone for answer in given], tuple(text for _, texts in alone for text in texts)
     return given_of(prediction, rows, bins), prediction.warnings
 
 

@@ -253,7 +253,7 @@ class RowSelection:
     name       for people
     asked      bool: answers are wanted; fitted_on: bool, an estimator may learn from it
     subjects   what a training-free estimator is asked about: the published row, or the case
-    estimates  other people's estimates of the row, name -> value
+    estimates  published estimates of the row, name -> value
     """
 
     rows: Rows

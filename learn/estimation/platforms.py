@@ -59,11 +59,11 @@ def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = 
     model's description has no interconnect. A trace tells which groups of ranks the model made itself."""
     if job.parallel is None:
         return 0.0
-    axes = () if trace is None else (one.axis for one in trace.collectives)
+    axes = () if trace is None else (collective.axis for collective in trace.collectives)
     return communicators_mib(device, job.parallel, axes)
 
 
-def talk_of(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
+def communication_of_step(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
     """Return what the step's communication takes; None of a job on one GPU. It is the same in any loop."""
     from featurize.timing.overlap import communication_of
 

@@ -26,7 +26,7 @@ from learn.rows.data import Rows
 from learn.rows.step_store import StepRecord, StepStore
 from learn.rows.targets import Target, get_target
 
-LEVEL = 0.99  # of the bounds that are told and judged
+LEVEL = 0.99  # level of the bounds that are reported and judged
 
 
 def conformal_score(scores: np.ndarray, level: float) -> float:
@@ -56,7 +56,7 @@ class Held:
     """Share of left-out rows that a bound held.
 
     Args:
-        share: Of the rows, each judged by a bound that had seen none of its group.
+        share: Share of the rows, each judged by a bound that had seen none of its group.
         rows: Their number.
         groups: The number of groups; each was left out once.
         kind: What a group is, in the plural.
@@ -70,7 +70,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """A bound that a job's memory stays below, whoever gives it.
+    """A bound that a job's memory stays below, from any estimator.
 
     Args:
         coverage: Share of jobs that stay below the bound, which is `quantiles_mib[coverage]`.
@@ -178,7 +178,7 @@ ESTIMATORS: dict[str, str] = {
     "xmem": "learn.peers.xmem:XMem",
 }
 TRAINING_FREE = ("deepspeed", "dnnmem", "faketensor", "horus", "llmem", "trace", "xmem")
-PREFERRED = "hybrid"  # of several fitted models
+PREFERRED = "hybrid"  # preferred among several fitted models
 OF_CONFIGS = "lightgbm"  # reads configurations only
 
 

@@ -163,8 +163,8 @@ def _factor(times: Sequence[Times]) -> float:
     return round(float(min(_FACTORS, key=lambda factor: sum(abs(_off(one, factor)) for one in times))), 2)
 
 
-_MOST_RANKS = 8  # of a node
-_FIRST_STEP = 0.3  # of each logarithm
+_MOST_RANKS = 8  # ranks of a node
+_FIRST_STEP = 0.3  # first step of each logarithm
 _TOLERANCE = 0.02  # logarithm: rows nearer than this count little
 _OF_BEGIN = 1e-4  # weight of staying where the fit begins: of what the rows do not tell
 _ITERATIONS = 300

@@ -1,4 +1,4 @@
-"""Formulas for the time of kernels and steps: the kernel model, as it comes and fitted anew, and other people's; and
+"""Formulas for the time of kernels and steps: the kernel model, packaged and fitted anew, and published ones; and
 how each is judged, on rows that were fitted on and on rows left out.
 
 Start reading at `Formula`, which each class keeps, then at `judged`. Other people's are written from their papers, on
@@ -45,9 +45,9 @@ from learn.estimators.kernel_fitting import (
 )
 from learn.judging.scores import RowScores, score_table, spread
 
-_TILE_SIDE = {False: 64.0, True: 128.0}  # of a product's tile, on tensor cores and not
+_TILE_SIDE = {False: 64.0, True: 128.0}  # side of a product's tile, on tensor cores and not
 _SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
-_BLOCK_BYTES = 8192.0  # of a kernel that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
+_BLOCK_BYTES = 8192.0  # bytes of a block that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Instruments:
     def __init__(self, rows: Sequence[MeasuredTime]) -> None:
         operators = [row.group if row.source in ALONE else "" for row in rows]
         names = list(dict.fromkeys(operators))
-        self.operator = torch.tensor([names.index(name) for name in operators])  # of each row
+        self.operator = torch.tensor([names.index(name) for name in operators])  # each row's operator
         self.begin = torch.full((len(names),), math.log(INSTRUMENT_MS), dtype=torch.float64)
 
 
@@ -355,7 +355,7 @@ class KernelModel:
 
 
 class KernelModelAsItComes:
-    """The kernel model with the efficiencies that come along. It learns nothing of the rows."""
+    """The kernel model with the packaged efficiencies. It learns nothing from the rows."""
 
     def __init__(self, fit: TimeFit) -> None:
         self.fit = fit
@@ -412,7 +412,7 @@ ROOFLINE = "nothing learned"  # the described rates alone
 _OF_KERNELS = (ROOFLINE, LEARNED_FROM, "GPU models left out")
 COVERAGES = (0.5, 0.75, 0.9, 0.95, 0.99)
 _LONG_TOKENS = 8192
-_DEPTHWISE_SHARE = 0.25  # of a network's convolutions
+_DEPTHWISE_SHARE = 0.25  # share of a network's convolutions
 _TILED_OPERATORS = tuple(f"{KERNELS}/aten::{name}" for name in ("addmm", "bmm", "convolution"))
 
 
@@ -442,8 +442,8 @@ def left_out_ratios(formula: Formula, masks: Sequence[np.ndarray], heard: Callab
 
     Args:
         formula: Whose estimates.
-        masks: Of the rows that are left out in turn; at least one.
-        heard: Is called before each fit.
+        masks: Masks of the rows that are left out in turn; at least one.
+        heard: Called before each fit.
 
     Returns:
         (rows,); NaN where the formula has no answer, no mask holds the row, or one holds all rows.
@@ -482,7 +482,8 @@ def labels_by(fit: TimeFit, by: str) -> np.ndarray:
 
 
 def left_out_by(fit: TimeFit, by: str, folds: int | None = None) -> list[np.ndarray]:
-    """Return the masks of the rows that are left out in turn: those of a label, or of one of so many parts of them."""
+    """Return the masks of the rows that are left out in turn: those of a label, or of one of this many parts of
+    them."""
     return held_out_by(labels_by(fit, by), folds)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from learn.commands.benchmark_rows import BenchmarkSettings
     from learn.judging.scores import Benchmark, Figures
 
-OTHERS = "(published)"  # behind the name of an estimator whose figures are other people's
+OTHERS = "(published)"  # behind the name of an estimator whose figures are published ones
 # Columns of words; the others hold figures.
 WORDS = {
     *("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of"),
@@ -44,8 +44,8 @@ WORDS = {
 }
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
-_CLASSES = 8  # more recalls than that are told in the files only
-_REASONS = 5  # of an estimator's refusals on a file are told; `out=` holds all
+_CLASSES = 8  # beyond this many classes, recalls are in the files only
+_REASONS = 5  # an estimator's refusals on a file that are shown; `out=` holds all
 
 
 class BenchmarkProgress:
@@ -205,7 +205,7 @@ def print_table(table: TableText) -> None:
     from rich.text import Text
 
     title, columns, rows = table
-    # titles hold brackets, which are no markup
+    # titles hold brackets, which are not markup
     drawn = rich_table.Table(title=Text(title), title_justify="left")
     for name in columns:
         whole = name in ("rows", "estimator", "answered")

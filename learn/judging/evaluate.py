@@ -93,7 +93,7 @@ def evaluate(
     `steps` has the records of the rows' steps (None: a new store).
 
     Raises `UsageError` where there are too few groups to split.
-    `progress` hears the name of each step before it starts.
+    `progress` is called with the name of each step before it starts.
     """
     steps = StepStore() if steps is None else steps
     classes = classes_of(rows, bins)
@@ -124,7 +124,7 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
     """Judge an estimator's prediction of rows that it has not seen.
 
     Args:
-        prediction: Of the rows.
+        prediction: Prediction of the rows.
         rows: Held-out rows.
         bins: Classes that the rows are told apart by.
         estimator: Its name.
@@ -192,7 +192,7 @@ def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
 
 SPLITS = ("cv", "holdout", "leave_one_out")
 GROUPINGS = ("module", "family", "device", "source")
-TEST_TENTHS = 3  # of ten folds: 30 % held out
+TEST_TENTHS = 3  # three of ten folds: 30 % held out
 
 
 @dataclass(frozen=True)

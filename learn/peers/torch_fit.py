@@ -48,7 +48,7 @@ def train_best(
 
     Args:
         net: What is trained.
-        optimizer, schedule: Of its parameters; the schedule steps with every batch where it has steps for them all.
+        optimizer, schedule: Update its parameters; the schedule steps with every batch where it has steps for them all.
         batches: Rows of each batch of one epoch.
         loss_of: The loss of a batch's rows.
         held_out_loss: The loss of the held-out rows, now.

@@ -39,7 +39,7 @@ MIN_GROUPS = 10
 _COLUMNS = (
     "run_id, family, config, status, oom_kind, source, device_name, device_memory_mib, memory_fraction, quality, "
     "torch_version, error_type, error, group_id"
-)  # of `runs`
+)  # columns of `runs`
 _NAMED = 3  # rows that a sentence names
 _REASONS = 3  # reasons that a sentence names
 _LONGEST_NAME = 200
@@ -88,10 +88,10 @@ class LabelledRow:
                of the top bin, or of no less than its label's where it had a share of the device only; regressors
                without a use for "at least" leave it out (`Rows.exact`).
     device_memory_mib
-               of the device, or the share of it that the trial was allowed (`runs.memory_fraction`); card_mib: of the
+               memory of the device, or the share that the trial was allowed (`runs.memory_fraction`); card_mib: of the
                whole device. NaN where nobody knows.
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
-    module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
+    module     what reports tell rows apart by, and what is left out as a whole: family and topology, or a library's
                own name for a kind of model.
     doubt      why the label may be wrong, as the rows beside it have it; empty for none. Such rows are not fitted on.
     """
@@ -125,8 +125,8 @@ def _column(name: str, kind: type) -> cached_property[np.ndarray]:
 class Rows:
     """Labelled training jobs, sorted by run_id. Each field of `LabelledRow` is also a column: an array of length n.
 
-    counts     rows of the selection by status; beside them `unreadable` (config that is none, or of unknown family or
-               fields), `absurd` (a label that is no figure), `unknown code` (see `remarks`; these are not left out),
+    counts     rows of the selection by status; beside them `unreadable` (invalid config, or of unknown family or
+               fields), `absurd` (a label that is not a figure), `unknown code` (see `remarks`; these are not left out),
                `untrusted` (`runs.quality`: the farm's own telemetry says that the labels are wrong) and `stale` (the
                view `stale`: the label moved in the environment that the device is in now), all left out.
     remarks    what is odd about single rows, a sentence each, which names some: configs that cannot be read, configs
@@ -251,7 +251,7 @@ def load_rows(
     """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
     With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change. Rows are data:
-    code that a config names is not imported (`featurize.configs.trial`), but for modules in `trust`; such a row is
+    code that a config names is not imported (`featurize.configs.trial`), except modules in `trust`; such a row is
     kept, and its features are those that are stored.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
@@ -331,7 +331,7 @@ def _is_usable(row: Mapping[str, Any], target: Target) -> bool:
         return bool(row["device_memory_mib"])
     label = row["label"]
     # A memory or time of 0 is a sensor that gave nothing, and so is a mean activity of exactly 0 beside a model that
-    # trained, in other people's files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
+    # trained, in published files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
     zero_is_a_figure = target.space == "ratio" and row["source"] != "imported"
     return row["status"] == "ok" and label is not None and (label > 0 or zero_is_a_figure)
 
@@ -468,7 +468,7 @@ def named(run_ids: Sequence[str]) -> str:
 
 
 def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
-    """Return how many rows, some of them, and the commonest reasons with their counts."""
+    """Return a sentence: the number of rows, some of their ids, and the commonest reasons with their counts."""
     counts = Counter(reason for _, reason in rows)
     shown = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in counts.most_common(_REASONS))
     more = "; ..." if len(counts) > _REASONS else ""

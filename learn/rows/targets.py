@@ -16,7 +16,7 @@ from conf.errors import UsageError, unknown_name
 
 MIB_PER_GB = 1024.0  # bins are counted in units of 1024 MiB, as nvidia-smi's figures are read
 BIN_WIDTHS_GB = (1, 2, 8)
-SLOWDOWN = "slowdown"  # of jobs that share a GPU: no column of `runs`, see `learn.sharing`
+SLOWDOWN = "slowdown"  # target of jobs that share a GPU: not a column of `runs`, see `learn.sharing`
 
 # Edges between low, medium and high, by family: GPUMemNet's utilization sets (arXiv 2602.17817).
 UTILIZATION_EDGES: dict[str, dict[str, tuple[float, float]]] = {
@@ -103,7 +103,7 @@ def default_bin_gb(families: Sequence[str] | np.ndarray) -> int:
     return 1 if set(families) == {"mlp"} else 8
 
 
-_MOST_BINS = 4096  # of 1 GB: more than any GPU has
+_MOST_BINS = 4096  # bins of 1 GB: more than any GPU has
 
 
 def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) -> Bins:

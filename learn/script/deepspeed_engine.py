@@ -43,13 +43,7 @@ from learn.script.process_group import RankZero
 from learn.script.step_watch import StepWatch
 
 NAME, VERSION = "deepspeed", "0.19.8"
-_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-_ALONE = (
-    "DeepSpeed on one GPU is not estimated; start the script on several, as in deepspeed --num_gpus 8 train.py, or "
-    "leave DeepSpeed out"
-)
 _NOT_SAVED = "checkpoints of DeepSpeed were left out"
-_ONE_GROUP = "assumed: all groups of the optimizer's parameters are updated as one"
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,8 +57,8 @@ class DeepSpeedJob:
 
     Args:
         rank: The process's part.
-        watch: Of the script's steps.
-        note: Hears what is taken for granted.
+        watch: Watches the script's steps.
+        note: Is notified of what is taken for granted.
     """
 
     def __init__(self, rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
@@ -98,7 +92,10 @@ class DeepSpeedJob:
         settings = _settings(given if given is not None else getattr(args, "deepspeed_config", None))
         self.init_distributed()
         if self.rank.launched == 1:
-            raise RuntimeError(_ALONE)
+            raise RuntimeError(
+                "DeepSpeed on one GPU is not estimated; start the script on several, as in deepspeed --num_gpus 8 "
+                "train.py, or leave DeepSpeed out"
+            )
         file = read_deepspeed(settings, ranks=self.rank.launched)
         trained = model_parameters if model_parameters is not None else model.parameters()
         basic = _optimizer(optimizer, list(trained), file)
@@ -119,7 +116,7 @@ class DeepSpeedEngine(nn.Module):
     """A rank's model, and what updates it.
 
     Args:
-        job: Of the process.
+        job: The process's job.
         model: Which the script made.
         basic: Its optimizer, whose state is made for the rank's part.
         file: What the settings say.
@@ -156,7 +153,7 @@ class DeepSpeedEngine(nn.Module):
         training = Training(accumulation=accumulation, clip_norm=clip, offload_optimizer=layout.cpu_offload)
         job.note(f"DeepSpeed does not run here: its stage {layout.zero} is followed as release 0.19 has it")
         if len(basic.param_groups) > 1:
-            job.note(_ONE_GROUP)
+            job.note("assumed: all groups of the optimizer's parameters are updated as one")
         _place(model, _TYPES.get(layout.param_dtype or ""), rank.recorder, in_parts=layout.zero == 3)
         whole = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
         played = rank.play(layout, training, elements(model))
@@ -429,7 +426,7 @@ class _Part(types.ModuleType):
 
 
 def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
-    """Return module -> what is in it, besides the modules below it."""
+    """Return module -> what is in it, apart from the modules below it."""
     zero = {
         "Init": Init,
         "register_external_parameter": giving(None),
@@ -457,7 +454,9 @@ def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
         ".runtime.zero": zero,
         ".runtime.zero.partition_parameters": {**zero, **arange},
         ".runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
-        ".runtime.lr_schedules": {"VALID_LR_SCHEDULES": _SCHEDULES},
+        ".runtime.lr_schedules": {
+            "VALID_LR_SCHEDULES": ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+        },
         ".accelerator": {"get_accelerator": _Accelerator},
         ".ops": {},
         ".ops.adam": {

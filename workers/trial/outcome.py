@@ -135,7 +135,7 @@ class TrialRun:
     """Listens to one trial, and keeps what comes of it.
 
     Args:
-        server: Of the trial.
+        server: The trial's server.
         trial: Its process.
         watch: Its sensors.
         observed: Takes what it reports and what the sensors read.
@@ -215,13 +215,13 @@ class TrialWatch:
     The first rank's figures decide on the window, as it does itself.
 
     Args:
-        settings: Of the trial.
-        slots: Of the worker: one, or one for each rank.
+        settings: The trial's settings.
+        slots: The worker's slots: one, or one for each rank.
         ranks: Processes that train.
-        pid: Of the trial.
-        observed: Learns why sensors give nothing, and gets the samples in the end.
+        pid: Process of the trial.
+        observed: Takes the reasons why sensors read nothing, and in the end the samples.
         sampled: Whether the device is sampled at all.
-        partners: Processes of trials that run beside it, which are no strangers on the device.
+        partners: Processes of trials that run beside it, which do not count as strangers on the device.
     """
 
     def __init__(
@@ -247,9 +247,9 @@ class TrialWatch:
 
     def ranks_started(self, pids: Sequence[int]) -> None:
         """Watch the ranks' processes, as far as they are the trial's."""
-        own = set(descendants_of(self._pid)) if self._sampled else set()
+        descendants = set(descendants_of(self._pid)) if self._sampled else set()
         for rank, pid in enumerate(pids):
-            if pid not in own:  # it has ended, or is another's
+            if pid not in descendants:  # it has ended, or is another's
                 self._observed.missing["ranks"] = f"process {pid} of rank {rank} is not the trial's"
                 pid = self._pid
             uuid = self._slots[rank % len(self._slots)].device_uuid

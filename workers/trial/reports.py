@@ -1,6 +1,6 @@
 """Parses and checks everything that arrives on a trial's socket, and records it in the trial's `Observed`.
 
-Start reading at `ReportReader`. A trial runs other people's code, so nothing that it sends is trusted: the first breach
+Start reading at `ReportReader`. A trial runs third-party code, so nothing that it sends is trusted: the first breach
 of the rules is recorded as `Observed.broken`, and nothing more of that trial is read.
 """
 
@@ -17,10 +17,10 @@ from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS
 from workers.telemetry.base import Sample
 from workers.trial.body import LINE_BYTES as LINE_BYTES
 
-READINGS_KEPT = 100_000  # of steps and samples: three hours at the usual ten a second
+READINGS_KEPT = 100_000  # steps and samples: three hours at the usual ten a second
 KERNELS_KEPT = 20_000  # rows of `kernels` of one trial
 _NAME_CHARACTERS = 200
-_KERNEL_CHARACTERS = 4_000  # of a kernel's name or its shapes
+_KERNEL_CHARACTERS = 4_000  # characters of a kernel's name or its shapes
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_NUMBER = 1e18
 _LATEST_VIRTUAL_NS = 2**62
@@ -56,7 +56,7 @@ KERNEL_COLUMNS = {
 }
 # Columns of `runs` that a trial gives itself.
 _LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
-_RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # of `ranks`, likewise
+_RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # labels of `ranks`, likewise
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class TrialServer(ChildServer):
     ) -> RunningTrial:
         """Fork a child for `trial` (a JSON-able mapping, see `body.run_trial`); `reader` reads its reports.
 
-        With `trial["ahead"]` it gets itself ready and waits; `tell(trial, "go")` lets it run. Beyond `memory_limit_mib`
+        With `trial["ahead"]` it gets ready and waits; `tell(trial, "go")` lets it run. Beyond `memory_limit_mib`
         of host memory it is ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -180,7 +180,7 @@ class TrialServer(ChildServer):
         try:
             return child.has_ended()
         except ServerLost as lost:
-            raise ServerLost(f"{lost}{self.words()}") from lost
+            raise ServerLost(f"{lost}{self.output_suffix()}") from lost
 
 
 def _received(channel: socket.socket) -> bytes:
@@ -225,7 +225,7 @@ class MpsDaemon:
         output = Path(self._folder.name) / "control.log"  # no pipe, which a daemon would hold open
         try:
             with open(output, "wb") as log:
-                done = subprocess.run(
+                completed = subprocess.run(
                     [_PROGRAM, *arguments],
                     input=words.encode(),
                     env=self._surroundings,
@@ -239,6 +239,6 @@ class MpsDaemon:
             raise MpsUnavailable(f"{_PROGRAM} is not installed; it comes with NVIDIA's driver") from None
         except (OSError, subprocess.TimeoutExpired) as error:
             raise MpsUnavailable(f"{_PROGRAM}: {error}") from error
-        if done.returncode:
+        if completed.returncode:
             text = output.read_text(errors="replace").strip() or "no output"
-            raise MpsUnavailable(f"{_PROGRAM} ended with code {done.returncode}: {text[:500]}")
+            raise MpsUnavailable(f"{_PROGRAM} ended with code {completed.returncode}: {text[:500]}")
