@@ -115,7 +115,7 @@ class ChildServer:
         return self._process.poll() is None
 
     def hello(self) -> dict[str, Any]:
-        """Return what the server says of itself once it is ready. Raises `ServerLost` with the server's output."""
+        """Return the server's description of itself once it is ready. Raises `ServerLost` with the server's output."""
         if self._hello is None:
             message = self._answer(self._control, _START_TIMEOUT_S)
             if "problem" in message:

@@ -98,7 +98,7 @@ class JobFields(_Body):
 
     @property
     def kind(self) -> JobName:
-        """Return which of the four gives the job."""
+        """Return which of the four names the job."""
         return next(name for name in JOBS if getattr(self, name) is not None)
 
 
@@ -555,7 +555,7 @@ def _fast_problem(request: EstimateRequest, config: TrialConfig | None, device: 
 
 @contextmanager
 def _as_problem(pointer: str) -> Iterator[None]:
-    """Turn what the packages say of wrong input into a problem document of the field."""
+    """Turn the packages' errors about wrong input into a problem document of the field."""
     try:
         yield
     except CommandError as error:
