@@ -191,7 +191,7 @@ def _ask(
         if len(rows) == 1:
             return [Given(estimate=None, reason=str(error))], ()
         alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
-        return [one for given, _ in alone for one in given], tuple(text for _, texts in alone for text in texts)
+        return [answer for given, _ in alone for answer in given], tuple(text for _, texts in alone for text in texts)
     return given_of(prediction, rows, bins), prediction.warnings
 
 
