@@ -221,7 +221,7 @@ def _alike(warnings: Sequence[str]) -> list[str]:
 def _sets(
     settings: BenchmarkSettings, selection: RowSelection, index: np.ndarray, steps: StepStore
 ) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return title -> row -> what `Scored` says of it: each file, and where some of its rows are in doubt also the
+    """Return title -> row -> its entry of `Scored`: each file, and where some of its rows are in doubt also the
     others alone."""
     from learn.judging.evaluate import keys_of
 

@@ -232,7 +232,7 @@ def _slower(
 MEMORY = "peak_memory_mib"
 
 # Never change an entry, nor a default that it leaves open: its hash is what ties tonight to the nights before. Each is
-# small, and which operator families each has, and which not, tells later what moved (`farm.nights.watch`): batch norm
+# small, and which operator families each has, and which not, shows later what moved (`farm.nights.watch`): batch norm
 # without convolutions, convolutions without batch norm, embeddings without attention, half precision in two of them.
 _CANARIES = (
     {

@@ -1,7 +1,7 @@
 """One night: canaries, choose, run, land, learn, report. Each step is recorded, so a killed cycle resumes.
 
 Start reading at `NightWork.work`. While trials run, SIGTERM ends the night, and Ctrl-C leaves the cycle open within
-seconds (`NightStop`). `notify` tells a command or a web address how it ended.
+seconds (`NightStop`). `notify` reports to a command or a web address how it ended.
 """
 
 from __future__ import annotations

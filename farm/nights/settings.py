@@ -52,7 +52,7 @@ class LearnSettings(Checked, section="learn"):
 
 @dataclass(frozen=True, kw_only=True)
 class NotifySettings(Checked, section="notify"):
-    """The `notify` key: whom to tell how a cycle ended."""
+    """The `notify` key: where to report how a cycle ended."""
 
     command: str | None = key(
         None, "run in a shell when the cycle ends, with the result as JSON on its standard input", "any text"

@@ -64,7 +64,7 @@ def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
     Args:
         shallow: Trace of a few blocks.
         longer: Trace of one period of blocks more.
-        times: Periods beyond the shallow one; 1 gives the longer trace.
+        times: Periods beyond the shallow one; 1 returns the longer trace.
 
     Raises:
         CannotDeepen: What was added does not repeat, or memory would be given back that nobody took.
@@ -170,7 +170,7 @@ def _shapes(
 
 def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Collective]:
     def items(trace: StepTrace) -> list[_Item]:
-        # What runs next tells gathers of the forward pass from those of the backward pass.
+        # What runs next distinguishes gathers of the forward pass from those of the backward pass.
         names = [
             (operator.name, operator.phase, module(operator.module), operator.recomputed)
             for operator in trace.operators

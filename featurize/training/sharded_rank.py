@@ -1,9 +1,9 @@
 """One rank of a job whose wrapper is PyTorch's own, in a trace: `fully_shard` itself runs, on meta tensors.
 
 Start reading at `ShardedRank`, which works within `pretended_ranks`. `shards_on_meta` lets `fully_shard` and FSDP1 work
-on meta tensors, and tells a recorder what their memory is for; what it replaces is private to PyTorch, and real ranks
-test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py). `ring_attention` is
-context parallelism, for real ranks too: keys and values are gathered or rotated, and partial outputs merged by their
+on meta tensors, and reports to a recorder what their memory is for; what it replaces is private to PyTorch, and real
+ranks test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py). `ring_attention`
+is context parallelism, for real ranks too: keys and values are gathered or rotated, and partial outputs merged by their
 log-sum-exp, by torch.distributed.tensor.experimental.
 """
 
@@ -169,7 +169,7 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide warnings that the real job gives, too: of fully_shard on outputs that are views, of DTensor on reductions
+    """Hide warnings that the real job shows, too: of fully_shard on outputs that are views, of DTensor on reductions
     one after the other."""
     logger = logging.getLogger("torch.distributed")
     level = logger.level

@@ -3,7 +3,7 @@
 Start reading at `surveyed`, which looks at the whole model, and at `cut`. What runs before the blocks belongs to the
 first stage, what runs after them to the last one. `RepeatedPasses.run` runs one pass of a stage and notes its
 operators, its collectives, and when memory is taken and given back; that record stands for other micro-batches, which
-give tensors that stand for what the stage would have computed.
+return tensors that stand for what the stage would have computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 BEFORE = -1  # the place of what runs before the first member
 
 
-# Puts the tensor that the next member takes into the form in which a member gives it: alone, or before other things.
+# Puts the tensor that the next member takes into the form in which a member returns it: alone, or before other things.
 Form: TypeAlias = Callable[[Tensor], Any]
 
 
@@ -53,9 +53,9 @@ class Survey:
     outputs    place -> a tensor like that which the next member takes
     forms      place -> in what form it is given
     inputs     place -> a tensor like that which the member takes, where the model computes it of what the one before
-               gave
+               returned
     uses       parameter (by its id) -> places where it is used; the number of members: after all of them
-    result     the tensor among what the model gives that the loss is computed from
+    result     the tensor among the model's outputs that the loss is computed from
     """
 
     container: nn.Module
@@ -84,7 +84,7 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
             are.
 
     Raises:
-        UsageError: The model has no blocks in one container, or these give one another more than a tensor.
+        UsageError: The model has no blocks in one container, or these pass one another more than a tensor.
     """
     survey = _line_of(model, stages)
     watch = _Uses(model, survey, dtype)
@@ -112,7 +112,7 @@ def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
 
     Raises:
         UsageError: There are fewer blocks than stages, a path that is not a member's, or a stage begins with a member
-            that takes another kind of tensor than the one before gives.
+            that takes another kind of tensor than the one before returns.
     """
     starts = _chosen_starts(survey, parallel)
     for place in starts[1:-1]:
@@ -184,7 +184,7 @@ def _line_of(model: nn.Module, stages: int) -> Survey:
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which member runs while a parameter is used, and what each one gives."""
+    """Notes which member runs while a parameter is used, and what each one returns."""
 
     def __init__(self, model: nn.Module, survey: Survey, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def _some(paths: Sequence[str]) -> str:
 
 
 class Stage:
-    """A model that runs as one stage, made by `cut`: its first argument is what the stage before gave.
+    """A model that runs as one stage, made by `cut`: its first argument is what the stage before returned.
 
     first, last   whether it is the first or the last one
     received, given   tensors like those that it receives and gives; the first stage receives none
@@ -315,12 +315,12 @@ class Stage:
             torch.set_grad_enabled(enabled)
 
     def output(self) -> Any:
-        """Return all that the last stage gave, once: schedules know tensors only."""
+        """Return all that the last stage returned, once: schedules know tensors only."""
         output, self._output = self._output, None
         return output
 
     def arrived(self) -> Tensor:
-        """Return what the stage before gave: from here on, it is this stage that runs."""
+        """Return what the stage before returned: from here on, it is this stage that runs."""
         assert self._arriving is not None, "a stage runs from its beginning"
         arriving, self._arriving = self._arriving, None
         self.pause(False)
@@ -338,7 +338,7 @@ class Stage:
 
 
 class _WithOwnHooks:
-    """A model's whole forward pass with the hooks of its own, which what a stage gives does not go through. Takes them
+    """A model's whole forward pass with the hooks of its own, which a stage's result does not go through. Takes them
     from the model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -434,7 +434,7 @@ class DoesNotRepeat(Exception):
 
 
 class _Result(NamedTuple):
-    """A tensor that a pass gives: its block, and its form."""
+    """A tensor that a pass returns: its block, and its form."""
 
     block: int
     size: torch.Size
@@ -478,7 +478,7 @@ class _Memory(NamedTuple):
     used     block that earlier passes of the micro-batch kept, and this one uses up -> its place among these
     held     storages that hold another block before each pass
     keeps    blocks that it takes for a later pass
-    results  what it gives
+    results  its results
     kept     signatures of what earlier passes of the micro-batch took for later ones
     """
 
@@ -638,7 +638,7 @@ def _memory_of(
         ends: It is the micro-batch's last one.
 
     Raises:
-        DoesNotRepeat: It gives back or returns what belongs to another pass, or leaves memory behind at the end.
+        DoesNotRepeat: It frees or returns what belongs to another pass, or leaves memory behind at the end.
     """
     kept, signatures = {block: place for place, block in enumerate(batch.kept)}, list(batch.signatures)
     placed = [one if one is None else _result_of(memory, one) for one in results]
@@ -659,7 +659,7 @@ def _memory_of(
 
 
 def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
-    """Return the storage whose block a pass gives back, with the one that it takes in its place, which is taken out
+    """Return the storage whose block a pass frees, with the one that it takes in its place, which is taken out
     of those that it leaves."""
     about, storage = memory.signature(before), memory.storage_of(before)
     resized = (one for one in left if memory.storage_of(one) == storage and memory.signature(one)[1:] == about[1:])

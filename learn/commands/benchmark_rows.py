@@ -249,7 +249,7 @@ OURS_GB = 1  # width of our own memory classes
 class RowSelection:
     """Everything that is asked or fitted on; each array has one entry a row.
 
-    file       what figures are told apart by: the published file, the warehouse's family
+    file       what separates figures: the published file, the warehouse's family
     name       for people
     asked      bool: answers are wanted; fitted_on: bool, an estimator may learn from it
     subjects   what a training-free estimator is asked about: the published row, or the case

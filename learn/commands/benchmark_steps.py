@@ -238,7 +238,7 @@ def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection,
 
 
 def _sets(fit: TimeFit, asked: Mapping[str, Asked], by: str | None) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return title -> row -> what `Scored` says of it.
+    """Return title -> row -> its entry of `Scored`.
 
     Single operators are not training jobs, which is all that estimators answer for: they have no answers there.
     """

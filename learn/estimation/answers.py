@@ -170,7 +170,7 @@ class _Answer:
     case        what estimators are asked about
     memory      the figure and its bound, by whoever is asked; None: nobody has answered
     figures     column of each further target -> the figure
-    by, loops   target -> who gave it, and of which loop
+    by, loops   target -> its estimator, and its loop
     beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
     questions   which fitted models are asked between `ask` and `finish`
     estimate, error   what is gathered, or why nothing is
@@ -439,7 +439,7 @@ class _Answer:
         return notes
 
     def place(self) -> None:
-        """Place the traced step on the machine, and bound memory that no fit can speak of by its causes."""
+        """Place the traced step on the machine, and bound memory that no fit covers by its causes."""
         if self.traced is None:
             return
         described_mib = self.traced.step.peak_memory_mib
@@ -672,7 +672,7 @@ def _parameters(job: TrainingJob) -> int | None:
 
     try:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
-    except Exception:  # a model may raise anything, and the trace's reason is told already
+    except Exception:  # a model may raise anything, and the trace's reason is noted already
         return None
 
 
@@ -866,8 +866,8 @@ def clear() -> None:
 
 
 def _key(request: Request) -> tuple[str | None, Request]:
-    """Return what tells the answer but for its platform, and the request as it is then answered: its job is built once.
-    No key with workspaces, which depend on this process's cuDNN."""
+    """Return what identifies the answer apart from its platform, and the request as it is then answered: its job is
+    built once. No key with workspaces, which depend on this process's cuDNN."""
     from learn.job.traced import key_of
 
     if request.platform.workspaces is not None:

@@ -132,7 +132,7 @@ def print_notes(screen: Console, notes: Collection[Note], *, all_notes: bool) ->
 
 
 def estimate_text(done: Estimate) -> str:
-    """Return an estimate in fewer than 15 lines: six figures, the card, who gave them, at most three notes."""
+    """Return an estimate in fewer than 15 lines: six figures, the card, their estimators, at most three notes."""
     lines = [f"estimate of a training job on {done.device}"]
     for figure in figures(done)[:6]:
         basis = coverage_text(done) if figure.target == "bound" else basis_of(done, figure.target)

@@ -484,7 +484,7 @@ def _require_by(by: str) -> None:
         raise unknown_name("by", by, BY)
 
 
-# Nothing is said of larger batches: the default estimators were fitted on batches of at most 1,023 samples.
+# Larger batches are not covered: the default estimators were fitted on batches of at most 1,023 samples.
 MOST_SAMPLES = 65_536
 _GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
 _WIDER = 4  # times as wide is each further step away from the line's prediction

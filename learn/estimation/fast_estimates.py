@@ -1,7 +1,7 @@
 """Estimates from configuration features alone (`method=fast`): fitted trees; no model is built, nothing is traced.
 
 Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
-else those that come with the project. `fit_config_models` fits the latter to what a full estimate says of sampled
+else those that come with the project. `fit_config_models` fits the latter to full estimates of sampled
 configurations: `python -m learn.fit_configs FOLDER` runs it, after `learn.build_defaults`.
 """
 
@@ -115,11 +115,11 @@ class ConfigModels:
         ]
 
     def named(self, target: str) -> str:
-        """Return what `answered_by` says of a target."""
+        """Return the entry of `answered_by` for a target."""
         return f"{OF_CONFIGS} (default)" if target in self.ours else f"{OF_CONFIGS} {self.artifacts[target].version}"
 
     def loop(self, target: str) -> str:
-        """Return the loop that a target's figure speaks of."""
+        """Return the loop that a target's figure is about."""
         meta = self.artifacts[target].meta
         return str(meta.get("loop") or loop_of_source(next(iter(meta["rows"]["source"]))))
 

@@ -113,7 +113,7 @@ class OnTrace(NamedTuple):
     """A measured run beside its trace, in MiB.
 
     reserved_mib     what the trace reserves
-    card_mib         what the trace says of the whole card
+    card_mib         the trace's figure for the whole card
     live_mib         the least that the instrument can show: the tensors that are alive at once, and what lies outside
     difference_mib   what was measured less what the trace says
     """
@@ -336,7 +336,7 @@ _OF_FAMILY = (
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRuns:
-    """Reads what a data folder measured of a job, once, and gives the runs of one GPU model.
+    """Reads what a data folder measured of a job, once, and returns the runs of one GPU model.
 
     Only trusted runs on a real GPU count.
 

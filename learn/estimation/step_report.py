@@ -255,7 +255,7 @@ def _breakdown(done: Estimate) -> Section | None:
 
 
 def _time(job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
-    """Show where the time of the traced step goes, in the loop that the estimate's step time speaks of."""
+    """Show where the time of the traced step goes, in the loop that the estimate's step time is about."""
     from featurize.timing.step_time import time_step
 
     waits_ms = 0.0
@@ -396,7 +396,7 @@ class Node:
 
 
 def tree_of(sizes: Mapping[str, int]) -> Node:
-    """Return the tree of paths as `named_modules` gives them. A chain of modules with one child each is one node,
+    """Return the tree of `named_modules`' paths. A chain of modules with one child each is one node,
     as `model.layers`."""
     root = Node("")
     for path, nbytes in sizes.items():

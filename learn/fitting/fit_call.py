@@ -121,7 +121,7 @@ def fit(
         The artifact's folder, its `meta.json`, and the evaluation behind the figures.
 
     Raises:
-        UsageError: There are too few rows, rows of several sources, or an estimator that does not give the target.
+        UsageError: There are too few rows, rows of several sources, or an estimator without the target.
             Nothing is written then.
     """
     if settings.target == SLOWDOWN:

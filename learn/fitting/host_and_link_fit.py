@@ -166,7 +166,7 @@ def _factor(times: Sequence[Times]) -> float:
 _MOST_RANKS = 8  # ranks of a node
 _FIRST_STEP = 0.3  # first step of each logarithm
 _TOLERANCE = 0.02  # logarithm: rows nearer than this count little
-_OF_BEGIN = 1e-4  # weight of staying where the fit begins: of what the rows do not tell
+_OF_BEGIN = 1e-4  # weight of staying where the fit begins: where the rows do not decide
 _ITERATIONS = 300
 
 

@@ -109,7 +109,7 @@ def fitted_power(
 
     Args:
         rows: What `power_rows` returns.
-        learned: The efficiencies that give the kernels' times.
+        learned: The efficiencies behind the kernels' times.
         progress: Called before each fit with a text, the number done and their total.
     """
     if len({row.device.name for row in rows}) < 2:
@@ -268,7 +268,7 @@ class ActivityFit:
 
     Args:
         rows: What was measured.
-        learned: The efficiencies that give the kernels' times.
+        learned: The efficiencies behind the kernels' times.
         eager: Constants of the host; None: the packaged ones.
     """
 

@@ -206,7 +206,7 @@ def of_module(
 
     Tensors that were given are copied with their values, on meta with those of small ones
     (`featurize.recording.values`); of shapes, integers are 0, so that they are valid token ids, and the rest is normal.
-    Raises `UsageError` for inputs that are neither. What is not a module, and what a factory gives that is not, is
+    Raises `UsageError` for inputs that are neither. What is not a module, and what a factory returns that is not, is
     refused when it is built.
     """
     from torch import nn
@@ -344,7 +344,7 @@ class Case:
     @cached_property
     def key(self) -> str | None:
         """24 hex digits over the config, the device's description and the loop: what every feature follows from. None
-        for a module, which has no text to tell it by."""
+        for a module, which no text identifies."""
         if self.config is None:
             return None
         spec = self.spec

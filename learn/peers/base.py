@@ -60,7 +60,7 @@ class Answer:
     """Peak memory of one training job by one method, in MiB as the method defines it, or why there is none.
 
     seconds   wall time that the answer took, building the model included
-    parts     part -> MiB where the method tells its parts apart
+    parts     part -> MiB where the method distinguishes parts
     """
 
     mib: float | None

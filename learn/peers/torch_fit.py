@@ -44,7 +44,7 @@ def train_best(
     first: int = 0,
     patience: float = math.inf,
 ) -> NetT:
-    """Return the net as it was after the epoch that told the held-out rows best.
+    """Return the net as it was after the epoch that estimated the held-out rows best.
 
     Args:
         net: What is trained.
@@ -82,7 +82,7 @@ def arrays_of(net: nn.Module) -> dict[str, np.ndarray]:
 
 
 def with_arrays(net: NetT, arrays: Mapping[str, np.ndarray]) -> NetT:
-    """The net with those weights, in float64 and for predicting: what it says of a case then depends on its neighbours
+    """The net with those weights, in float64 and for predicting: its answer for a case then depends on its neighbours
     in the batch by rounding at 1e-15 only, which `steady` takes away."""
     net.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
     return net.double().eval()

@@ -282,7 +282,7 @@ def ranks_within(layout: Parallel) -> tuple[int, ...]:
 
 
 def within_text(degrees: tuple[int, ...]) -> str:
-    """Return what `ranks_within` gives, as `tp=2`."""
+    """Return the result of `ranks_within`, as `tp=2`."""
     modes = [mode for mode in (*MODES, EXPERTS) if mode not in _OF_DATA]
     return ", ".join(f"{mode}={degree}" for mode, degree in zip(modes, degrees, strict=True) if degree > 1)
 

@@ -265,7 +265,7 @@ class EngineOptimizer(Optimizer):
             params, {"lr": lr, "weight_decay": weight_decay, "fused": self.implementation == "fused" or None}
         )
         if not (options.get("adam_w_mode", True) and options.get("adamw_mode", True)):
-            self.our_name = "adam"  # weights are decayed as AdamW does, unless it is told otherwise
+            self.our_name = "adam"  # weights are decayed as AdamW does, unless set otherwise
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise RuntimeError(

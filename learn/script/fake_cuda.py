@@ -415,8 +415,8 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
 
 
 def _build_of(spec: DeviceSpec) -> types.SimpleNamespace:
-    """Return what a build of PyTorch says of itself and of its libraries. For AMD, MIOpen and RCCL answer in cuDNN's
-    and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
+    """Return a build of PyTorch's description of itself and of its libraries. For AMD, MIOpen and RCCL answer in
+    cuDNN's and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
     if spec.llvm_target is not None:
         return types.SimpleNamespace(
             cuda=None,
@@ -542,5 +542,5 @@ def _install_dtypes(autocast: Any) -> None:
 
 
 def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:
-    """Return what DataParallel gives its only replica."""
+    """Return what DataParallel passes its only replica."""
     return (tree_map(on_the_gpu, inputs),), (tree_map(on_the_gpu, kwargs or {}),)

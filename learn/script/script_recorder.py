@@ -219,7 +219,8 @@ class ScriptRecorder(Recorder):
 
 
 def _only_initialises(func: OpOverload, args: Any) -> bool:
-    """Return whether an operator gives a large tensor on the host random values, or adjusts those of a parameter."""
+    """Return whether an operator fills a large tensor on the host with random values, or adjusts those of a
+    parameter."""
     name = func._schema.name
     if not (name in _RANDOM or (name in _ADJUSTING and isinstance(args[0], nn.Parameter))):
         return False
