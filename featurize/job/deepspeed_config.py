@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from conf.errors import UsageError, shown
 
@@ -363,7 +363,7 @@ class _Reader:
 
     def _number(self, name: str) -> float | None:
         value = self._value(self._given, name, "")
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+        if value is None or is_finite(value):
             return value
         self.problems.append(f"{name} must be a number or auto, got {shown(value)}")
         return None
@@ -374,6 +374,11 @@ class _Reader:
             return None if value is None else int(value)
         self.problems.append(f"{name} must be a whole number >= 1, got {shown(value)}")
         return None
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_off(value: object) -> bool:

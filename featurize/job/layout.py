@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from conf.errors import UsageError, shown
-from featurize.job.deepspeed_config import COUNTS, ZERO_STAGES, DeepSpeedFile, read_deepspeed
+from featurize.job.deepspeed_config import COUNTS, ZERO_STAGES, DeepSpeedFile, is_finite, read_deepspeed
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
 WRAPPED = ("ddp", "fsdp", "tp")  # those among them that real ranks run in
@@ -33,7 +33,6 @@ _WITHIN = re.compile(r"[\[{][^\]}]*")  # brackets
 _COMMA = "\0"  # stands for one within brackets
 _QUOTED = " '\""
 EXAMPLE = "parallel=ddp=8"
-EXAMPLE_EXPERTS = "as in fsdp=8,ep=4"
 EXAMPLE_STARTS = "stage_starts=[layers.8,layers.16]"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
@@ -55,7 +54,10 @@ OF_MODES = (
     OfMode(
         ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
         "ddp without fsdp, cp, tp and zero",
-        lambda degrees: not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees) or _without_replicas(degrees)),
+        lambda degrees: (
+            not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees))
+            and (_takes_part(degrees, "ddp") or not _takes_part(degrees, "pp", OWN))
+        ),
     ),
     OfMode(("fsdp_version",), "fsdp", lambda degrees: _takes_part(degrees, "fsdp")),
     OfMode(
@@ -108,10 +110,6 @@ def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[s
 
 def _takes_part(degrees: Mapping[str, Any], *modes: str) -> bool:
     return any(degrees.get(mode, 1) != 1 for mode in modes)
-
-
-def _without_replicas(degrees: Mapping[str, Any]) -> bool:
-    return _takes_part(degrees, "pp", OWN) and not _takes_part(degrees, "ddp")
 
 
 def _stage(degrees: Mapping[str, Any]) -> bool:
@@ -360,31 +358,22 @@ def _whole(least: int, most: float, words: str) -> _Value:
     return _Value(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
 
 
-def _elements(least: int) -> _Value:
-    return _whole(least, math.inf, f"of elements, at least {least}")
-
-
 def _one_of(choices: tuple[str, ...]) -> _Value:
     return _Value(lambda value: value in choices, f"one of {', '.join(choices)}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
 
 
 def _are_names(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
 
 
-def _is_plan(value: object) -> bool:
-    return isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values()))
-
-
 _DEGREES = (*MODES, EXPERTS, OWN, "gpus_per_node")
 _VALUES: Mapping[str, _Value] = {
     **dict.fromkeys((*_DEGREES, "micro_batches"), _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")),
     "stages_per_rank": _whole(2, MOST_RANKS, f"from 2 to {MOST_RANKS}"),
-    **dict.fromkeys(("network_gb_s", "bucket_cap_mb"), _Value(_is_number, "a number > 0")),
+    **dict.fromkeys(
+        ("network_gb_s", "bucket_cap_mb"),
+        _Value(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0"),
+    ),
     **{
         field.name: _Value(lambda value: isinstance(value, bool), "true or false")
         for field in dataclasses.fields(Parallel)
@@ -395,7 +384,10 @@ _VALUES: Mapping[str, _Value] = {
     "cp_rotate": _one_of(ROTATIONS),
     "schedule": _one_of(SCHEDULES),
     "wrap": _Value(lambda value: bool(value) and _are_names(value), "names of classes, as in wrap=[LlamaDecoderLayer]"),
-    "tp_plan": _Value(_is_plan, f"module path -> style, as in {EXAMPLE_PLAN}"),
+    "tp_plan": _Value(
+        lambda value: isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values())),
+        f"module path -> style, as in {EXAMPLE_PLAN}",
+    ),
     "stage_starts": _Value(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}"),
     "fsdp_version": _Value(
         lambda value: type(value) is int and value in FSDP_VERSIONS,
@@ -405,7 +397,11 @@ _VALUES: Mapping[str, _Value] = {
         lambda value: type(value) is int and value in ZERO_STAGES,
         "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
     ),
-    **{name: _elements(0 if name.startswith("stage3_") else 1) for name in COUNTS},
+    **{
+        name: _whole(least, math.inf, f"of elements, at least {least}")
+        for name in COUNTS
+        for least in [0 if name.startswith("stage3_") else 1]
+    },
 }
 
 
@@ -450,7 +446,7 @@ def _misfits(layout: Parallel) -> Iterator[str]:
     if layout.ep > 1 and among % layout.ep:
         yield (
             f"ep divides the ranks of fsdp, cp and tp, of which there are {among}: {layout.ep} does not; "
-            f"{EXAMPLE_EXPERTS}"
+            "as in fsdp=8,ep=4"
         )
     elif layout.ep > 1 and layout.ep % layout.tp:
         yield f"ep must be a multiple of tp, which shares tokens: {layout.ep} of {layout.tp}; as in fsdp=4,tp=2,ep=4"

@@ -307,13 +307,11 @@ class Memory:
     def moved(self, mib: float) -> Self:
         """Return a copy with the estimate and its bound raised by `mib`."""
         bound: dict[str, Any] = {
-            name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib for name in _BOUND
+            name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib
+            for name in ("upper_mib", "least_card_mib")
         }
         distribution = tuple((p, quantile_mib + mib) for p, quantile_mib in self.distribution)
         return replace(self, peak_memory_mib=self.peak_memory_mib + mib, distribution=distribution, **bound)
-
-
-_BOUND = ("upper_mib", "least_card_mib")
 
 
 @dataclass(frozen=True, kw_only=True)
