@@ -372,7 +372,7 @@ class StopRequest:
 
 _TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
 _JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is not JSON
-_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # by which a run is known as that of its task
+_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # columns that connect a run with its task
 _TEXT_COLUMNS = tuple(
     field.name for field in RUN_SCHEMA if pa.types.is_string(field.type) and field.name not in JSON_COLUMNS
 )

@@ -49,7 +49,7 @@ class ComparedLabel:
     """One label of one canary, tonight and before; or its `status` or `quality`, if that moved.
 
     before, now  medians, in `unit`; None where there is none
-    tolerance    by which they may differ, in `unit`
+    tolerance    how far they may differ, in `unit`
     run_ids      tonight's runs
     """
 

@@ -170,7 +170,7 @@ def read_deepspeed(
     Args:
         given: The settings, or the path of their JSON file.
         ranks: GPUs of the job.
-        hidden_size: Gives that of the model, from which Hugging Face computes buckets where they are "auto"; asked only
+        hidden_size: Returns the model's, from which Hugging Face computes buckets where they are "auto"; asked only
             there. None leaves them open.
 
     Raises:

@@ -172,7 +172,7 @@ class _Answer:
     figures     column of each further target -> the figure
     by, loops   target -> its estimator, and its loop
     beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
-    questions   which fitted models are asked between `ask` and `finish`
+    questions   questions to fitted models between `ask` and `finish`
     estimate, error   what is gathered, or why nothing is
     """
 

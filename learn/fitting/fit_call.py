@@ -220,7 +220,7 @@ def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
     if "simulated" in rows.count("source"):
         origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
         notes.append(origin + "nothing about real GPUs")
-        if estimator.name in ("trace", PREFERRED):  # whose figures are the trace's own, corrected or not
+        if estimator.name in ("trace", PREFERRED):  # their figures are the trace's own, corrected or not
             notes.append(
                 "the trace made these very labels, so that errors here are near zero by construction; "
                 f"estimator={OF_CONFIGS} learns them from configurations"

@@ -441,7 +441,7 @@ def left_out_ratios(formula: Formula, masks: Sequence[np.ndarray], heard: Callab
     """Return the logarithm of estimated over measured time of rows, each from what was learned without it.
 
     Args:
-        formula: Whose estimates.
+        formula: The formula that estimates.
         masks: Masks of the rows that are left out in turn; at least one.
         heard: Called before each fit.
 
