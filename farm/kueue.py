@@ -143,7 +143,7 @@ def configuration(url: str | None) -> Any:
     try:
         return KubeConfig.from_service_account().get()
     except (ConfigError, KeyError) as error:
-        advice = "this is no pod with a service account; name the API server: api=http://127.0.0.1:8001"
+        advice = "this is not a pod with a service account; name the API server: api=http://127.0.0.1:8001"
         raise UsageError(advice) from error
 
 

@@ -266,7 +266,7 @@ def _folder(base: str | Path, target: str) -> Path:
     except (OSError, ValueError):
         known = False
     if not known:
-        raise UsageError(f"the training command runs in {target}, which is no folder here")
+        raise UsageError(f"the training command runs in {target}, which is not a folder here")
     return folder
 
 

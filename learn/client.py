@@ -234,7 +234,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     with suppress(ValueError):
         if isinstance(value := json.loads(text), dict):
             return value
-    raise EnvironmentProblem("what answers there is no gpufarm service")
+    raise EnvironmentProblem("what answers there is not a gpufarm service")
 
 
 def _estimate_or_none(value: Mapping[str, Any] | None) -> Estimate | None:

@@ -481,7 +481,7 @@ def _first_night(
     """Return the verdict on canaries that no earlier night can be compared with."""
     ended = [run for of_canary in runs.values() for run in of_canary]
     if ended and not any(run.status == "ok" for run in ended):
-        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
+        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error given'}" for run in ended))
         return replace(
             verdict, verdict="sick", said=f"none of the {_canaries(runs)} ran to its end: {why[0]}", causes=why
         )

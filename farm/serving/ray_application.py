@@ -45,7 +45,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     settings = settings_of(arguments)
     folder = DataFolder.resolve(settings.data)
     if not folder.root.exists():
-        raise UsageError(f"data={settings.data} is no data folder; name one that every node has")
+        raise UsageError(f"data={settings.data} is not a data folder; name one that every node has")
     traces = serve.deployment(Traces).options(
         name=TRACES,
         num_replicas=1,

@@ -247,7 +247,7 @@ def _problem_of_values(mapping: dict[str, Any]) -> str | None:
                     return f"holds a number beyond {MOST_INTEGER:,}"
             elif isinstance(value, float):
                 if not math.isfinite(value):
-                    return f"holds {value}, which is no figure"
+                    return f"holds {value}, which is not a figure"
             elif value is not None:
                 waiting.append((value, depth + 1))
     return None

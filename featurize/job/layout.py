@@ -570,7 +570,7 @@ def _pairs(text: str) -> Iterator[tuple[str, Any]]:
         if name in (*MODES, EXPERTS, OWN, HYBRID) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
-            raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")
+            raise UsageError(f"parallel: {shown(part)} is not a setting; write {EXAMPLE}")
         yield name, _value(value)
 
 

@@ -156,7 +156,7 @@ class CompiledRegions:
         known = self.known.setdefault(key, [])
         capture = next((capture for reads, capture in known if reads.alike(holder.module)), None)
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
-            capture = f"it takes a {type(unknown[0]).__name__}, which is no tensor"
+            capture = f"it takes a {type(unknown[0]).__name__}, which is not a tensor"
         elif capture is None:
             reads = AttributeReads(holder.module)
             self.capturing = True

@@ -123,7 +123,7 @@ def _files(folder: Path, meta: Mapping[str, Any], name: str) -> list[Path]:
     inside = folder.resolve(strict=True)
     named = meta.get(FILES, {})
     if not isinstance(named, Mapping):
-        raise DamagedArtifact(f"{_shown(folder)} is damaged: {FILES} is no mapping")
+        raise DamagedArtifact(f"{_shown(folder)} is damaged: {FILES} is not a mapping")
     paths = {folder / MODEL / path.relative_to(folder / MODEL) for path in (folder / MODEL).rglob("*")}
     paths |= {folder / str(relative) for relative in named}
     for path in paths:
@@ -162,7 +162,7 @@ def _structure(path: Path) -> str | None:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
         except (OSError, zipfile.BadZipFile, ValueError) as error:
-            return f"it is no archive of arrays ({printable(str(error))})"
+            return f"it is not an archive of arrays ({printable(str(error))})"
         return None if unpacked <= MOST_UNPACKED_BYTES else f"it unpacks to {unpacked:,} bytes"
     return None if path.suffix in (".json", ".txt") else "a model has no such file"
 

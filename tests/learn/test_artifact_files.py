@@ -195,7 +195,7 @@ def test_a_version_without_checksums_is_said_so_once_and_checked_by_its_structur
     assert len(said) == 1 and "no checksum" in said[0] and newer.name in said[0]
     damaged(newer, MODEL, lambda content: content[: len(content) // 2])
     assert newest(data, "memory").version == older.name
-    assert "it is no archive of arrays" in capsys.readouterr().err
+    assert "it is not an archive of arrays" in capsys.readouterr().err
 
 
 def test_what_was_verified_is_not_read_again_until_it_changes(data, monkeypatch):

@@ -142,7 +142,7 @@ def test_a_calibrated_machine_answers_for_its_data_folder(tmp_path):
     assert estimate(mlp, [32, 64], data=tmp_path / "d", machine=CURRENT).machine == CURRENT
     assert estimate(mlp, [32, 64], machine=str(path)).machine == "station"
     path.write_text("{}")
-    with pytest.raises(EnvironmentProblem, match="is no machine profile"):
+    with pytest.raises(EnvironmentProblem, match="is not a machine profile"):
         estimate(mlp, [32, 64], data=tmp_path / "d")
 
 

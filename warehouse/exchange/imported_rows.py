@@ -165,7 +165,7 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
     peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
     if peak is None or 0 < peak <= 1.1 * card:
         return None
-    where = f", on a device of {card:,.0f} MiB" if peak > 0 else " is no need"
+    where = f", on a device of {card:,.0f} MiB" if peak > 0 else " is not a need"
     return f"peak_memory_mib: {peak:,.6g} MiB{where}"
 
 

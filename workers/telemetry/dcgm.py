@@ -386,7 +386,7 @@ class DcgmSensor(Sensor):
         fields = reader.read(self._scrape())
         if not fields and reader.sliced:
             raise SensorUnavailable(
-                f"{reader.uuid} is split by MIG; the exporter at {self._url} tells of its slices only"
+                f"{reader.uuid} is split by MIG; the exporter at {self._url} reports its slices only"
             )
         if not reader.seen:
             of_slice = "" if reader.instance_id is None else f" with a MIG instance {reader.instance_id}"
