@@ -78,7 +78,7 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
     options, script, rest = parted(command)
     added: list[str] = []
     try:
-        # Bytes that are no UTF-8 reach the command as they are.
+        # Bytes that are not UTF-8 reach the command as they are.
         text = Path(script).read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise UsageError(f"{script} cannot be read: {error.strerror or error}") from error

@@ -248,7 +248,7 @@ def configs_of_text(text: str) -> tuple[TrialConfig, ...]:
 
 
 def config_hash_of_text(text: str) -> str | None:
-    """Return the hash of the config that a text of the queue holds; None for one that is no JSON object."""
+    """Return the hash of the config that a text of the queue holds; None for one that is not a JSON object."""
     mapping = _mapping_of(text)
     return None if mapping is None else mapping_hash(mapping)
 

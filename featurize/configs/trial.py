@@ -221,7 +221,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and endless brackets
-        raise UnreadableConfig(f"{name} is no JSON: {printable(str(error))}") from error
+        raise UnreadableConfig(f"{name} is not JSON: {printable(str(error))}") from error
     if not isinstance(values, dict):
         raise UnreadableConfig(f"{name} is JSON of a {type(values).__name__}, not of an object")
     if problem := _problem_of_values(values):

@@ -213,7 +213,7 @@ def settings_of(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"deepspeed: {shown(str(given))} is no JSON: {error}") from error
+        raise UsageError(f"deepspeed: {shown(str(given))} is not JSON: {error}") from error
     if not isinstance(content, Mapping):
         raise UsageError(f"deepspeed: {shown(str(given))} holds no settings by name")
     return content

@@ -167,7 +167,7 @@ def _from_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{_TAKES}; got text that is no JSON ({error}): {shown(text)}") from error
+        raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(text)}") from error
 
 
 def moved(

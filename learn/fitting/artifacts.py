@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise DamagedArtifact(f"{_shown(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict):
-            raise DamagedArtifact(f"{_shown(path)} is no JSON object")
+            raise DamagedArtifact(f"{_shown(path)} is not a JSON object")
         own = own_sha256(described)
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error

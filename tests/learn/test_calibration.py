@@ -163,7 +163,7 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
         ("kind,mib,reserved_mib,cudnn\nprocess,100,500,true\n", "mib=100 cannot be less than reserved_mib=500"),
         ("kind,mib,config\nprocess,5," + "[" * 100_000 + "\n", "line 2: "),
         ("kind,mib,config\nprocess,5,7\n", "line 2: config is JSON, but no object"),
-        ("kind,mib\nidle," + "x" * 140_000 + "\n", "is no CSV file"),
+        ("kind,mib\nidle," + "x" * 140_000 + "\n", "is not a CSV file"),
         ("kind,watts\nidle,5\n", "unknown column watts; known: kind, mib"),
         ("mib\n5\n", "missing column kind"),
     ):

@@ -92,7 +92,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
             reader = csv.DictReader(file)
             return tuple(reader.fieldnames or ()), list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"path={path} is no CSV file: {error}") from error
+        raise UsageError(f"path={path} is not a CSV file: {error}") from error
 
 
 @contextlib.contextmanager
@@ -400,7 +400,7 @@ class CsvMapping:
             raise UsageError("; ".join(problems))
 
     def read(self, path: Path, _device_name: str | None) -> ImportedFile:
-        """Return the rows of one file. Raises `UsageError` if it lacks a column or is no CSV file."""
+        """Return the rows of one file. Raises `UsageError` if it lacks a column or is not a CSV file."""
         header, cells = read_csv(path)
         if missing := [name for name in self.columns.values() if name not in header]:
             shown = ", ".join(header) or "nothing"

@@ -181,9 +181,9 @@ def _config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError:
-        raise ValueError("config is no JSON object") from None
+        raise ValueError("config is not a JSON object") from None
     if not isinstance(config, dict):
-        raise ValueError("config is no JSON object")
+        raise ValueError("config is not a JSON object")
     return config
 
 
@@ -312,7 +312,7 @@ def _sizes(text: Any) -> dict[str, int]:
     try:
         sizes = {str(name): int(size) for name, size in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError("dims is no JSON object of whole numbers") from None
+        raise ValueError("dims is not a JSON object of whole numbers") from None
     if any(not 0 <= size < 2**40 for size in sizes.values()):
         raise ValueError("dims holds a size below 0, or beyond any tensor")
     return sizes

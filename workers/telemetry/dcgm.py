@@ -480,7 +480,7 @@ class _TimedReader(io.RawIOBase):
 
 
 def checked_url(url: str) -> str:
-    """Return `url` unchanged. Raises `UsageError` if it is no URL of an exporter."""
+    """Return `url` unchanged. Raises `UsageError` if it is not a URL of an exporter."""
     try:
         parts = urllib.parse.urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
