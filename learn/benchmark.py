@@ -62,8 +62,7 @@ def benchmark(
             f"estimators={', '.join(formulas)}: for measured or imported steps only; pass source=measured or "
             "source=imported"
         )
-    from learn.commands.benchmark_answers import Tally, ask_free, ask_learned
-    from learn.commands.benchmark_rows import of_published, of_runs
+    from learn.commands.benchmark_rows import Tally, ask_free, ask_learned, of_published, of_runs
     from learn.estimators.protocol import TRAINING_FREE, get_estimator
     from learn.judging.scores import published_figures
 

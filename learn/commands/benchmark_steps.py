@@ -21,8 +21,7 @@ from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
-from learn.commands.benchmark_answers import Tally, ask_learned
-from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection
+from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection, Tally, ask_learned
 from learn.estimation.estimating import estimate
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.estimators.protocol import ESTIMATORS

@@ -22,8 +22,7 @@ from featurize.configs.features import group_key
 from featurize.configs.trial import config_of_row
 from learn.estimators.protocol import LEVEL, Estimator, get_estimator, require_target, to_space
 from learn.fitting.artifacts import Artifact, DataPlace, StaleArtifact, newest, require_current, save_judged, versions
-from learn.fitting.fit_call import remarks
-from learn.judging.evaluate import Evaluation, judged
+from learn.judging.evaluate import Evaluation, judged, remarks
 from learn.judging.scores import NOT_INFORMATIVE, exceeds, mean, median
 from learn.rows.data import MIN_GROUPS, Rows, load_rows, with_suspects
 from learn.rows.step_store import StepStore

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import os
 
     from learn.commands.benchmark_rows import BenchmarkSettings
-    from learn.fitting.fit_call import FitSettings
+    from learn.commands.fit import FitSettings
 
 
 BOTH_KEEP = 0.85  # of the speed alone: a pair in which both do is one to put together

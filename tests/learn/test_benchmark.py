@@ -299,7 +299,7 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
 ORPHAN = """
 import sys, threading, time
 from multiprocessing import Pipe
-from learn.commands.benchmark_answers import PoolJob, answer
+from learn.commands.benchmark_rows import PoolJob, answer
 from learn.rows.processes import _serve
 from featurize.families.mlp import Config
 from learn.job.training_job import Case
