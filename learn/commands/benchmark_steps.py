@@ -23,14 +23,13 @@ from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
 from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection, Tally, ask_learned
 from learn.estimation.estimating import estimate
-from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
+from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, left_out_errors
 from learn.estimators.protocol import ESTIMATORS
 from learn.fitting.kernel_formulas import (
     AS_IT_COMES,
     FORMULAS,
     labels_by,
     left_out_by,
-    left_out_ratios,
     subsets,
 )
 from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
@@ -166,15 +165,16 @@ def _masks(fit: TimeFit, settings: BenchmarkSettings) -> list[np.ndarray]:
 
 
 def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Tally) -> Asked:
-    marks: list[int] = []  # ns, before each fit and after the last one
+    formula, seconds = FORMULAS[name](fit), []
 
-    def heard() -> None:
-        if marks:
-            tally.step()
-        marks.append(time.monotonic_ns())
+    def without(mask: np.ndarray) -> np.ndarray:
+        began = time.monotonic_ns()
+        ratios = formula(~mask)
+        seconds.append((time.monotonic_ns() - began) / 1e9)
+        tally.step()
+        return ratios
 
-    ratios = left_out_ratios(FORMULAS[name](fit), masks, heard)
-    heard()
+    ratios = left_out_errors(np.empty(len(fit.rows)), masks, without)
     outside = np.any(masks, axis=0)
     answers = {
         at: Given(estimate=row.measured_ms * math.exp(ratios[at]))
@@ -185,7 +185,7 @@ def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Ta
     }
     if name == AS_IT_COMES:
         return Asked(answers=answers)
-    return Asked(answers=answers, learns=True, fit_seconds=median(np.diff(marks) / 1e9), fits=len(masks))
+    return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)), fits=len(masks))
 
 
 def _ask_estimators(

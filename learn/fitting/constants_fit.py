@@ -60,7 +60,7 @@ from learn.estimators.kernel_fitting import (
 from learn.fitting.kernel_formulas import score_of
 from learn.fitting.kernel_rows import MeasuredActivity, RowLeftOut, described, queried, read_each
 from learn.fitting.published_jobs import JOBS, ZEUS, megatron_settings, megatron_step, zeus_calls
-from learn.judging.scores import RowScores, spread
+from learn.judging.scores import RowScores, scores_of_errors
 from warehouse.exchange.published_kernels import OPERATOR
 
 # Where the fit begins: an SM without arithmetic, the pipes and the memory each draw a part of what the board may.
@@ -112,18 +112,24 @@ class MeasuredPower:
 def fitted_power(
     rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
 ) -> tuple[dict[str, float], list[RowScores]]:
-    """Return the section `power` of the file of parameters, and its scores.
-
-    With fewer than two GPU models, the section is the packaged one.
+    """Return the section `power` of the file of parameters, fitted on all rows, and the scores of all and of left-out
+    models and GPU models. With fewer than two GPU models, the section is the packaged one.
 
     Args:
         rows: What `power_rows` returns.
         learned: The efficiencies that give the kernels' times.
         progress: Called before each fit with a text, the number done and their total.
     """
-    if len({row.device.name for row in rows}) < 2:
+    devices = np.array([row.device.name for row in rows])
+    if len(np.unique(devices)) < 2:
         return dataclasses.asdict(load_power()), []
-    return judged_power(rows, learned, progress)
+    fit = _PowerFit(rows, learned)
+    splits = {
+        "GPU models left out": held_out_by(devices),
+        "models left out": held_out_by(np.array([row.model.partition("/")[0] for row in rows])),
+    }
+    section, errors = judged_by_splits(fit.fitted, fit.errors, splits, progress, "fitting power")
+    return section, [score for split, off in errors.items() for score in _scores(split, off)]
 
 
 def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple[list[MeasuredPower], dict[str, int]]:
@@ -160,19 +166,6 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
         )
 
     return read_each(sorted(jobs.items()), read, progress)
-
-
-def judged_power(
-    rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
-) -> tuple[dict[str, float], list[RowScores]]:
-    """Return the section fitted on all rows, and the scores of all and of left-out models and GPU models."""
-    fit = _PowerFit(rows, learned)
-    splits = {
-        "GPU models left out": held_out_by(np.array([row.device.name for row in rows])),
-        "models left out": held_out_by(np.array([row.model.partition("/")[0] for row in rows])),
-    }
-    section, errors = judged_by_splits(fit.fitted, fit.errors, splits, progress, "fitting power")
-    return section, [score for split, off in errors.items() for score in _scores(split, off)]
 
 
 class _PowerFit:
@@ -250,18 +243,17 @@ def _scores(split: str, off: np.ndarray) -> list[RowScores]:
     """Return how far power, and how much longer a job takes than at the highest limit, are off, relative."""
     scores = []
     for limit, errors in (("the board's own", off[:, :1]), ("lower", off[:, 1:])):
-        known = errors[:, :, 0][np.isfinite(errors[:, :, 0])]
-        (power, power_p90), (slower, slower_p90) = (spread(errors[:, :, at]) for at in (0, 1))
-        figures = {"power_median": power, "power_p90": power_p90}
-        figures["power_bias"] = float(np.median(known)) if len(known) else math.nan
-        figures |= {"slower_median": slower, "slower_p90": slower_p90}
-        scores.append(RowScores(rows=limit, by=split, count=len(known), figures=figures))
+        known = errors[np.isfinite(errors[:, :, 0])]
+        power, slower = known.T
+        bias = float(np.median(power)) if len(power) else math.nan
+        scores.append(scores_of_errors(limit, split, {"power": power, "slower": slower}, power_bias=bias))
     return scores
 
 
 _TRAINING_SHARE = "training_share"  # of the time over which others took means: their set-up is in it
 _BEGIN_OF_ACTIVITY = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3, _TRAINING_SHARE: 0.95}
 _SMACT_TOLERANCE, _SMOCC_TOLERANCE = 0.03, 0.015  # what is further off counts in proportion, not squared
+_MEANS = ("smact", "smocc")
 _OF_SMOCC = 2.0  # weight of occupancy beside activity
 _DESCENT_OF_ACTIVITY = Descent(
     of_priors=2e-4,
@@ -359,18 +351,11 @@ def judged_activity(
         fit.fitted, lambda learned: fit.errors(*learned), splits, progress, "fitting activity"
     )
     scores = [
-        _score(str(family), split, of_rows[fit.family == family])
+        scores_of_errors(str(family), split, {name: off[fit.family == family, at] for at, name in enumerate(_MEANS)})
         for family in np.unique(fit.family)
-        for split, of_rows in errors.items()
+        for split, off in errors.items()
     ]
     return scores, learned[0]
-
-
-def _score(family: str, split: str, errors: np.ndarray) -> RowScores:
-    """Return how far SM activity and occupancy are off, absolute."""
-    (smact, smact_p90), (smocc, smocc_p90) = spread(errors[:, 0]), spread(errors[:, 1])
-    figures = {"smact_median": smact, "smact_p90": smact_p90, "smocc_median": smocc, "smocc_p90": smocc_p90}
-    return RowScores(rows=family, by=split, count=len(errors), figures=figures)
 
 
 def _begin() -> dict[str, torch.Tensor]:
@@ -516,6 +501,11 @@ def _host_factor(times: Sequence[Times]) -> float:
     return round(float(min(_FACTORS, key=lambda factor: sum(abs(_off(one, factor)) for one in times))), 2)
 
 
+_REDUCED = (
+    "SELECT device_name, dims, dtype, duration_us FROM kernels "
+    f"WHERE operator = '{OPERATOR}' AND source IN ('measured', 'imported') AND duration_us > 0 "
+    "ORDER BY device_name, kernel_row"
+)
 _MOST_RANKS = 8  # of a node
 _FIRST_STEP = 0.3  # of each logarithm
 _CLOSE = 0.02  # logarithm: rows nearer than this count little
@@ -548,7 +538,8 @@ def fitted_links(
     Args:
         data: The folder; None: the default one. Rows of `warehouse.ingest source=allreduce`.
     """
-    rows, left_out = measured_all_reduces(data)
+    measured = queried(data, _REDUCED)
+    rows, left_out = read_each(measured, lambda values: _measured(*values))
     if not rows:
         return packaged_links(), [], left_out
     devices = np.array([row.device.name for row in rows])
@@ -565,23 +556,6 @@ def fitted_links(
         for device in np.unique(devices)
     ]
     return constants, [score for score in scores if score.count], left_out
-
-
-def measured_all_reduces(data: str | os.PathLike[str] | None) -> tuple[list[MeasuredAllReduce], dict[str, int]]:
-    """Return the all-reduces of the table `kernels` that the constants hold for, and what was left out.
-
-    They are of up to eight GPUs of a node that NVLink joins, up to Ampere.
-
-    Args:
-        data: The folder; None: the default one.
-    """
-    measured = queried(
-        data,
-        "SELECT device_name, dims, dtype, duration_us FROM kernels "
-        f"WHERE operator = '{OPERATOR}' AND source IN ('measured', 'imported') AND duration_us > 0 "
-        "ORDER BY device_name, kernel_row",
-    )
-    return read_each(measured, lambda values: _measured(*values))
 
 
 def _measured(device_name: str | None, dims: str, dtype: str, duration_us: float) -> MeasuredAllReduce:

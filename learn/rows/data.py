@@ -25,7 +25,7 @@ import numpy as np
 from conf.errors import CommandError, UsageError
 from conf.units import MIB_PER_GIB
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
-from featurize.device.device_spec import DEFAULT_DEVICE, plain_device, same_device
+from featurize.device.device_spec import plain_device, same_device
 from learn.job.training_job import Case
 from learn.rows.step_store import StepStore
 from learn.rows.targets import Target, get_target
@@ -199,43 +199,6 @@ class Rows:
     def count(self, column: str) -> dict[str, int]:
         """Rows by `family`, `source` or `device`."""
         return dict(sorted(Counter(map(str, getattr(self, column))).items()))
-
-
-def make_rows(
-    target: str | Target,
-    configs: Sequence[TrialConfig],
-    label: Sequence[float],
-    *,
-    run_ids: Sequence[str] | None = None,
-    censored: Sequence[bool] | None = None,
-    source: str = "simulated",
-    device: str = DEFAULT_DEVICE,
-    device_memory_mib: float = 40_960.0,
-    training_loop: bool = False,
-) -> Rows:
-    """Rows from configs and labels that are at hand, without a warehouse; all of one source and device."""
-    from featurize.configs.features import group_key
-
-    n = len(configs)
-    names = [f"row-{i:06d}" for i in range(n)] if run_ids is None else run_ids
-    bounds = [False] * n if censored is None else censored
-    records = [
-        LabelledRow(
-            run_id=name,
-            case=Case(config, device, training_loop),
-            label=float(value),
-            censored=bool(bound),
-            family=config.family,
-            source=source,
-            device=device,
-            device_memory_mib=device_memory_mib,
-            card_mib=device_memory_mib,
-            group=group_key(config),
-            module=module_of(config),
-        )
-        for name, config, value, bound in zip(names, configs, label, bounds, strict=True)
-    ]
-    return Rows(get_target(target) if isinstance(target, str) else target, tuple(records), {"ok": n})
 
 
 def load_rows(
