@@ -27,8 +27,8 @@ from learn.judging.scores import (
     described,
     judged,
 )
+from learn.rows.data import SLOWDOWN, get_target
 from learn.rows.step_store import StepStore
-from learn.rows.targets import SLOWDOWN, get_target
 
 if TYPE_CHECKING:
     from learn.commands.benchmark_rows import RowSelection
@@ -124,7 +124,7 @@ def benchmark(
 
 def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping[str, Any]) -> tuple[Part, ...]:
     from learn.judging.evaluate import classes_of, parts_of
-    from learn.rows.targets import make_bins
+    from learn.rows.data import make_bins
 
     rows = selection.rows
     if settings.split == "holdout":  # the very rows that learn.fit holds out
@@ -179,8 +179,8 @@ def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str
 
 
 def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSelection, list[str]]:
-    """Return the selection with the doubts of `learn.rows.data`, and a note of how many there are."""
-    from learn.rows.data import with_suspects
+    """Return the selection with the doubts of `learn.rows.step_store`, and a note of how many there are."""
+    from learn.rows.step_store import with_suspects
 
     rows = with_suspects(selection.rows, steps)
     counts = Counter(selection.file[rows.doubt != selection.rows.doubt].tolist())

@@ -27,10 +27,20 @@ from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make
 from learn.job.training_job import Case
 from learn.judging.evaluate import GROUPINGS, SPLITS, Part
 from learn.judging.scores import Asked, Given, given_of, median, sample
-from learn.rows.data import LabelledRow, Rows, load_rows
+from learn.rows.data import (
+    SLOWDOWN,
+    TARGETS,
+    Bins,
+    LabelledRow,
+    Rows,
+    Target,
+    get_target,
+    load_rows,
+    make_bins,
+    memory_bins,
+)
 from learn.rows.processes import NoResult, in_processes
 from learn.rows.step_store import StepStore, traced_column
-from learn.rows.targets import SLOWDOWN, TARGETS, Bins, Target, get_target, make_bins, memory_bins
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec

@@ -36,8 +36,8 @@ from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.judging.evaluate import TEST_TENTHS, Part
 from learn.judging.scores import Asked, Benchmark, Given, judged, median
+from learn.rows.data import get_target, make_bins
 from learn.rows.step_store import StepStore
-from learn.rows.targets import get_target, make_bins
 
 RANKS = "ranks"  # name of this estimator
 _PRECISIONS = ("amp_bf16", "bf16")  # Composer's newer and older name for the same

@@ -21,7 +21,7 @@ from learn.commands.benchmark_rows import NEVER_FITTED_ON
 from learn.judging.benchmark_view import OTHERS, TableText, print_table, table_blocks
 from learn.judging.report import colours_of
 from learn.judging.scores import GPUMEMNET, PUBLISHED_FIGURES, TRUSTED_ALONE, mean, median
-from learn.rows.targets import BIN_WIDTHS_GB
+from learn.rows.data import BIN_WIDTHS_GB
 
 if TYPE_CHECKING:
     from learn.commands.benchmark_rows import BenchmarkSettings

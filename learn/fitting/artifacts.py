@@ -37,7 +37,7 @@ from featurize.configs.features import FEATURES_STAMP, is_current
 from featurize.configs.trial import printable
 from featurize.device.device_spec import plain_device, same_device
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
-from learn.rows.targets import check_target, get_target
+from learn.rows.data import check_target, get_target
 
 if TYPE_CHECKING:
     from learn.judging.evaluate import Evaluation

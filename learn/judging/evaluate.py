@@ -17,9 +17,8 @@ from conf.errors import UsageError
 from featurize.device.device_spec import plain_device
 from learn.estimators.protocol import OF_CONFIGS, PREFERRED, Estimator, Prediction, make_estimator
 from learn.judging.scores import Figures, Scored, described, figures_of, given_of, has_relative, mean, median, p90
-from learn.rows.data import MIN_GROUPS, Rows
+from learn.rows.data import MIN_GROUPS, Bins, Rows
 from learn.rows.step_store import StepStore
-from learn.rows.targets import Bins
 
 TEST = "held-out test"
 PUBLISHED = "published"  # name of the classes that a benchmark has, too

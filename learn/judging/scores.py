@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from learn.estimators.protocol import LEVEL, Prediction
-from learn.rows.data import LabelledRow, Rows
-from learn.rows.targets import Bins, Target
+from learn.rows.data import Bins, LabelledRow, Rows, Target
 
 TOLERANCE = 1e-6  # of a label: figures that differ by less are equal, whatever order their sums were taken in
 _TOLERANCE_AT_LEAST = 1e-9  # in the target's unit, for labels of 0

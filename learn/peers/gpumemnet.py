@@ -51,9 +51,8 @@ from learn.estimators.protocol import (
 from learn.estimators.tabular import group_folds, why_not
 from learn.job.training_job import Case
 from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_arrays
-from learn.rows.data import Rows
+from learn.rows.data import MIB_PER_GB, Rows, default_bin_gb, utilization_bins
 from learn.rows.step_store import StepStore
-from learn.rows.targets import MIB_PER_GB, default_bin_gb, utilization_bins
 
 FOLDS = 5
 LEAST_ROWS = 10  # of a family, for an ensemble of its own

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from learn.judging.scores import RowScores, score_table, spread
-from learn.rows.targets import SLOWDOWN
+from learn.rows.data import SLOWDOWN
 from learn.sharing.learned import LearnedSlowdowns, MeasuredGroup, fitted_slowdowns, left_out_parts, measured_groups
 from learn.sharing.profile import (
     NoUtilization,

@@ -17,8 +17,7 @@ from featurize.device.device_spec import DEFAULT_DEVICE
 from featurize.families import cnn, mlp
 from learn.fitting.artifacts import stamped
 from learn.job.training_job import Case
-from learn.rows.data import LabelledRow, Rows, module_of
-from learn.rows.targets import Target, get_target
+from learn.rows.data import LabelledRow, Rows, Target, get_target, module_of
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 

@@ -416,7 +416,7 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
     from learn_rows import labels_of, make_configs
 
     from learn.judging.evaluate import evaluate
-    from learn.rows.targets import make_bins
+    from learn.rows.data import make_bins
     from tests.learn.learn_rows import make_rows
 
     configs = make_configs(60, families=("mlp",))

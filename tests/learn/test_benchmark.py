@@ -16,7 +16,7 @@ from learn import benchmark as benchmark_module
 from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
 from learn.estimators import protocol as estimators
 from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
-from learn.rows.targets import memory_bins
+from learn.rows.data import memory_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}

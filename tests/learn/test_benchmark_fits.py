@@ -13,8 +13,7 @@ from learn.estimators import protocol as estimators
 from learn.estimators.protocol import Estimator
 from learn.job.traced import step_of
 from learn.judging.evaluate import classes_of, hold_out
-from learn.rows.data import load_rows
-from learn.rows.targets import make_bins
+from learn.rows.data import load_rows, make_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 OK = "SUCCESSFUL"

@@ -6,8 +6,7 @@ import pytest
 
 from conf.units import MIB_PER_GIB
 from featurize.families.cnn import Config
-from learn.rows.data import with_suspects
-from learn.rows.step_store import StepStore
+from learn.rows.step_store import StepStore, with_suspects
 from tests.learn.learn_rows import make_rows
 
 BATCHES = (4, 8, 16, 32)
