@@ -30,7 +30,7 @@ HEADER = "gpufarm-slurm 1"
 YES, NO, UNKNOWN = "yes", "no", "unknown"
 _LONGEST = 8192  # bytes of a directive, as the plugin has it
 _LONGEST_COMMENT = 200
-_MOST_BYTES = 4 << 20  # of the table's directives: slurmctld reads all of it
+_MOST_BYTES = 4 << 20  # bytes of the table's directives: slurmctld reads all of it
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CODING = {"encoding": "utf-8", "errors": "surrogateescape"}  # any bytes of a script come back as they were
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from warehouse.files.presence import Presence
 
-_MAIN_REASONS = 2  # of doubts, in the table
+_MAIN_REASONS = 2  # reasons for doubt in the table
 _PLAIN_WIDTH = 200  # without a terminal nothing is cut off
 
 

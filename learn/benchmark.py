@@ -1,7 +1,8 @@
 """`python -m learn.benchmark`: every estimator on the same rows, of the warehouse or of published files, in one table.
 
-Start reading at `benchmark`. In `learn.judging`, `benchmark_rows` chooses the rows, `splits` who is fitted on what,
-`benchmark_answers` asks, `benchmark_figures` counts, `benchmark_view` prints. `benchmark_steps` is for measured steps.
+Start reading at `benchmark`. In `learn.commands`, `benchmark_rows` chooses the rows and asks for answers, and
+`benchmark_steps` is for measured steps; in `learn.judging`, `evaluate` says who is fitted on what, `scores` counts,
+`benchmark_view` prints.
 """
 
 from __future__ import annotations

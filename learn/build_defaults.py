@@ -18,7 +18,7 @@ from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
 
-TARGETS = ("memory", "smact", "smocc")  # of those that an estimate gives, what the files have
+TARGETS = ("memory", "smact", "smocc")  # the targets of an estimate that the files have
 LIMIT_MIB = 10.0
 WHERE = "GPUMemNet's files come from https://github.com/itu-rad/GPUMemNet: clone it, then path=GPUMemNet/Datasets"
 CARD = Path(__file__).parent / "default_models" / "MODEL_CARD.md"  # of which a build fills in the facts

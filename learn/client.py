@@ -50,7 +50,7 @@ class Client:
     """Asks one service; a context manager. A thread of its own needs a client of its own.
 
     Args:
-        url: Of the service, as in `http://127.0.0.1:8350`.
+        url: The service's URL, as in `http://127.0.0.1:8350`.
         token: What the service's `token_file` has, where it has one.
         timeout_s: Seconds that one call may take, traces included.
 

@@ -32,7 +32,7 @@ from learn.estimators.protocol import LEVEL, BoundShares, bound_shares, group_sc
 AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
 LEAST_ROWS = 30
 LEAST_GROUPS = 4  # values of an axis, for leaving one out to say anything
-MOST_OVER = 0.15  # of the need, that a bound may lie above it in the median
+MOST_OVER = 0.15  # share of the need by which a bound may lie above it in the median
 _CONTRADICTS = 1.5  # times the estimate: such a row is probably of another job. It is judged, and not fitted on
 # The causes whose shares rows tell apart; the others stay in proportion, as too few rows are moved by them alone.
 _FITTED = (WORKSPACES, KERNELS)

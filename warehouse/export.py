@@ -1,7 +1,7 @@
 """`python -m warehouse.export out=datasets data=DIR`: measured runs as a data set that others can load.
 
-Start reading at `export`. `warehouse.exchange.dataset` has the files, `warehouse.exchange.dataset_card` the card,
-`warehouse.exchange.dataset` what others may see of a row.
+Start reading at `export`. `warehouse.exchange.dataset` has the files and what others may see of a row,
+`warehouse.exchange.dataset_card` the card.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ _FILE_ROWS = {
     "collocations": 2_000_000,
     "jobs": 500_000,
 }
-_TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
+_TOKEN_CHARACTERS = 8  # length of the token in the name of a folder that is being built
 _ABANDONED_AFTER_S = 86_400.0
 _TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
@@ -133,7 +133,7 @@ class PublishReport:
     pages: int = 0  # to browse, the first of which is `pages/index.html`
     left_out: dict[str, int] = field(default_factory=dict)  # why -> runs
     imported_left_out: Counter[str] = field(default_factory=Counter)  # table -> rows, which belong to no run
-    findings: int = 0  # of the checks
+    findings: int = 0  # problems that the checks found
     missing: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:

@@ -25,7 +25,6 @@ from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sampler import call_within, to_table
 from workers.trial.outcome import (
-    Observed,
     TrialRun,
     TrialWatch,
     kernel_oom_kills,
@@ -33,7 +32,7 @@ from workers.trial.outcome import (
     outcome_of,
     startup_s,
 )
-from workers.trial.reports import KERNEL_COLUMNS, Failure, RankEnded, ReportReader, TrialResult, WindowBegun
+from workers.trial.reports import ENDINGS, KERNEL_COLUMNS, Failure, Observed, ReportReader
 from workers.trial.server_client import MpsDaemon, MpsUnavailable, RunningTrial, ServerLost, TrialServer
 
 if TYPE_CHECKING:
@@ -98,10 +97,10 @@ class Worker:
         return self._server
 
     def share_as(self, sharing: str) -> str | None:
-        """Have the following trials share the GPU so: under `mps` its service runs. Return why that cannot be."""
+        """Set how later trials share the GPU, starting the MPS service for `mps`. Return the reason if that fails."""
         if self.device.backend != "cuda" or (sharing == "mps") == (self._mps is not None):
             return None
-        self.discard_server()  # which has the environment of before, and trials under the service
+        self.discard_server()  # it has the earlier environment, and trials under the service
         if self._mps is not None:
             self._mps.close()
             self._mps = None
@@ -291,9 +290,9 @@ class Worker:
         try:
             while run.living:
                 event = run.step()
-                if isinstance(event, WindowBegun):
+                if event == "window":
                     self._prepare(upcoming)
-                elif isinstance(event, TrialResult | Failure | RankEnded):
+                elif event in ENDINGS:
                     run.dismiss()
         finally:
             run.close()
@@ -370,7 +369,7 @@ def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 _MEMBER_TICK_S = 0.02  # members are listened to in turns, each at most so long
-_WARM_BY = 0.5  # of the deadline: a member that is not warm by then holds up the others, and is killed
+_WARM_BY = 0.5  # share of the deadline: a member that is not warm by then holds up the others, and is killed
 
 
 def run_group(worker: Worker, task: Task) -> RunResult:
@@ -484,7 +483,7 @@ def _run_members(
         is_open = not worker.device.sampled  # virtual time knows no waiting
         while any(run.living for run in runs):
             for run in runs:
-                if run.living and isinstance(run.step(), Failure):
+                if run.living and run.step() == "failed":
                     run.dismiss()
             is_open = _direct(runs, is_open, clock.t0_ns + int(_WARM_BY * timeout_ns))
     finally:

@@ -266,7 +266,7 @@ class TreeMemory:
     """
 
     def __init__(self) -> None:
-        self._processes: frozenset[int] = frozenset()  # of which it is known what they share
+        self._processes: frozenset[int] = frozenset()  # processes whose shares are known
         self._shared_bytes = 0  # that the sum of their resident sets has more than once
         self._looked_ns = 0
 

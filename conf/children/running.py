@@ -76,7 +76,7 @@ class ChildServer:
 
     Args:
         command: That executes the server; the descriptor of its control socket is added.
-        environment: Of the server and its children; None is this process's.
+        environment: Environment of the server and its children; None: this process's.
         keeps_output: Whether its output is kept for the message of `ServerLost`, rather than printed.
     """
 
@@ -170,7 +170,7 @@ class ChildServer:
             return Child(answer["started"], ours)
         except OSError as error:
             ours.close()
-            raise ServerLost(f"{self.name} is gone: {error}{self.words()}") from error
+            raise ServerLost(f"{self.name} is gone: {error}{self.output_suffix()}") from error
         except ServerLost:
             ours.close()
             raise
@@ -189,7 +189,7 @@ class ChildServer:
             self._output.close()
             self._output = None
 
-    def words(self) -> str:
+    def output_suffix(self) -> str:
         """Return what the server has printed, as the end of a message."""
         if self._output is None:
             return ""
@@ -202,9 +202,9 @@ class ChildServer:
         try:
             packet = _packet(source)
         except TimeoutError as error:
-            raise ServerLost(f"{self.name} did not answer within {timeout_s:.0f} s{self.words()}") from error
+            raise ServerLost(f"{self.name} did not answer within {timeout_s:.0f} s{self.output_suffix()}") from error
         if not packet:
-            raise ServerLost(f"{self.name} died{self.words()}")
+            raise ServerLost(f"{self.name} died{self.output_suffix()}")
         message: dict[str, Any] = json.loads(packet)
         return message
 
@@ -216,7 +216,7 @@ class ChildRunner:
     folder is deleted.
 
     Args:
-        environment: Of the program; None is this process's.
+        environment: The program's environment; None: this process's.
     """
 
     folder: Path
@@ -267,7 +267,7 @@ def local_server(prepare: str, environment: Mapping[str, str] | None = None, *, 
 
     Args:
         prepare: `module:function` that imports what children need; empty for nothing.
-        environment: Of the server and its children; None is this process's.
+        environment: Environment of the server and its children; None: this process's.
         folder_base: Where it makes a folder that lives as long as the server; empty for none.
     """
     return ChildServer([sys.executable, str(_FILE), prepare, folder_base], environment)

@@ -46,7 +46,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
 
-# What the user's machine, not our code, is to blame for: printed in one line instead of a traceback.
+# Errors caused by the user's machine rather than by our code: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
     errno.EACCES,
     errno.EPERM,
@@ -125,7 +125,7 @@ def run(
         settings: Any = made(settings_class(name), cfg)
         try:
             return entry(settings) or 0
-        except SystemExit as error:  # of a user's model
+        except SystemExit as error:  # raised by a user's model
             print_error(f"the code that was run ends the process, with exit code {shown(error.code)}")
             return EXIT_USAGE
     except CommandError as error:

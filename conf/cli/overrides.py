@@ -190,7 +190,7 @@ def _chosen(name: str, override: Override, group: ConfigGroup) -> tuple[Override
     if choice not in options and not (choice == "null" and group.default is None and not group.added):
         raise unknown_name(override.key, override.choice, options)
     if override.plus != (needed := "+" if group.added else ""):
-        raise UsageError(f"{override.key!r} is chosen with {needed}{override.key}={override.choice} here")
+        raise UsageError(f"write {needed}{override.key}={override.choice}{'' if needed else ', without +'}")
     return replace(override, written=choice), values
 
 

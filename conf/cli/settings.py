@@ -384,7 +384,7 @@ def _made(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     settings = about.get(_SECTION) or (chosen and chosen.schema)
     if settings and not isinstance(value, settings):
         known = [one.name for one in dataclasses.fields(settings)]
-        if unknown := [str(key) for key in _mapping(field.name, value) if key not in known]:  # of another version
+        if unknown := [str(key) for key in _mapping(field.name, value) if key not in known]:  # of another release
             raise UsageError(f"{field.name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
         return built(settings, value)
     if build := about.get(_BUILD):

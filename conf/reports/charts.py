@@ -19,8 +19,8 @@ Anchor: TypeAlias = Literal["start", "middle", "end"]
 _MOST_LOG_TICKS = 8
 _LEAST_GAP = 10.0  # pixels between two texts
 _WIDEST_COLUMN = 40.0  # pixels
-SHADES = 6  # beside empty
-DARK_SHADE = 4  # from which on a text is light
+SHADES = 6  # not counting the empty one
+DARK_SHADE = 4  # from this shade on, text is drawn light
 
 
 class Svg(Markup):
@@ -235,9 +235,9 @@ def curves(
     """Draw lines over `names`, from 0 on.
 
     Args:
-        names: Of the places from left to right; every line has a value, or None, for each.
+        names: Names of the places from left to right; every line has a value, or None, for each.
         lines: What is drawn.
-        unit: Of the values.
+        unit: Unit of the values.
         limit: A value drawn across, dashed.
         most: The largest value that there can be, where the axis ends at the latest.
     """

@@ -127,8 +127,8 @@ def _python_of(text: str, path: Path) -> Path | None:
 def code_folder() -> Iterator[Path]:
     """A folder that holds links to this project's packages and nothing else.
 
-    As PYTHONPATH it gives another environment this code, and hides none of its own packages, as the folder that this
-    project is installed in would.
+    On PYTHONPATH it gives another environment this code without hiding that environment's own packages, as this
+    project's site-packages would.
     """
     import farm
 
@@ -214,7 +214,7 @@ class StatusChange:
     after: str
     configurations: int
     examples: tuple[str, ...]  # config hashes
-    error: str | None  # of the side that failed, the first
+    error: str | None  # the error of the side that failed, the first one's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +234,8 @@ class Comparison:
 
     pairs       each side with `LABELS` and `_OF_A_SIDE`
     statuses    every combination but ok on both sides, the commonest first
-    alone       config hashes that one side has and the other has not: (before, after)
-    versions    of each side: column of `runs` -> its values, the commonest first
+    alone       config hashes that only one side has: (before, after)
+    versions    for each side: column of `runs` -> its values, the commonest first
     unhashed    rows (before, after) that name no configuration, as imported ones may
     """
 

@@ -102,7 +102,7 @@ class CompareSettings(SampledSettings):
 class Result:
     """A finished comparison.
 
-    name       of its files; job_id of the runs of environments
+    name       name of its files; job_id: that of the runs of environments
     operators  None where they were not compared: `no_operators` says why
     caveat     what these figures can and cannot show
     folders    where the runs of each side are

@@ -62,11 +62,11 @@ def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
 class Dispatcher:
     """Runs the tasks of one device, or of one of its jobs.
 
-    `clock` gives seconds since the epoch and may jump; `steady` gives seconds and never does. Deadlines, leases and
-    backoffs follow `steady`, from the epoch as it was at the start; what is written down of a run follows `clock`.
+    `clock` returns seconds since the epoch and may jump; `steady` returns seconds and never does. Deadlines, leases and
+    backoffs follow `steady`, from the epoch as it was at the start; what is recorded of a run follows `clock`.
 
-    `shares`: so many workers have a share each, the tasks whose index leaves the same rest; a worker takes another's
-    only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
+    `shares`: number of workers with a share each: worker i's tasks are those with index % shares == i. A worker takes
+    another's only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
 
     `trust`: modules whose code a task may name although this user did not submit it (`farm.dispatch.submitted_code`).
     `outcomes` counts the runs that land.
@@ -114,7 +114,7 @@ class Dispatcher:
         """
         events = self._service.events
         try:
-            self._queue.bound_waits(self._now())
+            self._queue.cap_waits(self._now())
             self._executor.start()
             events.emit("device_started", device=device_from_key(self._device_key).to_mapping())
             stop.install()  # again: Ray has put its own handlers in their place
@@ -212,7 +212,7 @@ class Dispatcher:
         return None if layout is None or gpus is None else gpu_problem(layout, gpus)
 
     def _expect_back(self, spec: Task) -> None:
-        trials = 1 + (len(spec.alone) if spec.partners else 0)  # of a group also each member alone
+        trials = 1 + (len(spec.alone) if spec.partners else 0)  # a group runs each member alone as well
         self._stuck_at[spec.run_id] = self._steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
 
     def _waits_for_work(self) -> bool:
@@ -272,7 +272,7 @@ class Dispatcher:
         try:
             for one in (*result.others, result):  # the task's own run is the last: with it the task is done
                 self._write(as_final(one))
-        except (OSError, MemoryError):  # the machine's, not the run's
+        except (OSError, MemoryError):  # a fault of this machine, not of the run
             raise
         except Exception as error:  # whatever a worker sent: one task's business, not the job's
             result = lost_run(task, f"its run was refused by the warehouse: {error}")
@@ -370,7 +370,7 @@ class StopRequest:
         self._announce()
 
 
-_TEXT_CHARACTERS = 4_000  # of any text of a run, but its error
+_TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
 _JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is none
 _OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # by which a run is known as that of its task
 _TEXT_COLUMNS = tuple(

@@ -231,7 +231,7 @@ class MetricsSettings(Checked, section="metrics"):
 class FarmMetrics:
     """Figures from events and samples, and the queue's state at each scrape.
 
-    registry: of `prometheus_client`; what a scrape is answered from. Events come from the dispatcher's thread, scrapes
+    registry: `prometheus_client`'s, from which a scrape is answered. Events come from the dispatcher's thread, scrapes
     from the server's.
     """
 

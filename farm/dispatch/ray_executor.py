@@ -38,7 +38,7 @@ from workers.devices import DeviceChoice, make_device
 from workers.task import Task
 
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
-_SHUTDOWN_S = 10.0  # of a Ray that has lost its head
+_SHUTDOWN_S = 10.0  # a Ray that has lost its head may take this long
 _READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
 
 
@@ -86,7 +86,7 @@ class RayExecutor:
         self._unstarted: list[str] = []
         self._notices: list[str] = []
         self._unreached: list[str] = []  # asked again at the next look: Ray needs seconds to call a node dead
-        self._was_ready = False  # some worker, at some time
+        self._was_ready = False  # whether any worker has ever been ready
         self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
         self._idle: list[str] = []
@@ -94,7 +94,7 @@ class RayExecutor:
         self._workers_of: dict[str, int] = {}  # node -> its workers, while each has one GPU
         self._added = 0  # tasks that waited, and workers that took the place of others
         self._head: HeadWatch | None = None
-        self._folder: Path | None = None  # of our own Ray: its session
+        self._folder: Path | None = None  # session folder of our own Ray
         self._before: set[int] = set()  # child processes of ours that are not Ray's
         self._roots: list[psutil.Process] | None = None  # what Ray has started from this process, once it is up
 
@@ -143,7 +143,7 @@ class RayExecutor:
         self._head = HeadWatch(JoinedHead(*self._cluster.place()))
         try:
             self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # of many kinds, and none is a bug of ours
+        except Exception as error:  # many kinds, and none is a bug of ours
             self._head.check()
             raise self._cluster.nobody_answers(error) from error
 
@@ -168,7 +168,7 @@ class RayExecutor:
                 logging_level=logging.ERROR,
                 _temp_dir=None if self._folder is None else str(self._folder),
             )
-        except Exception as error:  # of many kinds, and none is a bug of ours
+        except Exception as error:  # many kinds, and none is a bug of ours
             self._head.check_now()
             raise EnvironmentProblem(
                 f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
@@ -222,7 +222,7 @@ class RayExecutor:
                 num_gpus=gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             )
-        shares = max(1, self._workers_of[node.node_id] // gpus)  # of the host's memory
+        shares = max(1, self._workers_of[node.node_id] // gpus)  # shares of the host's memory
         actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, shares, gpus)
         self._seats[name] = _Seat(actor, node, gpus, group)
 

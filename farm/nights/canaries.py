@@ -31,7 +31,7 @@ from warehouse.tables.run import reasons_of
 from warehouse.tables.schema import ENVIRONMENT
 from workers.labels.quality import REASONS
 
-PREFIX = "canary-"  # of the ids of the jobs that canaries run in
+PREFIX = "canary-"  # prefix of the ids of the jobs that canaries run in
 LABELS = {target.column: target.unit for target in TARGETS.values()}
 _ABOUT = (
     "run_id",
@@ -137,7 +137,7 @@ def _night(of_job: Sequence[tuple[CanaryRun, tuple[Any, ...]]], before: tuple[An
 def _run(row: Mapping[str, Any]) -> CanaryRun | None:
     try:
         config = config_of_row(row["config"])
-    except UsageError:  # of another version of the code: no canary of this one's
+    except UsageError:  # from another version of the code: not a canary of this one
         return None
     return CanaryRun(
         run_id=row["run_id"],
@@ -200,7 +200,7 @@ def _causes_of(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Co
         why = ", ".join(f"{name}: {text}" for name, text in sensors.items() if name not in known)
         reasons.append(("a sensor gave nothing", ", ".join(sorted(lost)) + (f" ({why})" if why else "")))
     failed = next((run for run in runs if run.status != "ok"), None)
-    if failed is not None:  # of a canary that moved: one whose failure was accepted has not
+    if failed is not None:  # reached only by a canary that moved: one with an accepted failure has not
         reasons.append((f"ended as {failed.status}", failed.error))
     return reasons
 
@@ -331,13 +331,13 @@ _CANARIES = (
 _BESIDE_MIB = 1024.0
 
 MEMORY_SHARE, MEMORY_MIB = 0.01, 2.0  # the larger of the two
-SHARED_MEMORY_SHARE = 0.25  # of host memory, where it moved by up to 11 % on a busy machine
+SHARED_MEMORY_SHARE = 0.25  # share of host memory, where it moved by up to 11 % on a busy machine
 RATIO = 0.05
 TIME_AND_POWER_SHARE = 0.10
 _OF_SHARED = (MEMORY,)  # what is compared on a device that serves other programs too
 UNKNOWN = "unknown: neither the runs' quality nor their telemetry says why"
 DEVIATIONS = 4.0  # robust standard deviations of the history that are no move, whatever the tolerance
-_TO_DEVIATION = 1.4826  # of a median absolute deviation, for normal noise
+_TO_DEVIATION = 1.4826  # factor of a median absolute deviation, for normal noise
 _LEAST_FOR_DEVIATION = 3  # runs: of two, one that was off would hide the next
 
 
@@ -362,7 +362,7 @@ class CanaryVerdict:
     verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
                  environment; `sick`: a canary failed, or something moved that no change of the environment explains
     environment  tonight's; before: the one compared with; newest: that of the night before. Columns of `ENVIRONMENT`
-    runs         of canaries tonight, whatever came of them
+    runs         runs of canaries tonight, whatever their outcome
     shared       as in `compare`
     configs      config_hash -> canary; job_ids: tonight's
     """

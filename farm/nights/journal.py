@@ -50,7 +50,7 @@ class ComparedLabel:
 
     before, now  medians, in `unit`; None where there is none
     tolerance    by which they may differ, in `unit`
-    run_ids      of tonight's
+    run_ids      tonight's runs
     """
 
     family: str = ""
@@ -117,10 +117,15 @@ class CanariesPayload(Payload):
 class ChoicePayload(Payload):
     """The night's plan, see `farm.nights.plan.Plan`. `policy` None: it chose nothing new.
 
-    plan        the plan's file, relative to the data folder
-    runs        configurations, of which `remeasured` are measured again because they are stale
-    next_index  where each sequence goes on
-    others      as in `farm.nights.plan.Summary`
+    plan           its file, relative to the data folder
+    runs           configurations, of which `remeasured` are measured again because they are stale
+    next_index     where each sequence goes on
+    families       those chosen by the policy, by family
+    measured, repeated  candidates left out: measured already, copies of one another
+    bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell
+    gpu_hours      expected; `from_past`: the share of runs whose family's past runs it was taken from
+    out_of_memory  expected number of runs that will not fit
+    ways           how the figures were found -> runs
     """
 
     step: ClassVar[str] = "choose"
@@ -144,7 +149,7 @@ class ChoicePayload(Payload):
 
     def to_mapping(self) -> dict[str, Any]:
         mapping = super().to_mapping()
-        if self.plan is None:  # of a night that is only looked ahead to
+        if self.plan is None:  # a night that is only looked ahead to
             del mapping["plan"]
         if self.policy is not None:
             return mapping
@@ -344,8 +349,8 @@ class Cycle:
 
     name      the day it began, `2026-11-20`, then `2026-11-20.2`; also its snapshot's
     token     eight hex digits in the ids of its jobs
-    settings  of the command, as JSON
-    outcome   empty while it is open, then one of `OUTCOMES`; `said`: in a sentence
+    settings  the command's settings, as JSON
+    outcome   empty while it is open, then one of `OUTCOMES`; `said`: the same in a sentence
     """
 
     name: str

@@ -227,15 +227,15 @@ class StepTime:
 class Night:
     """Cost and result of one cycle, for curves over the cycles. None: not reached, or not measured.
 
-    gpu_seconds  of its workers: of a simulated cycle no GPU's time; energy_j: of that modelled
+    gpu_seconds  its workers' time: for a simulated cycle no GPU's time, and `energy_j` is modelled
     """
 
     cycle: str
     outcome: str
     seconds: Mapping[str, float | None]  # by step
-    overhead_s: float  # of all steps but `run` and `learn`
+    overhead_s: float  # time of all steps but `run` and `learn`
     runs: int | None
-    rows: int | None  # of the view `runs`, after the cycle
+    rows: int | None  # rows of the view `runs`, after the cycle
     wall_s: float | None
     gpu_seconds: float | None
     energy_j: float | None
@@ -282,7 +282,7 @@ class Report:
     chosen: Mapping[str, Any] | None  # the plan's summary
     run: Mapping[str, Any] | None
     findings: tuple[Mapping[str, Any], ...]
-    scores: tuple[Score, ...]  # of all cycles, oldest first
+    scores: tuple[Score, ...]  # scores of all cycles, oldest first
     steps: tuple[StepTime, ...]
     nights: tuple[Night, ...]  # oldest first, this one last
     next_plan: Mapping[str, Any] | None

@@ -37,7 +37,8 @@ from conf.reports.blocks import (
 )
 from conf.reports.charts import SHADES, Curve, Grid, columns, curves, heat_map
 from conf.reports.page_text import MISSING, clean_text, count_of, duration, energy, figure
-from farm.nights.journal import STEPS, Cycle
+from farm.nights.journal import STEPS, ChoicePayload, Cycle, payload_of
+from farm.nights.plan import choice_lines
 from farm.nights.report import Report, gather, gist
 from farm.nights.report_rows import LOG_CHARACTERS
 from learn.judging.scores import NOT_INFORMATIVE
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 _STATUS_CSS = dict(zip(STATUSES, ("k4", "k5", "k2", "k6", "k0"), strict=True))  # ok, oom, timeout, crashed, invalid
 _OUTCOMES = {"good": "good night", "look": "worth a look", "bad": "needs somebody"}
-_SHOWN = 12  # of what a page names; the rest is counted
+_SHOWN = 12  # items that a page names; the rest is counted
 _SETTINGS = 400  # characters of one
 LATEST = "latest"
 
@@ -64,7 +65,7 @@ def write_report(
     """Write `reports/CYCLE.html` and `.json`, and the same as `latest`, each whole or not at all; the page's path.
 
     `cycles` are the journal's; the cycle may be among them and may still be open. `next_plan` is a
-    `farm.nights.plan.Summary` as a mapping, of the next night's dry run. Raises `OSError` where the folder
+    `ChoicePayload` as a mapping, of the next night's dry run. Raises `OSError` where the folder
     cannot be written; the report names what could not be read.
     """
     report = gather(folder, cycle, cycles, next_plan)
@@ -376,7 +377,7 @@ def clip(value: object) -> str:
     return text if len(text) <= _SETTINGS else text[:_SETTINGS] + "…"
 
 
-SHOWN_CYCLES = 40  # of a curve: the newest
+SHOWN_CYCLES = 40  # cycles of a curve: the newest
 OVERHEAD_MIN = 5.0  # what a cycle may take beside running and fitting
 _STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
 _CELLS_SHOWN = 10
@@ -384,7 +385,7 @@ _WHY = 1000  # characters of a decision's reason
 _SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
 _COUNTS = ("rows", "out_of_memory")  # which hold whoever made the labels
 _NO_FIGURE = ("rows", "own_labels")
-_OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # of the shares: an error may be more than 100 %
+_OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # the shares of a whole: an error may be more than 100 %
 _FIGURES = {
     "rows": "rows",
     "mean_abs_error": "mean absolute error",
@@ -614,7 +615,7 @@ def time_section(report: Report) -> Section:
     overhead = Curve(name="overhead", css="k2", values=[one.overhead_s / 60 for one in nights])
     title = f"Overhead: all but running and fitting; dashed: {OVERHEAD_MIN:g} min"
     drawn.append(Chart(title, curves(names, [overhead], "min", OVERHEAD_MIN), newest_first_seen=True))
-    taken: list[float | None] = []  # of nights on GPUs
+    taken: list[float | None] = []  # times of nights on GPUs
     energies: list[float | None] = []
     for one in nights:
         taken.append(None if one.simulated else _over(one.gpu_seconds, 3600))
@@ -649,14 +650,15 @@ def _over(value: float | None, unit: float) -> float | None:
 
 def next_section(report: Report) -> Section:
     """Return the section on the next night's dry run."""
-    plan = report.next_plan
-    if plan is None:
+    if report.next_plan is None:
         return Section("next", "What to measure next", (Lead("No dry run of the next night was made."),))
-    families = plan.get("families") or {}
-    parts: list[Block] = [_plan_line(plan, report.simulated), *map(Callout, plan.get("notes") or ())]
-    if families:
-        parts.append(table(("family", "runs"), sorted(families.items(), key=lambda item: (-item[1], item[0]))))
-    for dimension, of in (plan.get("gained") or {}).items():
+    plan, source = payload_of(ChoicePayload, report.next_plan), "simulated" if report.simulated else "measured"
+    stale = f" {plan.remeasured:,} of them were {source} before, and are stale since." if plan.remeasured else ""
+    parts: list[Block] = [Lead(f"{count_of(plan.runs, 'run')}.{stale}"), Bullets(tuple(choice_lines(plan, source)))]
+    if plan.families:
+        families = sorted(plan.families.items(), key=lambda item: (-item[1], item[0]))
+        parts.append(table(("family", "runs"), families))
+    for dimension, of in plan.gained.items():
         cells = sorted(of.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))
         if not cells:
             continue
@@ -667,20 +669,3 @@ def next_section(report: Report) -> Section:
         inside = table(("cell", "rows now", "runs planned"), rows)
         parts.append(Fold(title, (inside,), is_open=dimension in ("memory", "region")))
     return Section("next", "What to measure next", tuple(parts))
-
-
-def _plan_line(plan: Mapping[str, Any], simulated: bool) -> Lead:
-    ran = "simulated" if simulated else "measured"
-    runs, again = int(plan.get("runs") or 0), int(plan.get("remeasured") or 0)
-    stale = f" {again:,} of them were {ran} before, and are stale since." if again else ""
-    if "policy" not in plan:  # nothing but stale ones, so that no candidate was looked at
-        return Lead(f"{count_of(runs, 'run')}.{stale}")
-    past = float(plan.get("from_past") or 0.0)
-    how = f"{past:.0%} of it from past runs of the family" if past else "a guess: no past runs"
-    hours, out = float(plan.get("gpu_hours") or 0.0), float(plan.get("out_of_memory") or 0.0)
-    unit = "hours, simulated" if simulated else "GPU-hours"
-    return Lead(
-        f"Policy {plan['policy']}: {count_of(runs, 'run')} of {int(plan.get('pool') or 0):,} candidates, about "
-        f"{hours:.2f} {unit} ({how}); {out:.0f} of them are expected to run out of memory. Left out: "
-        f"{int(plan.get('measured') or 0):,} {ran} already, {int(plan.get('repeated') or 0):,} copies.{stale}"
-    )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 FAILED = ("crashed", "timeout", "invalid")
-GROUPS_SHOWN = 12  # of failures; the rest is counted
+GROUPS_SHOWN = 12  # groups of failures; the rest is counted
 LOG_CHARACTERS = 4000
 SAID_CHARACTERS = 300
 EXAMPLES = 3

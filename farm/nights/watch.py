@@ -58,7 +58,7 @@ class Drift:
 
     operators  label -> the operator families that moved, or `everything`
     moved      each label in a sentence
-    marks      of the rows whose labels are stale in tonight's environment
+    marks      marks of the rows whose labels are stale in tonight's environment
     families   run_id of each of these -> its family
     """
 
@@ -190,7 +190,7 @@ def _rows(
 def _config(text: str | None) -> TrialConfig | None:
     try:
         return config_of_row(text)
-    except UsageError:  # of a family or field that this version does not have: nothing learns from it
+    except UsageError:  # a family or field that this version does not have: nothing learns from it
         return None
 
 

@@ -84,7 +84,7 @@ def _ours() -> Marker:
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-", FOLDER_PREFIX)
 _OWNER_BYTES = 256
 _PROCESSES_FILE = "processes"
-_PROCESSES_BYTES = 1 << 20  # of a record that is read: some ten thousand processes
+_PROCESSES_BYTES = 1 << 20  # largest record that is read: some ten thousand processes
 _SOCKET_PATH_BYTES = 107  # the kernel's limit
 _SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
 _UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for so long

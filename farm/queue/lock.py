@@ -12,7 +12,7 @@ from conf.files.identity import alive
 from farm.queue.leftovers import parse_marker, session_marker, sweep_leftovers
 from warehouse.files.plain_file import is_held, open_lock, read_lock
 
-_LIMIT_BYTES = 4096  # of a lock that is read: one line
+_LIMIT_BYTES = 4096  # largest lock that is read: one line
 
 
 class DispatcherBusy(EnvironmentProblem):
@@ -58,7 +58,7 @@ class DispatcherLock:
     def __exit__(self, *_: object) -> None:
         assert self._file is not None, "the lock is held"
         with self._file:
-            sweep_leftovers()  # of workers that were killed, as Ray's are at the end
+            sweep_leftovers()  # left by workers that were killed, as Ray's are at the end
 
 
 def dispatcher_of(path: Path) -> int | None:

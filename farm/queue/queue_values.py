@@ -25,7 +25,7 @@ from workers.task import Lease, Task
 JOB_COLUMNS = "job_id, family, space_json, n, seed, policy, priority, settings_json, device, submitted_at"
 
 
-MIXED_FAMILY = "mixed"  # of a job whose tasks are of several; each run lands under its own config's
+MIXED_FAMILY = "mixed"  # a job whose tasks are of several families; each run lands under its own config's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Counts:
     """Tasks by state; `by_status` are the done ones by their run's status, only those that occur."""
 
     queued: int = 0  # those that wait for their next attempt included
-    waiting: int = 0  # of the queued ones: in backoff
+    waiting: int = 0  # those of the queued ones that are in backoff
     leased: int = 0  # those included whose attempts are exhausted and whose run is not landed yet
     done: int = 0
     cancelled: int = 0

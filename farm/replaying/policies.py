@@ -66,44 +66,30 @@ class _FittingPolicy:
         return self.needs_mib[kind] < math.inf
 
 
-class _GatedPolicy(_FittingPolicy):
-    def quiet(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None) -> NDArray[np.intp]:
-        fitting = self.fitting(kind, pool, now_s, among)
-        return fitting[pool.activity[fitting] < SMACT_LIMIT]
+class QuietGpuPolicy(_FittingPolicy):
+    """Of the fitting GPUs below `SMACT_LIMIT`, the one that a rule picks.
 
+    Args:
+        needs_mib: what each job type needs.
+        name: of the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
+            the least utilized one.
+    """
 
-class RoundRobinPolicy(_GatedPolicy):
-    """The next GPU in turn."""
-
-    name = "round_robin"
-    last = -1
+    def __init__(self, needs_mib: Sequence[float], name: str) -> None:
+        super().__init__(needs_mib)
+        self.name, self._last = name, -1
 
     def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
-        quiet = self.quiet(kind, pool, now_s, among)
+        fitting = self.fitting(kind, pool, now_s, among)
+        quiet = fitting[pool.activity[fitting] < SMACT_LIMIT]
         if not len(quiet):
             return None
-        self.last = int(quiet[np.searchsorted(quiet, self.last, side="right") % len(quiet)])
-        return self.last
-
-
-class MostMemoryPolicy(_GatedPolicy):
-    """The GPU with the most available memory."""
-
-    name = "magm"
-
-    def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
-        quiet = self.quiet(kind, pool, now_s, among)
-        return int(quiet[np.argmin(pool.used_mib[quiet])]) if len(quiet) else None
-
-
-class LeastUtilizedPolicy(_GatedPolicy):
-    """The GPU with the lowest SM activity."""
-
-    name = "lug"
-
-    def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
-        quiet = self.quiet(kind, pool, now_s, among)
-        return int(quiet[np.argmin(pool.activity[quiet])]) if len(quiet) else None
+        if self.name == "round_robin":
+            place = np.searchsorted(quiet, self._last, side="right") % len(quiet)
+        else:
+            place = np.argmin((pool.used_mib if self.name == "magm" else pool.activity)[quiet])
+        self._last = int(quiet[place])
+        return self._last
 
 
 class ExpectedSpeedPolicy(_FittingPolicy):
@@ -116,7 +102,7 @@ class ExpectedSpeedPolicy(_FittingPolicy):
     Args:
         needs_mib: what each job type needs at the accepted risk.
         types: job types; `estimated` is read, and `truth` for an oracle.
-        estimator: of slowdowns.
+        estimator: estimates slowdowns.
     """
 
     name = "ours"
@@ -164,9 +150,6 @@ class ExpectedSpeedPolicy(_FittingPolicy):
         return total
 
 
-_GATED = {policy.name: policy for policy in (RoundRobinPolicy, MostMemoryPolicy, LeastUtilizedPolicy)}
-
-
 def make_policy(
     name: str,
     estimator: str,
@@ -183,9 +166,9 @@ def make_policy(
         name: one of `POLICIES`.
         estimator: one of `farm.replaying.traces.ESTIMATORS`; `exclusive` asks none.
         types: the job types of the trace.
-        risk: of running out of memory that `ours` accepts for a placement, where the estimator gives a distribution:
-            `ours_bound`. Of others the margin must stay free.
-        most_slowdown: that `ours` expects of any job at most.
+        risk: risk of running out of memory that `ours` accepts for a placement, where the estimator has a distribution:
+            `ours_bound`. With other estimators the margin must stay free.
+        most_slowdown: largest slowdown that `ours` expects of any job.
         lookahead: how many waiting jobs `ours` looks at.
         slowdowns: estimator of slowdowns that `ours` asks; by default the packaged one, learned from measured pairs.
     """
@@ -193,7 +176,7 @@ def make_policy(
         return ExclusivePolicy()
     margins = [estimated_mib(job, estimator) + MARGIN_MIB for job in types]
     if name != "ours":
-        return _GATED[name](margins)
+        return QuietGpuPolicy(margins, name)
     if estimator == "ours_bound":
         margins = [math.inf if job.need is None else job.need.mib(1.0 - risk) for job in types]
     return ExpectedSpeedPolicy(

@@ -45,10 +45,10 @@ class JobType:
     """One kind of job, alone on a GPU.
 
     weight       light, medium or heavy, as CARMA's authors group their jobs
-    gpus         that it takes
-    minutes      of one epoch; epochs: the numbers of epochs that jobs of this type train
+    gpus         GPUs that it takes
+    minutes      minutes of one epoch; epochs: the numbers of epochs that jobs of this type train
     memory_mib   true peak of each of its GPUs, as published
-    busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: of the GPU over all time.
+    busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: the GPU's, over all time.
                  Simulated: the traced step's, scaled by how much of the published time the traced steps fill
     estimates    estimator -> MiB; an estimator without a figure is left out
     need         what the default estimator says of its memory, as a distribution; None where it has no figure
@@ -163,7 +163,7 @@ _TASK_COLUMNS = (
     "gpu_type",
 )
 _TIME = "%Y-%m-%d %H:%M:%S"
-_LARGEST = 1e12  # of a figure: seconds, or GPUs
+_LARGEST = 1e12  # the largest figure: seconds, or GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +337,7 @@ _PHILLY_GPUS = {1: 0.70, 2: 0.10, 4: 0.15, 8: 0.05}
 _PHILLY_LONG, _PHILLY_SHORT_LOG, _PHILLY_LONG_LOG = 0.2, (1.5, 3.0), (3.0, 4.0)
 # Alibaba: median 23 minutes, nine tenths below 4.5 hours (Weng et al., NSDI 2022); one GPU a job is assumed.
 _ALIBABA_MEDIAN_MIN, _ALIBABA_P90_MIN = 23.0, 270.0
-_P90 = 1.2816  # of the standard normal distribution
+_P90 = 1.2816  # quantile of the standard normal distribution
 
 GENERATORS = ("carma", "philly", "alibaba")
 CARMA_JOBS, OTHER_JOBS = 90, 1000
@@ -352,7 +352,7 @@ def generate_trace(name: str, *, n: int | None, gpus: int, load: float, seed: in
         gpus: GPUs of the cluster; with `load` it sets how fast Philly's and Alibaba's jobs arrive.
         load: GPU time that arrives, over what the cluster has. CARMA's arrivals are those published, `load` times
             as fast.
-        seed: of all that is drawn.
+        seed: seed of everything that is drawn.
     """
     drawn = random.Random(f"{name} {seed}")
     types = load_catalogue()

@@ -198,7 +198,7 @@ def _result(result: ReplayResult) -> dict[str, Any]:
 
 _ROW = 20.0  # pixels
 _MARGINS = Margins(height=300.0, left=52.0, top=16.0, bottom=46.0)
-_POINTS = 200  # of a curve at most
+_POINTS = 200  # most points of a curve
 
 
 def makespan_svg(rows: Sequence[tuple[str, str, Interval]], unit: str) -> Svg:

@@ -111,7 +111,7 @@ def known_runs(
         try:
             config = config_of_row(row["config"])
             problem = problem_of(config)
-        except UsageError as error:  # of a family or a field that this version does not have, or no config at all
+        except UsageError as error:  # a family or a field that this version does not have, or no config at all
             problem = str(error)
         if problem is not None:
             left_out.setdefault(problem, []).append(row["run_id"])

@@ -20,7 +20,7 @@ from featurize.configs.trial import canonical_json, code_fields
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
-_LARGEST = 2**63 - 1  # of integers, which the queue and the warehouse keep in 64 bits
+_LARGEST = 2**63 - 1  # the largest integer: the queue and the warehouse keep 64 bits
 AUTO_LOG_RATIO = 100  # `scale: auto` is `log` from this high / low on
 
 Scalar = bool | int | float | str | None

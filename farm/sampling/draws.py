@@ -239,7 +239,7 @@ def sample_range(
     """
     sizes = tuple(batch_sizes or ())
     k = max(1, len(sizes))
-    first, last = start // k, -(-stop // k)  # of points
+    first, last = start // k, -(-stop // k)  # first and last point
     groups = _configs(space, key_of(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
     skipped = start - first * k
     return itertools.islice(itertools.chain.from_iterable(groups), skipped, skipped + max(0, stop - start))

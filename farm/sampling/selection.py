@@ -63,11 +63,11 @@ class CandidatePool:
 class Chosen:
     """One candidate to run, with the reasons.
 
-    index         in its family's sequence
+    index         index in its family's sequence
     bins          dimension -> the cell that it probably falls into (`farm.sampling.coverage.DIMENSIONS`)
     rows          dimension -> rows that were known of that cell before this choice
-    uncertainty   of `active`: 1 is the candidates' mean; disagreement: of it, in the logarithm of memory
-    distance      of `active`: to the nearest row known or chosen before, in standard deviations of features
+    uncertainty   for `active`: 1 is the candidates' mean; disagreement: its own, in the logarithm of memory
+    distance      for `active`: distance to the nearest row known or chosen before, in standard deviations of features
     figures       target -> what is expected, in the target's unit
     """
 
@@ -83,7 +83,7 @@ class Chosen:
 
     @property
     def why(self) -> str:
-        """Return the reason in words: the cell with the fewest rows, the region, and the doubt if asked for."""
+        """Return the reason in words: the cell with the fewest rows, the region, and any uncertainty."""
         emptiest = min((name for name in self.rows if name != "region"), key=lambda name: self.rows[name])
         reason = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
         return reason if self.uncertainty is None else f"{reason}; {self.uncertainty:.1f} x as uncertain as the mean"
@@ -385,7 +385,7 @@ class Networks:
 
 LEAST_ROWS = 20  # with a label: fewer teach nothing about doubt
 MEMBERS, TREES = 8, 8  # forests that are each grown on a sample of the rows of their own, and the trees of each
-_POWER = 1.5  # of the doubt
+_POWER = 1.5  # exponent of the doubt
 _LOG_ERROR = 0.15  # at least, of a memory figure: standard deviation of its logarithm
 _FITTING_AT_LEAST = 0.1  # so that figures that are wrong about what does not fit are found out
 _BLOCK = 512  # rows whose distances to all chosen ones are held together

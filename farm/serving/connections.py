@@ -168,7 +168,7 @@ class GuardedConnection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def dispensability(self) -> tuple[bool, float]:
-        """Return what grows with how little is lost without this connection: idle ones first, then by their wait."""
+        """Return a sort key, largest for the connection that is cheapest to drop: idle first, then longest waiting."""
         return self._awaited is _Awaited.REQUEST, -self._since
 
     def is_late(self, now: float) -> bool:

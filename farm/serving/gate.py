@@ -76,7 +76,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-CLIENT = "gpufarm.client"  # of a scope: who asks
+CLIENT = "gpufarm.client"  # key of a scope: who asks
 
 OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token and never wait
 _API, _METRICS, _WEBHOOK = "/v1/", "/metrics", "/v1/kubernetes/mutate"

@@ -29,7 +29,7 @@ PEAK, UPPER, FITS, PROBLEM = f"{PREFIX}peak-memory-mib", f"{PREFIX}upper-mib", f
 KAI, HAMI, KOORDINATOR = DIALECTS = ("kai", "hami", "koordinator")
 KAI_MEMORY, HAMI_MEMORY, KOORDINATOR_MEMORY = "gpu-memory", "nvidia.com/gpumem", "koordinator.sh/gpu-memory"
 _GPU_LIMITS = ("nvidia.com/gpu", "koordinator.sh/gpu", "koordinator.sh/gpu-core", "koordinator.sh/gpu-shared")
-_PRODUCT_LABEL = "nvidia.com/gpu.product"  # of GPU feature discovery
+_PRODUCT_LABEL = "nvidia.com/gpu.product"  # label that GPU feature discovery sets
 _API_VERSION = "admission.k8s.io/v1"
 _LONGEST = 250  # characters of a problem
 

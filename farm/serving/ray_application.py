@@ -12,10 +12,10 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from conf.cli.overrides import load_settings
+from conf.cli.overrides import flat, load_settings
 from conf.errors import UsageError
 from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.server import only_service
@@ -102,13 +102,6 @@ def settings_of(arguments: Mapping[str, Any]) -> ServeSettings:
         raise UsageError("token_file=FILE is missing: Ray Serve's proxies may listen to other machines")
     if not arguments.get("data"):
         raise UsageError("data=FOLDER is missing: every node must have it under the same path")
-    return load_settings(ServeSettings, "serve", [f"{name}={value}" for name, value in _flat(arguments)])
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield keys and values as a command line has them: `serve run` gives text, a YAML file typed values."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield before + name, value if isinstance(value, str) else json.dumps(value)
+    # `serve run` gives text, a YAML file typed values.
+    texts = ((name, value if isinstance(value, str) else json.dumps(value)) for name, value in flat(arguments))
+    return load_settings(ServeSettings, "serve", [f"{name}={text}" for name, text in texts])

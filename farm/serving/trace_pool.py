@@ -44,7 +44,7 @@ class TracePool:
 
     Args:
         store: The questions. What ran when the service last ended is asked again.
-        limits: Of one trace.
+        limits: Limits of one trace.
         size: Children at the same time. One of several is kept from a client that has all the others.
         log: Is called with an event's name and fields.
     """
@@ -61,7 +61,7 @@ class TracePool:
         self._threads.append(threading.Thread(target=self._beat, name="pulse"))
 
     def __enter__(self) -> TracePool:
-        sweep_leftovers()  # of children that were killed together with the service
+        sweep_leftovers()  # left by children that were killed together with the service
         self._store.recover()
         self._store.beat()
         for thread in self._threads:
@@ -93,14 +93,14 @@ class TracePool:
             key, question = leased
             began = time.monotonic_ns()
             try:
-                outcome = self._traced(key, question)
+                outcome = self._run_question(key, question)
             except EnvironmentProblem as error:  # the answer cannot be stored
                 outcome = str(error)
                 with contextlib.suppress(EnvironmentProblem):
                     self._store.interrupted(key, outcome)
             self._log("trace", key=key, outcome=outcome, seconds=round((time.monotonic_ns() - began) / 1e9, 3))
 
-    def _traced(self, key: str, question: str) -> str:
+    def _run_question(self, key: str, question: str) -> str:
         """Run one question in a child and store what came of it. Returns that in a word or two, for the log."""
         started = self._started(question)
         if started is None:

@@ -36,7 +36,7 @@ PATIENCE_S = 300.0  # for all models of a submission; those that are not checked
 _QUIET_S = 1.0  # a longer check prints a message
 _TRIED_ON = 3  # configs that a model is tried on
 _SHOWN = 3  # problems in a message
-_CHARACTERS = 400  # of a problem
+_CHARACTERS = 400  # characters of a problem
 _FIELD, _ARGUMENTS = "model", "arguments"
 
 Environment = tuple[str, Mapping[str, str]]  # a Python, and variables to set for it

@@ -72,7 +72,7 @@ def feature_columns(configs: Sequence[TrialConfig]) -> dict[str, np.ndarray]:
     or None in a column where others have it), and
 
     layers, parameters, output_elements, flops    totals of the plan, per sample; `batch_*` for the batch
-    max_*, mean_*                                 of a single layer
+    max_*, mean_*                                 the largest and the mean of a single layer
     count_KIND, elements_KIND, parameters_KIND    for every kind of `KINDS`
     *_mib                                         fp32 mebibytes: weights, optimizer_state, batch_output
     log_*                                         natural logarithm of 1 + x

@@ -159,7 +159,7 @@ def with_lora(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
 
     Args:
         model: A model of transformers.
-        fields: Of peft's `LoraConfig`, as `lora_of` checked them.
+        fields: Fields of peft's `LoraConfig`, as `lora_of` checked them.
 
     Raises:
         EnvironmentProblem: peft is not installed.
@@ -228,7 +228,7 @@ def quantization_of(quantization: Mapping[str, Any]) -> dict[str, Any]:
     `bnb_4bit_compute_dtype` is left to the training setting `precision`.
 
     Raises:
-        UsageError: Of another method, with unknown fields, or of fields that are not followed; all together.
+        UsageError: Another method, unknown fields, or fields that are not supported; all together.
     """
     method = quantization.get("quant_method", "bitsandbytes")
     if str(getattr(method, "value", method)) != "bitsandbytes":

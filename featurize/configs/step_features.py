@@ -178,7 +178,7 @@ def _attention_dims(op: Operator, backward: bool) -> tuple[float, ...]:
 
 def _recurrent_dims(op: Operator, backward: bool) -> tuple[float, ...]:
     x = op.input_shapes[0]
-    matrices = [shape for shape in op.input_shapes[1:] if len(shape) == 2]  # of the input, of the state, ...
+    matrices = [shape for shape in op.input_shapes[1:] if len(shape) == 2]  # shapes of the input, of the state, ...
     steps, hidden = math.prod(x[:-1]), matrices[1][1]
     return 1, steps, hidden, op.flops / (2 * steps * hidden), 0, 0
 

@@ -117,7 +117,8 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
         raise UsageError(f"{cls.family}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     if missing := [name for name in required if name not in values]:
         raise UsageError(f"{cls.family}: missing {', '.join(missing)}")
-    return cls(**values)
+    config: TrialConfig = cls(**values)
+    return config
 
 
 @functools.cache  # every leased task asks
@@ -145,7 +146,7 @@ class UnreadableConfig(UsageError):
 
 def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
     """The config that `runs.config` holds as JSON, its names of code not allowed to run but for those of modules in
-    `trust` (see `featurize.configs.trial`). Raises `UnreadableConfig` for anything else, however large, deep or
+    `trust` (see the module's docstring). Raises `UnreadableConfig` for anything else, however large, deep or
     absurd."""
     try:
         config = config_from_mapping(_plain(text))

@@ -108,7 +108,7 @@ class CudnnOracle:
 
     def _running(self) -> _CudnnProcess:
         if self._process is not None and self._process.owner != os.getpid():
-            self._process = None  # of the process that this one was forked from
+            self._process = None  # it belongs to the process that this one was forked from
         if self._process is None:
             self._process = _CudnnProcess(self._command, self._libraries, self._properties)
         return self._process
@@ -283,7 +283,7 @@ class _Multiprocessor(NamedTuple):
     fp32_cores: int
     max_blocks: int
     shared_memory_kib: int  # that a block can opt in to
-    reserved_bytes: int  # of shared memory, of each block
+    reserved_bytes: int  # shared memory that each block reserves
 
 
 # CUDA C++ Programming Guide 12.9, tables "Technical Specifications per Compute Capability" and "Arithmetic Throughput".

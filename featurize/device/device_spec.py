@@ -40,15 +40,15 @@ class Architecture:
     Args:
         title: In answers: `compute capability 8.0`, `AMD gfx942`.
         vendor: `NVIDIA` or `AMD`.
-        fp32_lanes: Of a multiprocessor, as the data sheet's rate of vectors counts them.
+        fp32_lanes: FP32 lanes of a multiprocessor, as the data sheet's vector rate counts them.
         warp_size: Lanes that run together: a warp, AMD's wavefront.
         watts_per_tflop: W per TFLOP/s of fp32 that a chip takes at full load, below which its clock falls; None where
             nothing is known of that.
-        blas_workspace_bytes: That PyTorch gives the library of matrix products, for each thread that calls it.
-        blas_fallback_bytes: The same of a second library, for products that the first one cannot do.
+        blas_workspace_bytes: Workspace that PyTorch gives the matrix library, for each thread that calls it.
+        blas_fallback_bytes: The same for a second library, whose products the first one cannot do.
         attention: PyTorch's kernels.
         tf32_convolutions: Whether convolutions of fp32 tensors may run in TF32, where the GPU has it.
-        torch_capability: What `torch.cuda.get_device_capability` says.
+        torch_capability: What `torch.cuda.get_device_capability` returns.
     """
 
     title: str
@@ -78,10 +78,10 @@ def _of_amd(
     Args:
         name: The LLVM target.
         lanes: Such that two FLOP each make up the data sheet's rate of vectors; packed FP32 counts twice on gfx942.
-        blas_mib: Of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a and gfx942), else of hipBLAS
+        blas_mib: Workspace of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a, gfx942), else of hipBLAS
             (CublasHandlePool.cpp).
-        fallback_mib: Of hipBLAS, where hipBLASLt comes first.
-        widest_head: Of AOTriton's kernels, flash and memory-efficient alike (sdp_utils.cpp: from AOTriton 0.9 on).
+        fallback_mib: Workspace of hipBLAS, where hipBLASLt comes first.
+        widest_head: Widest head of AOTriton's kernels, flash or memory-efficient (sdp_utils.cpp: from AOTriton 0.9 on).
         capability: As PyTorch reports it.
     """
     return Architecture(
@@ -135,10 +135,10 @@ def _of_nvidia(capability: tuple[int, int]) -> Architecture:
 
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
-_LARGEST = 1e12  # of any figure, in its unit
-_ARCHITECTURE = ("compute_capability", "llvm_target")  # of which a description has one
+_LARGEST = 1e12  # the largest figure, in its unit
+_ARCHITECTURE = ("compute_capability", "llvm_target")  # a description has one of these
 _OPTIONAL = (*_ARCHITECTURE, "interconnect", "power_cap_w")
-_LEAST_CAP = 0.25  # of a board's own limit: as an A100-SXM4 takes it, 100 of 400 W; what lies below was not measured
+_LEAST_CAP = 0.25  # share of a board's own limit, as an A100-SXM4 takes it: 100 of 400 W; lower ones were not measured
 _ABOVE_IDLE = 1.2  # times idle power is the least limit: below it, nothing is left for kernels
 _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
 
@@ -390,7 +390,8 @@ def _described_fp8(name: str) -> float | None:
         return None
     described = _descriptions()[parent]
     values = described if profile is None else slice_values(described, profile)
-    return values["peak_tflops"].get("fp8")
+    fp8: float | None = values["peak_tflops"].get("fp8")
+    return fp8
 
 
 def same_device(one: str | None, other: str | None) -> bool:

@@ -56,7 +56,8 @@ def layers_of(config: TrialConfig) -> list[Layer]:
     """The config's layer plan, in the order of the forward pass, per sample. Raises what the family's `layers` does."""
     family = get_family(config.family)
     if hasattr(family, "layers"):
-        return family.layers(config)
+        layers: list[Layer] = family.layers(config)
+        return layers
     blocks = family.blocks(config)
     return [layer for block in blocks for layer in family.block_layers(config, block) * block.times if layer.present]
 

@@ -6,8 +6,8 @@ Start reading at `linear`. FLOPs count matrix products and convolutions only, as
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig
@@ -28,12 +28,12 @@ def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int =
 
 
 def activation(name: str, elements: int) -> Layer:
-    """Any of `featurize.configs.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
+    """Any of `featurize.job.training_settings.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
     return Layer(name, elements, 1 * (name == "prelu"))
 
 
 def dropout(rate: float, elements: int) -> Layer:
-    """Absent at rate 0: PyTorch then returns its input as it is."""
+    """Return a dropout layer, marked absent at rate 0, where PyTorch returns its input unchanged."""
     return Layer("dropout", elements, present=rate > 0)
 
 
@@ -96,6 +96,9 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def pick(options: list[Any], draw: Callable[[str], float], name: str):
+T = TypeVar("T")
+
+
+def pick(options: Sequence[T], draw: Callable[[str], float], name: str) -> T:
     """One of `options`, evenly, by the sampled point's own draw."""
     return options[min(int(draw(name) * len(options)), len(options) - 1)]

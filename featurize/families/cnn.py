@@ -80,7 +80,7 @@ def widths(config: Config) -> list[int]:
     base, depth = config.base_filters, config.depth
 
     def grow(steps: int, power: int) -> int:
-        # int() of this very product: published widths hang on its rounding
+        # int() of exactly this product: the published widths depend on its rounding
         return min(int(base * ((MAX_FILTERS / base) ** (1 / steps)) ** power), MAX_FILTERS)
 
     if config.topology == "residual":

@@ -17,9 +17,9 @@ from featurize.job.training_settings import TrialConfig, at_least
 if TYPE_CHECKING:
     import torch
 
-GROUPS = 32  # of every group norm: all widths are multiples
+GROUPS = 32  # groups of every group norm: all widths are multiples
 TIMESTEPS = 1000  # that the noise is drawn at
-SAMPLED_ONLY = ("use_dropout",)  # of the search space, consumed by `repair`
+SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
 MIN_HEAD = 8  # sampled heads have a multiple of this many channels, as fast attention kernels ask for
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TOPOLOGIES = ("decoder", "encoder")
 ACTIVATIONS = ("relu", "gelu", "silu")
 MAX_CHOICES = 2
-BALANCE_WEIGHT = 0.01  # of the auxiliary loss, as published
+BALANCE_WEIGHT = 0.01  # weight of the auxiliary loss, as published
 SAMPLED_ONLY = prenorm.SAMPLED_ONLY
 
 

@@ -120,7 +120,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 
 
 @lru_cache(maxsize=4096)
-def defaults(name: str):
+def defaults(name: str) -> Any:
     """timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as `layers`."""
     from featurize.nets.vision import import_library
 
@@ -140,12 +140,12 @@ def defaults(name: str):
 def _create(name: str, image_size: int | None) -> torch.nn.Module:
     from featurize.nets.vision import import_library
 
-    timm = import_library("timm")
+    create: Callable[..., torch.nn.Module] = import_library("timm").create_model
     about = defaults(name)
     if image_size is None or not about.fixed_input_size or tuple(about.input_size[1:]) == (image_size,) * 2:
-        return timm.create_model(name)
+        return create(name)
     try:
-        return timm.create_model(name, img_size=image_size)
+        return create(name, img_size=image_size)
     except (TypeError, AssertionError, ValueError) as error:
         raise UsageError(f"timm's model {name!r} takes images of {about.input_size[1]} pixels only") from error
 
@@ -164,7 +164,7 @@ def _checkpoint(model: torch.nn.Module, name: str) -> None:
         raise UsageError(f"timm's model {name!r} has no activation_checkpointing") from error
 
 
-def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output):
+def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
     """[N, C] of whatever the model gives: the first tensor, features averaged over places or tokens."""
     import torch
 

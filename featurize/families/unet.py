@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 ENLARGEMENTS = ("transposed", "upsample")
-MAX_CHANNELS = 1024  # of any level
+MAX_CHANNELS = 1024  # channels of any level
 
 
 @dataclass(frozen=True, kw_only=True)

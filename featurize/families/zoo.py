@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
 
 from conf.errors import CommandError, UsageError
 from conf.files.identity import canonical_json
@@ -38,7 +38,7 @@ _TENSOR = re.compile(rf"(?:([A-Za-z_]\w*)=)?({'|'.join(DTYPES)})\[([\d, ]*)\](?:
 
 class Tensors(NamedTuple):
     """One input, or the target: `shape` is a sample's. `bound`: integers are 0 <= x < bound. `value`: all are this one.
-    `name`: of a keyword."""
+    `name`: the keyword, if it is passed as one."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -350,7 +350,7 @@ def _load(model: str, arguments: str) -> Callable[..., Any]:
     return part
 
 
-def _is_module(value: object) -> bool:
+def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
     from torch import nn
 
     return isinstance(value, nn.Module)

@@ -196,7 +196,7 @@ def hidden_size_of(config: object) -> int | None:
         if isinstance(size := getattr(one, "hidden_size", None), int):
             return size
         if isinstance(sizes := getattr(one, "hidden_sizes", None), list | tuple) and sizes:
-            return max(sizes)
+            return int(max(sizes))
     return None
 
 
@@ -310,7 +310,7 @@ class _Reader:
             self.problems.append(f"{_ZERO}.{name}.device={shown(device)} is not estimated; known: none, cpu")
         if value.get("ratio", 1) != 1 or value.get("super_offload"):
             self.problems.append(f"{_ZERO}.{name}: a part of it (ratio, super_offload) is not estimated")
-        return device == "cpu"
+        return bool(device == "cpu")
 
     def _read_optimizer(self, block: Mapping[str, Any]) -> None:
         name = self._value(block, "type", "optimizer")

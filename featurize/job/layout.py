@@ -16,13 +16,13 @@ from conf.errors import UsageError, shown
 from featurize.job.deepspeed_config import COUNTS, ZERO_STAGES, DeepSpeedFile, read_deepspeed
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
-WRAPPED = ("ddp", "fsdp", "tp")  # of these, those that real ranks run in
+WRAPPED = ("ddp", "fsdp", "tp")  # those among them that real ranks run in
 EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
 EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
 EXPERT_REPLICAS = "eddp"  # that of the replicas of these shards, the same ranks as ddp's in groups of their own
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
-GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # of pipelines
+GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # schedules of pipelines
 ROTATIONS = ("allgather", "alltoall")  # torch.distributed.tensor.experimental.set_rotate_method; its default first
 DTYPES = ("fp32", "bf16", "fp16")
 FULLY_SHARD, FLAT = FSDP_VERSIONS = (2, 1)  # fully_shard, and FullyShardedDataParallel with its flat parameters

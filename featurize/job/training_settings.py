@@ -309,7 +309,7 @@ class Training:
         return self._beyond("cudnn_benchmark", "channels_last", "framework")
 
     def beyond_fits(self) -> tuple[str, ...]:
-        """Return those of `beyond_trials` that no fitted model can speak of.
+        """Return the settings among `beyond_trials` that no fitted model covers.
 
         Where gradients are freed is not among them, nor weight decay: what lives longer, or is copied, is in the traced
         peak, which fitted models scale. Nor is the framework, which changes the host's time alone.

@@ -20,7 +20,7 @@ LARGE_STEP = 2 * MIB  # from there on a segment is the request rounded up to thi
 LEAST_REST_SMALL = 512
 LEAST_REST_LARGE = MIB + 512  # "more than 1 MiB", in steps of 512
 UNLIMITED = 1 << 62
-UNBOUNDED_ADDRESSES = 1 << 40  # of an expandable segment where no capacity is given
+UNBOUNDED_ADDRESSES = 1 << 40  # addresses of an expandable segment where no capacity is given
 
 # A free piece's place in its pool is one integer, size first, then address: both are multiples of 512.
 KEY_SHIFT = 48
@@ -204,7 +204,7 @@ class AddressSpace:
 class OutOfMemory(Exception):
     """No cached block serves the request, and no segment for it fits, even after all cached segments were given back.
 
-    requested_bytes   of the segment that did not fit; `capacity_bytes` is the limit it met: what the device gives,
+    requested_bytes   size of the segment that did not fit; `capacity_bytes` is the limit it met: what the device gives,
     or the allowed fraction of it.
     """
 
@@ -268,7 +268,7 @@ class CachingAllocator:
         self._large_requests = 0
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> small, large
         self._live: dict[int, Piece] = {}
-        self._retired: set[int] = set()  # of these
+        self._retired: set[int] = set()  # those of them that are retired
         self._addresses = address_space if address_space is not None else AddressSpace()
         # What a new expandable segment reserves of the address space, at least.
         self._address_bytes = UNBOUNDED_ADDRESSES if total is None else total + total // 8

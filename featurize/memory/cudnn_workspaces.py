@@ -1,8 +1,8 @@
 """Workspaces of a traced step's convolutions on one GPU model, how they are known, and what follows if they are not.
 
 Start reading at `convolution_workspaces`; `for_release` turns its answers into those of a PyTorch release's own cuDNN.
-Nobody knows without a GPU, or without asking cuDNN, which workspaces convolutions take. How the peak answers to several
-assumptions is known (`scenario_features`), and a learner weighs them by what was measured.
+Nobody knows without a GPU, or without asking cuDNN, which workspaces convolutions take. `scenario_features` returns the
+peak under several assumptions, which a learner weights by measurements.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ SCENARIOS: Mapping[str, Mapping[tuple[str, bool], tuple[int, int, int]]] = {
         ("weight_gradient", True): _ALL,
     },
 }
-_FEW_CHANNELS = 4  # of the image: there cuDNN has forward kernels that take no copy
+_FEW_CHANNELS = 4  # channels of the image: there cuDNN has forward kernels that take no copy
 SETTLED = "settled"
 _MOST_STEPS = 8  # more than the replay's: of 2,039 networks, none reserved more after five
 
@@ -314,7 +314,7 @@ def _by_pool(trace: StepTrace) -> tuple[list[LibraryCall], tuple[_Pool, _Pool]]:
     for block, nbytes, step, _phase in trace.events:
         if nbytes:
             pools[abs(nbytes) > SMALL_REQUEST].add(block, nbytes, step == last)
-        elif (call := trace.blocks[block].call) is not None:  # of a size that a scenario decides
+        elif (call := trace.blocks[block].call) is not None:  # a scenario decides its size
             for pool in pools:
                 pool.add(~numbers[call], 0, step == last)
     return calls, pools
@@ -368,7 +368,7 @@ class _Pool:
         """Yield the bytes that are reserved after all steps, then after each repetition of the last one.
 
         Args:
-            sizes: Of the calls' workspaces; those of the other pool are left out.
+            sizes: Workspace sizes of the calls; those of the other pool are left out.
         """
         allocator = CachingAllocator()
         handles: dict[int, int | None] = {}

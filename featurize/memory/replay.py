@@ -30,7 +30,7 @@ class Moment(NamedTuple):
 
     step: int
     phase: str
-    block: int  # of the trace's blocks
+    block: int  # index of the trace's block
     allocated: int
     reserved: int
 

@@ -74,8 +74,10 @@ def quiet_imports() -> Iterator[None]:
 
 
 def mending(call: Callable[[], T]) -> T:
-    """`call()`, and once more if it failed for want of torchvision, where one is kept aside, or of its operators:
-    directly, or because of a library that says no more than that it could not be imported."""
+    """Run `call()`; if it fails because torchvision or its operators are missing, make them available and retry once.
+
+    The failure may be direct, or that of a library which says only that it could not be imported.
+    """
     with quiet_imports():
         try:
             return call()

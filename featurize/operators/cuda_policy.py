@@ -186,7 +186,17 @@ def fused_kernels() -> Iterator[None]:
         library._destroy()
 
 
-def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Tensor:
     """cuDNN's layout: channels last if the input's or the weight's is (ATen/native/ConvUtils.h). Meta: never."""
     out = torch.ops.aten._convolution(
         x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, False, False, True, True
@@ -195,8 +205,18 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
 
 
 def _convolution_backward(
-    grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, wanted
-):
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    wanted: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     layout = _layout(x, weight)
     x_grad, weight_grad = (
         torch.empty_like(t, memory_format=layout) if needed else None
@@ -276,12 +296,19 @@ def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last(x, weight) else torch.contiguous_format
 
 
-def _recurrent(name: str, original, autocast: Autocast, *args):
+def _recurrent(name: str, original: Callable[..., Any], autocast: Autocast, *args: Any) -> Any:
     half = functools.partial(autocast.cast, dtype=torch.float16) if autocast.dtype is not None else None
     return cudnn_rnn.recurrent(name, original, half, *args)
 
 
-def _dropout(original, input, p=0.5, training=True, inplace=False, **kwargs):
+def _dropout(
+    original: Callable[..., Tensor],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **kwargs: Any,
+) -> Tensor:
     # ATen/native/Dropout.cpp, is_fused_kernel_acceptable: CUDA keeps a mask of one byte an element.
     if training and 0 < p < 1 and not inplace and not kwargs and input.device.type == "meta":
         return torch.native_dropout(input, p, True)[0]

@@ -27,7 +27,7 @@ _KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
 _WORK = {0: 4, 1: 4, 2: 11, 3: 8}
 
 
-def recurrent(name: str, original: Callable[..., Any], half: Callable[[object], object] | None, *args):
+def recurrent(name: str, original: Callable[..., Any], half: Callable[[Any], Any] | None, *args: Any) -> Any:
     """`torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` by cuDNN's operator; both of their overloads, padded and packed.
 
     `half` casts as CUDA's autocast does, which knows only fp16 here; None without autocast. What cuDNN does not take
@@ -69,23 +69,23 @@ def recurrent(name: str, original: Callable[..., Any], half: Callable[[object], 
 
 
 def forward(
-    x,
-    weight,
-    weight_stride0,
-    weight_buf,
-    hx,
-    cx,
-    mode,
-    hidden_size,
-    proj_size,
-    num_layers,
-    batch_first,
-    dropout,
-    train,
-    bidirectional,
-    batch_sizes,
-    dropout_state,
-):
+    x: Tensor,
+    weight: list[Tensor],
+    weight_stride0: int,
+    weight_buf: Tensor | None,
+    hx: Tensor,
+    cx: Tensor | None,
+    mode: int,
+    hidden_size: int,
+    proj_size: int,
+    num_layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: list[int],
+    dropout_state: Tensor | None,
+) -> tuple[Tensor, ...]:
     """Meta kernel of `aten::_cudnn_rnn`. The weights count as one buffer's parts, as they are once on a GPU."""
     directions = 2 if bidirectional else 1
     width = (proj_size or hidden_size) * directions
@@ -102,29 +102,29 @@ def forward(
 
 
 def backward(
-    x,
-    weight,
-    weight_stride0,
-    weight_buf,
-    hx,
-    cx,
-    output,
-    grad_output,
-    grad_hy,
-    grad_cy,
-    mode,
-    hidden_size,
-    proj_size,
-    num_layers,
-    batch_first,
-    dropout,
-    train,
-    bidirectional,
-    batch_sizes,
-    dropout_state,
-    reserve,
-    output_mask,
-):
+    x: Tensor,
+    weight: list[Tensor],
+    weight_stride0: int,
+    weight_buf: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    output: Tensor,
+    grad_output: Tensor | None,
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    mode: int,
+    hidden_size: int,
+    proj_size: int,
+    num_layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: list[int],
+    dropout_state: Tensor | None,
+    reserve: Tensor,
+    output_mask: list[bool],
+) -> tuple[Tensor | list[Tensor] | None, ...]:
     """Meta kernel of `aten::_cudnn_rnn_backward`: the weights' gradients are parts of one buffer."""
     gradients = [
         torch.empty_like(t) if t is not None and needed else None
@@ -145,7 +145,7 @@ def workspace_bytes(args: Sequence[Any]) -> int:
     elements = matrix_elements(weight) + _WORK[mode] * hx.shape[0] * hx.shape[1] * hidden_size
     if batch_first:
         elements += x.numel()
-    return elements * x.element_size()
+    return int(elements * x.element_size())
 
 
 def _is_forward(args: Sequence[Any]) -> bool:

@@ -28,7 +28,7 @@ _AOTRITON_VALUES = {"flash_backward": 2, "efficient_backward": 1}
 # in the workspace. 1x1 kernels are plain products and take none; depthwise ones in fp32 are PyTorch's own. How many
 # copies there are was chosen, from some dozens of combinations, by what explains the peaks of some 650 measured models
 # (fp32, no `cudnn.benchmark`, A100, cuDNN 9.1), three quarters of them 3x3 CNNs.
-_COPIES = {  # of input, weight, output
+_COPIES = {  # copies of input, weight, output
     "conv_forward": (1, 1, 1),
     "conv_backward_data": (1, 1, 1),
     "conv_backward_weight": (2, 1, 1),
@@ -45,7 +45,7 @@ class LibraryCall(NamedTuple):
     channels_last: bool = False
     groups: int = 1
     nbytes: int = 0  # where it is known already
-    convolution: ConvolutionSignature | None = None  # of cuDNN's; None also where PyTorch runs its own kernel
+    convolution: ConvolutionSignature | None = None  # cuDNN's convolution; None also where PyTorch runs its own kernel
 
     @property
     def spare(self) -> bool:
@@ -89,7 +89,7 @@ def winograd_bytes(channels: int, response: Sequence[int]) -> int:
     transformed in the workspace, 36 values for each tile of 4 x 4 places and for each kernel.
 
     Args:
-        channels: Of the input.
+        channels: Channels of the input.
         response: Shape of the output.
     """
     batch, filters, height, width = response
@@ -229,7 +229,7 @@ def _flash_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
     rows = heads * (-(-length // 128) * 128)
     nbytes = 4 * rows * (-(-query.shape[-1] // 32) * 32) + 4 * rows
     own, shared = (tensor.shape[-2 if kernel.length_first else -3] for tensor in (query, key))
-    return nbytes if own == shared else nbytes + 2 * key.nbytes // shared * own
+    return int(nbytes if own == shared else nbytes + 2 * key.nbytes // shared * own)
 
 
 def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
@@ -239,7 +239,7 @@ def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int
     query, key = args[1:3]
     heads, length, _ = kernel.sizes(query.shape, key.shape)
     nbytes = heads * -(-length // 64) * -(-query.shape[-1] // 64) * (64 * 64 * 4 + 16)
-    return max(nbytes, args[0].nbytes) if args[0].element_size() >= 4 else nbytes
+    return int(max(nbytes, args[0].nbytes) if args[0].element_size() >= 4 else nbytes)
 
 
 _ATTENTION_BYTES = {"flash_backward": _flash_backward_bytes, "efficient_backward": _efficient_backward_bytes}

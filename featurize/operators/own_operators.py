@@ -275,7 +275,7 @@ class _Quantized(nn.Module):
         return self.dequantizer()(self.weight_dtype)
 
     def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
-        """Return what dequantizes the weight that the layer has now: a compiler puts others in its place meanwhile."""
+        """Return a function that dequantizes the current weight; a compiler swaps the layer's tensors later."""
         raise NotImplementedError
 
     def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:

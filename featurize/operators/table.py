@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCALED_PRODUCT = "aten::_scaled_mm"  # of 8-bit floats, whatever type its result has
-INT8_PRODUCT = "gpufarm::int8_product"  # of 8-bit integers, with a result of 32 bits
+SCALED_PRODUCT = "aten::_scaled_mm"  # product of 8-bit floats, whatever type its result has
+INT8_PRODUCT = "gpufarm::int8_product"  # product of 8-bit integers, with a result of 32 bits
 
 
 def _aten(names: str) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ WITH_STEPS = _aten("_fused_adam_ _fused_adamw_ _fused_adagrad_")
 FOREACH_CHUNK = 65536  # elements of one block of a multi-tensor kernel (ATen/native/cuda/MultiTensorApply.cuh)
 # Tensors per launch of the multi-tensor kernels by number of lists (ATen/native/cuda/MultiTensorApply.cuh).
 _FOREACH_TENSORS = (110, 64, 48, 36, 30)
-_FOREACH_BLOCKS = 320  # of one launch
+_FOREACH_BLOCKS = 320  # blocks of one launch
 
 
 # Categories of operators, at fixed places: only ever append. 0 is what no row below knows.
@@ -278,7 +278,7 @@ def gathered_bytes(name: str, args: Sequence[Any], written: int) -> int:
     """
     if name == "aten::_embedding_bag":
         weight, indices = args[:2]
-        return indices.numel() * weight.shape[1] * weight.element_size()
+        return int(indices.numel() * weight.shape[1] * weight.element_size())
     return written
 
 
@@ -302,16 +302,16 @@ def time_steps(x: Tensor) -> int:
 def _grouped_mm(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
     first, second = args[:2]
     if first.dim() == second.dim() == 2:  # the groups share the inner dimension
-        return 2 * first.numel() * second.shape[-1]
+        return int(2 * first.numel() * second.shape[-1])
     return _product(args, outputs)
 
 
 def _product(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
-    return 2 * outputs[0].numel() * args[0].shape[-1]
+    return int(2 * outputs[0].numel() * args[0].shape[-1])
 
 
 def _added_product(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
-    return 2 * outputs[0].numel() * args[1].shape[-1]
+    return int(2 * outputs[0].numel() * args[1].shape[-1])
 
 
 def _convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> int:
@@ -332,7 +332,7 @@ def _attention(kernel: AttentionCall, args: Sequence[Any]) -> int:
     pairs = (1 if masked else 2) * heads * queries * keys  # half of the pairs are masked
     scores, values = pairs * query[-1], pairs * value[-1]
     # Backward the scores again, then the gradients of scores, values, queries and keys.
-    return 3 * scores + 2 * values if kernel.backward else scores + values
+    return int(3 * scores + 2 * values if kernel.backward else scores + values)
 
 
 def _recurrent(args: Sequence[Any]) -> int:

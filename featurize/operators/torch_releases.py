@@ -56,8 +56,8 @@ def complete() -> None:
         return
     from torch._meta_registrations import meta_conv
 
-    def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *_flags):
-        return meta_conv(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    def convolution(*args: Any) -> Any:
+        return meta_conv(*args[:9])  # without the flags of backends
 
     library = torch.library.Library("aten", "IMPL", "Meta")
     # Not `library.impl`, which wants composite operators left composite.

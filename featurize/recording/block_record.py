@@ -119,7 +119,7 @@ class BlockRecord:
         self.graphs: CudaGraphs | None = None
         self.nowhere = 0  # > 0: what is taken now takes nothing of the device
         self.live_bytes = self.peak_live_bytes = 0
-        self.kinds: list[str | None] = []  # of each block; None: nobody named it
+        self.kinds: list[str | None] = []  # kind of each block; None: nobody named it
         self._sizes: list[int] = []
         self._storages: list[int] = []
         self._makers: list[tuple[str, str, LibraryCall | None]] = []  # operator, module, library call
@@ -282,7 +282,7 @@ class BlockRecord:
         """Note that what happened in a stretch happens again, in the present step.
 
         Args:
-            stretch: Of this record.
+            stretch: A stretch of this record.
             entering: Block that the stretch gives back -> the one that is given back now.
 
         Returns:
@@ -461,7 +461,7 @@ class OperatorRecord:
             inputs: What it is computed from.
             outputs: What it makes.
             into: Place of the operator whose kernel computes this one, too.
-            again: Of the inputs, what that kernel has read or made already.
+            again: Those inputs that the kernel has read or made already.
             kept: It writes its outputs; False: nothing but the kernel itself reads them.
             leads: The kernel is named after this operator.
 
@@ -553,7 +553,7 @@ def _traffic(
     """Return what an operator moves: each tensor once, however often it is given.
 
     Args:
-        traits: Of the operator.
+        traits: The operator's traits.
         args: As it was called.
         inputs: On meta, of its arguments.
         outputs: On meta, of its results.
@@ -581,7 +581,7 @@ def _traffic(
         source = bytes_read(args[0])
         reads += min(source, gathered_bytes(traits.name, args, writes)) - source
         elements = max(t.numel() for t in outputs)
-    if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # into the rows that it holds alone
+    if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # only the rows that it holds are written
         rows, target = args[1]._values(), bytes_read(args[0])
         reads, writes = reads + bytes_read(rows) - target, writes + bytes_read(rows) - target
         elements = rows.numel()
@@ -605,7 +605,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 _WRAPPED = "_fsdp_wrapped_module"  # attribute of FSDP1's wrapper: what it wraps
-_next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
+_next_node = torch.autograd._get_sequence_nr  # number of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
 
 
@@ -613,7 +613,8 @@ def origin(error: BaseException | None) -> tuple[str, str]:
     """The operator and the module that an error of a recorded step came from, empty where they are not known."""
     while error is not None:
         if "traced_at" in vars(error):
-            return vars(error)["traced_at"]
+            operator, module = vars(error)["traced_at"]
+            return operator, module
         error = error.__cause__ or error.__context__
     return "", ""
 

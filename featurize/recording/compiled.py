@@ -220,7 +220,7 @@ def _captured(
     takes_alive = "static_lifetime_input_indices" in signature(min_cut_rematerialization_partition).parameters
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-    results: dict[str, Any] = {}  # of the last call of `forward`
+    results: dict[str, Any] = {}  # results of the last call of `forward`
 
     def forward(*tensors: Tensor) -> list[Tensor]:
         given = iter(tensors[len(names) :])
@@ -302,7 +302,8 @@ def _capturable() -> Iterator[None]:
         if x.dim() not in (1, 2, 4):
             return likelihood(x, target, weight, reduction, ignored)
         kernel = torch.ops.aten.nll_loss2d_forward if x.dim() == 4 else torch.ops.aten.nll_loss_forward
-        return kernel(x, target, weight, reduction, ignored)[0]
+        loss: Tensor = kernel(x, target, weight, reduction, ignored)[0]
+        return loss
 
     def cross_entropy(
         x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int, smoothing: float
@@ -521,7 +522,7 @@ def piece_of_nodes(graph: Graph, sizes: dict[Node, int], limits: Sequence[float]
     From the last operator backwards, a piece takes operators until the parameters that they read reach the limit.
 
     Args:
-        graph: Of one forward pass.
+        graph: The graph of one forward pass.
         sizes: Input of the graph that holds a parameter with a gradient -> its bytes.
         limits: Bytes of the last piece's parameters, and of all others'.
     """

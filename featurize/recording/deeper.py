@@ -31,8 +31,8 @@ class CannotDeepen(Exception):
 class _Item(NamedTuple):
     """One record of a trace.
 
-    exact    what is equal in records that stand for each other
-    loose    the same, without what may grow with depth
+    exact    the properties that interchangeable records share
+    loose    the same, without those that may grow with depth
     numbers  counts and places, which grow evenly with depth
     """
 
@@ -44,12 +44,12 @@ class _Item(NamedTuple):
 class _Made(NamedTuple):
     """One record of the deep trace.
 
-    like     place of its like in the longer trace
-    twin     place of the same record in the shallow one; None: of what is repeated
-    numbers  its own
+    counterpart  index of the corresponding record in the longer trace
+    twin         index of the same record in the shallow trace; None for a repeated one
+    numbers      its own counts and places
     """
 
-    like: int
+    counterpart: int
     twin: int | None
     numbers: tuple[int, ...]
 
@@ -62,8 +62,8 @@ def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
     The sources of operators are left out.
 
     Args:
-        shallow: Of a few blocks.
-        longer: Of one period of blocks more.
+        shallow: Trace of a few blocks.
+        longer: Trace of one period of blocks more.
         times: Periods beyond the shallow one; 1 gives the longer trace.
 
     Raises:
@@ -103,12 +103,12 @@ def _memory(
     events: list[Event] = []
     blocks: list[Block] = []
     alive: set[int] = set()
-    for like, _twin, (number, nbytes) in _extended(items(shallow), items(longer), times):
-        event = longer.events[like]._replace(block=number, nbytes=nbytes)
+    for counterpart, _twin, (number, nbytes) in _extended(items(shallow), items(longer), times):
+        event = longer.events[counterpart]._replace(block=number, nbytes=nbytes)
         events.append(event)
         if number == len(blocks) and nbytes >= 0:
             alive.add(number)
-            blocks.append(longer.blocks[longer.events[like].block]._replace(nbytes=nbytes))
+            blocks.append(longer.blocks[longer.events[counterpart].block]._replace(nbytes=nbytes))
         elif number in alive and blocks[number].nbytes == -nbytes:
             alive.remove(number)
         else:
@@ -126,8 +126,8 @@ def _operators(shallow: StepTrace, longer: StepTrace, module: Callable[[str], st
         return made
 
     operators = []
-    for like, twin, (flops, read, written, launches) in _extended(items(shallow), items(longer), times):
-        second = longer.operators[like]
+    for counterpart, twin, (flops, read, written, launches) in _extended(items(shallow), items(longer), times):
+        second = longer.operators[counterpart]
         deep = second._replace(flops=flops, bytes_read=read, bytes_written=written, launches=launches, sources=())
         first = second if twin is None else shallow.operators[twin]
         if (first.input_shapes, first.output_shapes) != (second.input_shapes, second.output_shapes):
@@ -171,8 +171,8 @@ def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], 
         return made
 
     return [
-        longer.collectives[like]._replace(after=after, before=before)
-        for like, _twin, (after, before) in _extended(items(shallow), items(longer), times)
+        longer.collectives[counterpart]._replace(after=after, before=before)
+        for counterpart, _twin, (after, before) in _extended(items(shallow), items(longer), times)
     ]
 
 
@@ -180,8 +180,8 @@ def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> 
     """Return the records of the deep trace.
 
     Args:
-        firsts: Of the shallow trace.
-        seconds: Of the longer one.
+        firsts: Items of the shallow trace.
+        seconds: Items of the longer one.
         times: As in `deeper`.
     """
     first, second = ([*(item.exact for item in items), None] for items in (firsts, seconds))

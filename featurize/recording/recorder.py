@@ -89,7 +89,7 @@ def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tupl
     return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
-def _key(values) -> tuple[Any, ...]:
+def _key(values: Iterable[Any]) -> tuple[Any, ...]:
     """Return what decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
     parts: list[Hashable] = []
     for value in values:
@@ -114,7 +114,7 @@ class _Spec(tuple[Any, ...]):
     """Size, stride and type of a new tensor."""
 
 
-def _recipe(out, given) -> object:
+def _recipe(out: object, given: Iterable[Any]) -> object:
     """How to make such a result again; None where it must be run again."""
     if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
         return None
@@ -122,7 +122,7 @@ def _recipe(out, given) -> object:
     storages = {t.untyped_storage()._cdata for t in inputs}
     shapes_decide = all(t.is_meta for t in inputs)
 
-    def one(value):
+    def recipe_of(value: Any) -> object:
         if isinstance(value, Tensor):
             if value.is_sparse:
                 raise _Uncached
@@ -134,18 +134,18 @@ def _recipe(out, given) -> object:
             storages.add(storage._cdata)
             return _Spec((tuple(value.shape), value.stride(), value.dtype))
         if type(value) in (tuple, list):
-            return type(value)(map(one, value))
+            return type(value)(map(recipe_of, value))
         if value is None or (shapes_decide and isinstance(value, bool | int | float)):
             return value
         raise _Uncached
 
     try:
-        return one(out)
+        return recipe_of(out)
     except _Uncached:
         return None
 
 
-def _make(recipe):
+def _make(recipe: Any) -> Any:
     if type(recipe) is _Spec:
         size, stride, dtype = recipe
         return torch.empty_strided(size, stride, dtype=dtype, device=_META)
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
     memory   the blocks that are taken and given back
     log      the operators that run
     stack    the module whose forward pass runs
-    values   of tensors that models read
+    values   contents of tensors that models read
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -364,7 +364,9 @@ class Recorder(TorchDispatchMode):
 # torch/csrc/autograd/input_buffer.cpp); it never does so under a dispatch mode or on meta tensors.
 
 
-def in_place_overload(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], alone: tuple[int, int] | None):
+def in_place_overload(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], alone: tuple[int, int] | None
+) -> Any:
     """`aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else None.
     `alone` is what `references_of_the_last_holder` gave.
 
@@ -404,7 +406,9 @@ def references_of_the_last_holder() -> tuple[int, int] | None:
     seen = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(
+            self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
             if func is _ADD:
                 seen.append(_references(args[0]))
             return func(*args, **(kwargs or {}))

@@ -78,7 +78,7 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 class BuiltOnMeta:
-    """A factory whose model was built on meta already: it gives that one away, and builds others after it."""
+    """A factory whose first model was built on meta already: `taken` returns it once, calls build new ones."""
 
     def __init__(self, model: nn.Module, factory: Callable[[], nn.Module]) -> None:
         self._model: nn.Module | None = model
@@ -89,7 +89,7 @@ class BuiltOnMeta:
         return self._factory()
 
     def taken(self) -> nn.Module | None:
-        """Return the one that was built, the first time."""
+        """Return the model that was built, the first time; None later."""
         model, self._model = self._model, None
         return model
 
@@ -100,7 +100,7 @@ def on_meta(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _emptied(tensor)
-    for result in kept_results(model):  # of earlier passes: copy.deepcopy takes no tensor with a history
+    for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
         memo.setdefault(id(result), _emptied(result))
     _copy_plain_parts(model, memo)
     return copy.deepcopy(model, memo)
@@ -227,7 +227,9 @@ class _ParametersToMeta:
 class _Construction(TorchFunctionMode):
     """Small tensors on the CPU, large ones on meta, and what comes of both together on meta."""
 
-    def __torch_function__(self, func: Callable[..., Any], types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _FILLS and args[0].is_meta and not torch.is_grad_enabled():
             return args[0]
@@ -254,7 +256,7 @@ class _Construction(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Tensor:
+def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Any:
     """Make the tensor of a function that makes one: on the CPU up to `largest` elements, else on meta."""
     if kwargs.get("out") is not None or _some(args, _is_tensor) or str(kwargs.get("device")) == "meta":
         return func(*args, **kwargs)
@@ -275,7 +277,7 @@ def _emptied(tensor: Tensor) -> Tensor:
     """On meta: same shape, strides, kind, flags and attributes; of the values, those of small buffers, which models
     read, are remembered beside it. Lazy ones stay lazy."""
     if is_lazy(tensor):
-        made: Callable[..., Tensor] = type(tensor)  # of an uninitialized parameter or buffer
+        made: Callable[..., Tensor] = type(tensor)  # type of an uninitialized parameter or buffer
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
         return made(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
     empty = torch.empty_like(tensor, device="meta")
@@ -311,7 +313,7 @@ def _is_real(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_meta
 
 
-def _all_meta(value):
+def _all_meta(value: Any) -> Any:
     if isinstance(value, list | tuple) and any(map(_is_real, value)):
         return type(value)(map(_all_meta, value)) if type(value) in (list, tuple) else value
     return value.to("meta") if _is_real(value) else value
@@ -389,7 +391,7 @@ def uncompiled_copy(module: nn.Module) -> nn.Module:
     return copy.copy(module if inner is None else inner)  # a copy leaves `nn.Module.compile` behind
 
 
-_COMPILED_CALL = "_compiled_call_impl"  # of nn.Module.compile
+_COMPILED_CALL = "_compiled_call_impl"  # attribute of nn.Module.compile
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -500,7 +502,7 @@ class _Reader(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._plan: list[Layer | None] = []  # None: entered and not yet left
-        self._inside: list[list[int]] = []  # of each module being run: its place in the plan, FLOPs so far
+        self._inside: list[list[int]] = []  # for each module being run: its place in the plan, FLOPs so far
         self._counted: set[int] = set()  # parameters, by id
 
     def watch(self, module: nn.Module) -> tuple[Any, ...]:
@@ -522,12 +524,14 @@ class _Reader(TorchFunctionMode):
         at, flops = self._inside.pop()
         self._plan[at] = Layer(_kind(module), _elements(output), self._take(module.parameters(recurse=False)), flops)
 
-    def _take(self, parameters) -> int:
+    def _take(self, parameters: Iterable[Any]) -> int:
         fresh = [p for p in parameters if isinstance(p, nn.Parameter) and id(p) not in self._counted]
         self._counted.update(map(id, fresh))
         return sum(p.numel() for p in fresh)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         kind, flops, owned = _priced(func, args, kwargs, output)
@@ -541,7 +545,7 @@ class _Reader(TorchFunctionMode):
 
 
 def _priced(
-    func, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> tuple[str | None, int, tuple[Any, ...]]:
     """Kind, FLOPs per sample and possible parameters of a call; kind None for what makes no layer of its own."""
     if func is F.linear or func in _CONVOLUTIONS:
@@ -586,7 +590,7 @@ def _einsum_flops(args: tuple[Any, ...]) -> int:
     sizes = {
         letter: size for term, x in zip(terms, tensors, strict=True) for letter, size in zip(term, x.shape, strict=True)
     }
-    return 2 * math.prod(sizes.values())
+    return int(2 * math.prod(sizes.values()))
 
 
 def _elements(output: object) -> int:

@@ -61,9 +61,9 @@ _CHANNEL_GB_S, _FEWEST, _MOST = 12.5, 2, 24
 class LinkConstants:
     """Constants of collectives. `learn.fitting.constants_fit` fits NVLink's up to Ampere to measured all-reduces.
 
-    launch_us   of any collective, beside NCCL's own latencies
-    reached     share of a link's bandwidth
-    copy_gb_s   at which each GPU moves the whole tensor once a round in its own memory, while its links wait
+    launch_us   time to launch any collective, on top of NCCL's own latencies
+    reached     share of a link's bandwidth that is reached
+    copy_gb_s   rate at which each GPU moves the whole tensor once a round in its own memory; its links wait
     """
 
     launch_us: float
@@ -81,11 +81,11 @@ def packaged_links() -> LinkConstants:
 class Fabric:
     """The links between the ranks of one communicator.
 
-    node_gb_s     of all rings within a node, of each GPU and direction, as data sheets give it
-    network_gb_s  between nodes, likewise
+    node_gb_s     bandwidth of all rings within a node, per GPU and direction, as data sheets have it
+    network_gb_s  the same between nodes
     kind          LINK or PCIE: what the GPUs of a node use
-    links         what of that is reached
-    switch_share  of the links that is reached where their switches reduce; 0: they cannot
+    links         share of it that is reached
+    switch_share  share of the links that is reached where their switches reduce; 0: they cannot
     """
 
     ranks: int
@@ -208,12 +208,12 @@ def _rings(mesh: Sequence[Sequence[int]], gpus: Collection[int]) -> int:
 
 
 def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> dict[str, Fabric]:
-    """Return what joins the ranks of each group of `Parallel.groups`; "" is of all ranks.
+    """Return the links between the ranks of each group of `Parallel.groups`; "" is the group of all ranks.
 
     Args:
         spec: The GPU model.
         parallel: The job's layout.
-        axes: Of collectives. Groups that the model made itself are named as `8x1`: ranks, and how far they are apart.
+        axes: Axes of collectives. Groups that the model made itself have names such as `8x1`: ranks and their distance.
 
     Raises:
         UsageError: As `fabric_of_axis`.
@@ -233,7 +233,7 @@ def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] 
     Args:
         spec: The GPU model.
         parallel: The job's layout.
-        axes: Of collectives. Groups that the model made itself have communicators of their own; where its own code
+        axes: Axes of collectives. Groups that the model made itself have communicators of their own; where its own code
             spreads it, all ranks together have one only if they talk as such.
     """
     all_ranks = OWN if parallel.own > 1 else next(iter(parallel.groups), "")
@@ -257,8 +257,8 @@ def collective_s(kind: str, nbytes: float, fabric: Fabric) -> float:
 
     Args:
         kind: A name of `KINDS`.
-        nbytes: Of the tensor that is reduced, of `broadcast` that is sent to all. `all_gather`: of the gathered output;
-            `reduce_scatter`: of the input; `all_to_all`: that a rank holds; `send`: of the message.
+        nbytes: Size of the tensor that is reduced or broadcast. `all_gather`: of the gathered output;
+            `reduce_scatter`: of the input; `all_to_all`: of what a rank holds; `send`: of the message.
         fabric: What joins the ranks.
     """
     return KINDS[kind].seconds(nbytes, fabric) if fabric.ranks > 1 else 0.0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from featurize.job.training_settings import TrainingSettings
     from featurize.recording.step_trace import Operator, StepTrace
 
-_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # of operands, where the result has another
+_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # types of operands, where the result has another
 _RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 
 
@@ -27,7 +27,7 @@ def model_flops(op: Operator) -> int:
     that fused attention computes again in its backward pass. Attention counts all pairs of query and key, also where
     its kernel leaves out those that a causal mask hides. Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
 
-    Known limitations: Of texts packed one behind the other, attention counts what its kernel computes.
+    Known limitations: for texts packed one after the other, attention counts what its kernel computes.
     """
     if op.recomputed or op.phase == "optimizer":
         return 0

@@ -79,9 +79,9 @@ def simulate(
 class Communication:
     """Communication between the ranks of a job in a step.
 
-    busy_ms      of the collectives themselves, one after the other
-    exposed_ms   by which they make the step longer
-    bubble_ms    in which a rank of a pipeline waits for stages that compute, however quick its messages are
+    busy_ms      time of the collectives themselves, one after the other
+    exposed_ms   time by which they make the step longer
+    bubble_ms    time in which a rank of a pipeline waits for stages that compute, however quick its messages are
     sent_mib     kind of collective -> MiB that a rank sends
     """
 
@@ -167,7 +167,7 @@ def simulate_rank(
     """Price the traced step of a rank.
 
     Args:
-        trace: Of a job on several GPUs.
+        trace: Trace of a job on several GPUs.
         memory: A replay of the trace that is at hand already.
 
     Raises:

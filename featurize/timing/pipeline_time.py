@@ -54,7 +54,7 @@ class Wait(NamedTuple):
 
 
 Item: TypeAlias = Compute | Post | Wait
-_Key: TypeAlias = tuple[str, int, int]  # of a message: phase, stage, micro-batch
+_Key: TypeAlias = tuple[str, int, int]  # a message: phase, stage, micro-batch
 
 
 def finished_ms(
@@ -62,8 +62,7 @@ def finished_ms(
 ) -> list[float]:
     """Return when each rank has done all of its items, from their common beginning.
 
-    A message begins when both sides have posted it, and runs beside the kernels; what it shares its way with does not
-    slow it.
+    A message begins when both sides have posted it, and overlaps the kernels. Contention for the link is ignored.
 
     Args:
         orders: The items of each rank.
@@ -135,7 +134,7 @@ def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, s
     """Return micro-batches of each stage of a rank whose passes show what all others do, but for the first one's.
 
     Args:
-        order: Of the rank.
+        order: The rank's order.
         by_state: A pass finds the parameters of its stage as the pass before it left them: gathered, or not.
     """
     noted: dict[int, set[int]] = {}
@@ -242,7 +241,7 @@ def waits_of(
         step_ms: The rank's own step, without waiting for any other.
     """
     runs = training_of(settings).accumulation
-    alone: dict[int, _Lasting] = {}  # of each rank
+    alone: dict[int, _Lasting] = {}  # each rank's durations
     waiting: dict[int, _Lasting] = {}  # for collectives, too
     for group in part.groups:
         timed = _timed(group.trace, spec, settings, parallel)

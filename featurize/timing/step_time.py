@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,9 @@ from featurize.timing.times import (
     traffic_s,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 VERSION = 2
 _NORMAL = NormalDist()
 OVERLAP = 6  # how sharply the longer of GPU and host decides
@@ -98,7 +101,7 @@ class TimedStep:
         busy_ms: The GPU's own time.
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
         machines: Factor by which 9 of 10 machines' host takes at most longer.
-        input_ms: Of the input pipeline, which overlaps nothing.
+        input_ms: The input pipeline's time, which overlaps nothing.
         by_kind_ms: Kind of kernel -> its time, the longest first.
         activity: What the step keeps busy.
         kernels: What all of this is summed over.
@@ -152,7 +155,7 @@ def time_step(
         trace: One step.
         spec: The GPU model.
         settings: The trace's own, which say what launches the kernels.
-        input_ms: Of the input pipeline, which overlaps nothing.
+        input_ms: The input pipeline's time, which overlaps nothing.
         learned: The efficiencies; None: the packaged ones.
 
     Raises:
@@ -304,7 +307,7 @@ def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, obj
     return json.dumps(content, indent=1) + "\n"
 
 
-def _rounded(values):
+def _rounded(values: ArrayLike) -> Any:
     return np.round(np.asarray(values, dtype=float), 4).tolist()
 
 
@@ -451,7 +454,8 @@ def delays_ms(
 def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
     """Return when each operator begins, and the end of the step: in proportion to the GPU's own time."""
     ends = np.cumsum([0.0, *(cost.seconds for cost in operator_costs(trace, spec, settings))])
-    return (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()
+    moments: list[float] = (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()
+    return moments
 
 
 def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:

@@ -45,7 +45,7 @@ _MOST_SPLITS = 8.0
 _OF_PADDING = 0.3  # exponent
 _LENGTH_HALF = 256.0  # queries at which attention reaches half its rate
 _CACHED, _SOFTNESS = 0.6, 4.0  # share of the L2 cache up to which tensors stay there, and how soon they no longer do
-CORNER = 4  # of the roofline: the larger it is, the sharper
+CORNER = 4  # the roofline's corner: the larger it is, the sharper
 _USUAL_SM_RATE = 1024.0  # FLOP in an SM and clock
 OTHER = "other"  # efficiency of a kind that nothing was learned of
 UNITS = ("fp32", "tensor")
@@ -60,7 +60,7 @@ class Parameters:
     """Learned parameters, as natural logarithms; `sm_rate`, `wave` and `power` are exponents.
 
     Args:
-        names: Of the kernels in `compute` and `bandwidth`: what `Kernels` looks up.
+        names: Names of the kernels in `compute` and `bandwidth`, which `Kernels` looks up.
         compute: Share of the units' rate that each kind reaches.
         bandwidth: Share of the memory's rate.
         by_group: Name -> an array of GROUPS x UNITS. `half_depth`, `half_width`: inner and smaller outer size at which
@@ -88,11 +88,11 @@ class Kernels:
     Args:
         compute, bandwidth: Index of the kernel's kind in `Parameters`.
         group, units: Index into GROUPS and UNITS.
-        math_s, memory_s: At the data sheet's rates.
+        math_s, memory_s: Times at the data sheet's rates.
         known: Share of the rate's logarithm that is not learned: padding, and attention over short texts.
-        log_filled: Of the share of the GPU that its waves of blocks fill.
-        log_sm_rate: Of the units' FLOP in an SM and clock over the usual number.
-        log_power: Of the power limit over what the chip takes.
+        log_filled: Logarithm of the share of the GPU that its waves of blocks fill.
+        log_sm_rate: The same of the units' FLOP in an SM and clock over the usual number.
+        log_power: The same of the power limit over what the chip takes.
         depth, width, head: Sizes of products and of attention; infinite where they do not count.
         cached: Share of the traffic that the L2 cache serves.
         unaligned, searched: 1 where it holds.
@@ -134,7 +134,7 @@ def kernels_on(
     Args:
         calls: The kernels.
         spec: The GPU model.
-        names: Of `Parameters`.
+        names: Names as in `Parameters`.
         channels_last: The convolutions' layout.
         searched: `cudnn.benchmark`.
         half: Type of half precision, of which only some GPUs have both at one rate: `fp16` or `bf16`.

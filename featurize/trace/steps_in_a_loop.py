@@ -165,8 +165,8 @@ class SecondStep:
     Args:
         recorder: Sees the steps.
         step: The training step. It accumulates no gradients, and frees them before it begins.
-        loop: Hears of both steps; None: they run in a loop themselves.
-        before: What `kept_by` gives as the first step begins.
+        loop: Notified of both steps; None if the steps already run in a loop.
+        before: What `kept_by` returns as the first step begins.
     """
 
     def __init__(self, recorder: Recorder, step: TrainingStep, loop: StepsInALoop | None, before: State | None) -> None:
@@ -237,12 +237,12 @@ class SecondStep:
         return [p.grad for p in self._step.model.parameters() if p.grad is not None]
 
     def _moved(self, known: Mapping[int, int], passes: int, updated: int) -> Callable[[int], int]:
-        """Return what gives, for the number of an event of the first step, the number of the second step's.
+        """Return a function from the number of the first step's event to that of the second step's.
 
         Args:
             known: Block of the first step -> the second step's; none for those that are taken once.
             passes: Number of the event at which the second step's passes begin.
-            updated: Of the one after its update.
+            updated: Number of the event after its update.
         """
         first, after = self._marks[0].events, self._marks[-2].events
         events = (*self._stretches[0].events, *self._stretches[1].events)
@@ -410,7 +410,7 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-MOST_PARTS = 2_000_000  # of one state; a module has some 40
+MOST_PARTS = 2_000_000  # parts of one state; a module has some 40
 _LARGEST = 2**16  # bytes of a tensor or array on the host up to which its values are compared
 _VALUES = frozenset(
     {

@@ -1,10 +1,9 @@
 """Traces of steps that were traced before: in this process, and on disk for all processes of this user.
 
-Start reading at `traced`. A job without a key is one that no text tells: its traces live as long as whoever keeps them.
-A stale trace is worse than a slow one, so that a key holds all that a trace follows from, and what cannot be told has
-none: `config_key` for trial configs, `learn.job.traced` for modules. On disk a trace is JSON, checked value by value
-when read (`trace_of_json`), since who wrote it could have written anything; traces of pipelines and of batches of
-several shapes have no such form.
+Start reading at `traced`. A stale trace is worse than a slow one, so a key holds everything that a trace depends on:
+`config_key` for trial configs, `learn.job.traced` for modules. A job that no text can identify has no key; its traces
+live only as long as their owner. On disk a trace is JSON, checked value by value when read (`trace_of_json`), since its
+writer could have written anything; traces of pipelines and of batches of several shapes have no such form.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     Traces: TypeAlias = dict[tuple[AttentionKernels, bool], StepTrace]
 
 
-MOST_EVENTS = 500_000  # of all traces in memory: some 150 MB
+MOST_EVENTS = 500_000  # events of all traces in memory: some 150 MB
 _jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes last
 
 
@@ -57,8 +56,8 @@ def config_key(config: TrialConfig, parallel: object = None) -> str | None:
 
 
 def torch_state() -> str | None:
-    """Return what this process has set in torch and timm that a trace may follow; None with hooks of all modules, whose
-    code no text tells."""
+    """Return the settings of torch and timm in this process that a trace may depend on, as text. None if hooks for all
+    modules are installed, since their code cannot be fingerprinted."""
     import torch
     from torch.nn.modules import module
 
@@ -82,7 +81,7 @@ def traced(
     """Return a job's trace: from memory, from disk, or as `trace` makes it now.
 
     Args:
-        key: Of the job; None: only `kept` is asked.
+        key: The job's key; None: only `kept` is searched.
         spec: The GPU model. Models whose attention kernels are alike for the job share a trace.
         training_loop: As in `featurize.trace.tracer.trace_step`.
         trace: Traces the job.
@@ -265,14 +264,15 @@ def fields_of(value: Any, kind: Any) -> Any:
 def _integer(value: Any) -> int:
     if type(value) is not int or abs(value) > LARGEST_INT:
         raise BadRecord("not a whole number of a reasonable size")
-    return value
+    return int(value)
 
 
 def count_of(value: Any) -> int:
     """Return a whole number from 0 on. Raises `BadRecord` for anything else."""
-    if _integer(value) < 0:
+    count = _integer(value)
+    if count < 0:
         raise BadRecord("a negative count")
-    return value
+    return count
 
 
 def text_of(value: Any) -> str:

@@ -72,7 +72,7 @@ class TraceError(Exception):
         super().__init__(f"{doing}{where}: {exception_line(cause)}")
         self._made_of = doing, operator, module, cause
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_of
 
 
@@ -226,11 +226,11 @@ STEPS = 2  # the optimizer makes its state in the first; the second is as all la
 
 @dataclass(kw_only=True)
 class Tracing:
-    """One trace. `build`, `run` and `result` are called once each, in this order; `doing` says what fails meanwhile.
+    """One trace. `build`, `run` and `result` are called once each, in this order; `doing` is the message if one fails.
 
     Args:
         entered: Holds what is replaced in the process until the trace ends. All else as
-            `featurize.trace.tracer.trace_step` has it.
+            `trace_step` has it.
         targets: Of each shape of batches, where a model that was tried for them was changed by that; None: not known.
         repeats: The second step may be made of the first.
     """

@@ -76,9 +76,9 @@ class Replica:
 
     Args:
         model: On the meta device, as the optimizer gets it.
-        recorder: Hears of memory and operators.
+        recorder: Is notified of memory and operators.
         parallel: The wrapper's own settings.
-        kind: Of the buckets' blocks.
+        kind: Kind of the buckets' blocks.
         axis: The dimension of the mesh whose ranks hold replicas; empty: all ranks.
     """
 
@@ -90,7 +90,7 @@ class Replica:
         self._limits = limits_of(parallel.bucket_cap_mb)
         self._rebuilds = parallel.static_graph or not parallel.find_unused_parameters
         self.synchronizes = True
-        self._sent: list[Collective] = []  # of buffers
+        self._sent: list[Collective] = []  # collectives of buffers
         self._complete: dict[int, Tensor] = {}  # parameter -> itself, in the order of the first step's gradients
         self._ready: dict[int, int] = {}
         self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass

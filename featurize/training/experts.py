@@ -89,7 +89,7 @@ def mesh_of_sizes(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return the ranks of a mesh in other dimensions, with groups of their own. Every rank has to call it.
 
     Args:
-        mesh: Of all ranks of a job.
+        mesh: The mesh of all ranks of a job.
         sizes: Name of a dimension -> its size, the outermost first.
     """
     with _real_tensors():
@@ -117,7 +117,7 @@ def axes_of_groups(*meshes: DeviceMesh) -> dict[str, str]:
     return {mesh.get_group(name).group_name: name for mesh in meshes for name in mesh.mesh_dim_names or ()}
 
 
-_NAME = "experts"  # of the module that holds a mixture's experts
+_NAME = "experts"  # name of the module that holds a mixture's experts
 _KNOWN = (
     "a module named `experts` whose parameters are [experts, ...] and whose forward pass takes (tokens, top_k_index, "
     "top_k_weights), as in transformers, or (tokens, num_tokens_per_expert), as in torchtitan"
@@ -136,8 +136,8 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | Non
 
     Args:
         model: Its optimizer is made afterwards.
-        mesh: Of the ranks that have different experts.
-        sharing: Of those among them that have the same tokens; None where each has its own. They exchange a part each.
+        mesh: The mesh of the ranks that have different experts.
+        sharing: The mesh of those among them with the same tokens; None: each has its own. They exchange a part each.
 
     Returns:
         The modules that hold experts; those of one mixture are together.
@@ -206,7 +206,7 @@ def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[n
     group = mesh.get_group()
 
     def to_experts(_module: nn.Module, args: tuple[Tensor]) -> Tensor:
-        parts = _exchanged(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
+        parts: Tensor = _exchanged(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
         return parts.transpose(0, 1).flatten(1, 2)
 
     def to_tokens(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
@@ -222,9 +222,7 @@ def _keep_own(path: str, module: nn.Module, experts: int, mesh: DeviceMesh) -> N
     ranks = mesh.size()
     if experts % ranks:
         fitting = ", ".join(str(one) for one in range(2, experts + 1) if experts % one == 0)
-        raise UsageError(
-            f"parallel: ep={ranks} does not divide the {experts} experts of {path}; of these, {fitting} do"
-        )
+        raise UsageError(f"parallel: ep={ranks} does not divide the {experts} experts of {path}; ep can be {fitting}")
     count = experts // ranks
     first = mesh.get_local_rank() * count
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -328,7 +326,8 @@ class _Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.way = received, sent, group
         made = functional.all_to_all_single(rows.contiguous(), received, sent, group)
-        return functional.wait_tensor(made)
+        arrived: Tensor = functional.wait_tensor(made)
+        return arrived
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from conf.errors import EnvironmentProblem, unknown_name
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.nets.vision import import_library
-from featurize.operators.autocast import replaced
+from featurize.operators.replacing import replaced
 from featurize.operators.tensor_parts import mesh_of
 
 _T = TypeVar("_T")
@@ -46,9 +46,9 @@ def make_optimizer(
         foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
             and the loop on CPU. Adafactor's default is the loop everywhere.
         implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
-        weight_decay: None is the library's default. Where it is no part of the step itself, as in AdamW, torch adds the
-            decayed weights to a copy of the gradients: of all at once with `foreach` (`_multi_tensor_sgd` and its
-            likes in torch/optim), of one after the other with `loop`, of none with `fused`.
+        weight_decay: None: the library's default. Where it is not part of the step itself, as in AdamW, torch adds the
+            decayed weights to a copy of the gradients: all at once with `foreach` (`_multi_tensor_sgd` and its
+            likes in torch/optim), one after the other with `loop`, not at all with `fused`.
 
     Raises:
         UsageError: There is no such optimizer, or transformers is missing for its Adafactor.
@@ -77,7 +77,7 @@ def make_optimizer(
 
 
 def _adafactor_of_transformers(parameters: list[Any], lr: float, **more: Any) -> torch.optim.Optimizer:
-    adafactor = import_library("transformers.optimization").Adafactor
+    adafactor: Callable[..., torch.optim.Optimizer] = import_library("transformers.optimization").Adafactor
     return adafactor(parameters, lr=lr, relative_step=False, scale_parameter=False, **more)
 
 
@@ -89,7 +89,8 @@ def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> 
     except ImportError as error:
         raise EnvironmentProblem(f"optimizer={name} needs bitsandbytes: pip install bitsandbytes") from error
     names = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
-    return getattr(optim, names[name])(parameters, lr=LEARNING_RATE, **more)
+    optimizer: Callable[..., torch.optim.Optimizer] = getattr(optim, names[name])
+    return optimizer(parameters, lr=LEARNING_RATE, **more)
 
 
 def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:

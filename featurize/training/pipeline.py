@@ -53,13 +53,13 @@ from featurize.training.training_step import TrainingStep
 
 
 class TracedStage(PipelineStage):
-    """PyTorch's stage, which says what begins and what its memory is for.
+    """PyTorch's stage, which reports what begins and what its memory is for.
 
     Args:
         stage: The model that runs.
-        number: Of the stage.
-        rank: That has it, and hears of each pass that begins.
-        group: Of the ranks of the pipeline.
+        number: Number of the stage.
+        rank: The rank that has it, which is notified of each pass that begins.
+        group: Process group of the pipeline's ranks.
         replica: The wrapper of the stage's model, where data parallelism replicates it.
     """
 
@@ -95,7 +95,7 @@ class TracedStage(PipelineStage):
         return self._run(FORWARD, compute)[0]
 
     def loss(self, compute: Callable[[], Tensor]) -> Any:
-        """Return the loss of the micro-batch whose forward pass was the last one. Args: `compute()` is it."""
+        """Return the loss of the micro-batch whose forward pass was the last one; `compute()` computes it."""
 
         def computed() -> list[Tensor]:
             loss = compute()
@@ -241,7 +241,7 @@ class PipelineRank(ShardedRank):
 
         Args:
             model: What `prepare` gave, with the types that it trains with.
-            inputs: Of the whole batch.
+            inputs: Inputs of the whole batch.
 
         Raises:
             UsageError: The batch does not divide, or the model cannot be cut.
@@ -293,7 +293,7 @@ class PipelineRank(ShardedRank):
 
         Args:
             step: Whose model `wrap` wrapped.
-            inputs: Of the whole batch.
+            inputs: Inputs of the whole batch.
             target: Likewise; None where the model computes its loss itself.
         """
         parallel, self._step = self.parallel, step
@@ -309,7 +309,7 @@ class PipelineRank(ShardedRank):
         whole = target is None or target.dim() == 0
         scale, last = step.settings.accumulation, self._stages[-1]
 
-        def loss_of(_output: Any, chunk: Tensor) -> Tensor:
+        def loss_of(_output: Any, chunk: Tensor) -> Any:
             def compute() -> Tensor:
                 loss = step.loss(last.output(), target if whole else chunk)
                 return loss / scale if scale > 1 else loss

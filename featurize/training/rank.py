@@ -30,7 +30,7 @@ class Rank:
         bucket_limits: Bytes of the buckets at which a wrapper divides that graph; None: at none.
         keeps_operators: Operators of all steps are kept, since later ones repeat them.
         parameters: Elements of the whole model, from `wrap` on.
-        recorder: Of the trace, from `attach` on.
+        recorder: The trace's recorder, from `attach` on.
     """
 
     needs_factory = divides_graphs = keeps_operators = False
@@ -60,8 +60,8 @@ class Rank:
         """Wrap the model of a step, whose parameters are this rank's part from then on.
 
         Args:
-            step: That trains.
-            inputs: Of a step.
+            step: The training step.
+            inputs: Inputs of a step.
         """
         self.parameters = elements(step.model)
 

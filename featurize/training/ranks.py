@@ -71,7 +71,7 @@ class Ranks:
     """One rank among those of a traced job.
 
     Args:
-        streams: Of its GPU, with the recorder of its step.
+        streams: The streams of its GPU, with the recorder of its step.
         axes: Name of a process group -> the mesh's dimension that it joins.
     """
 
@@ -87,7 +87,7 @@ class Ranks:
 
         Args:
             func: The operator.
-            types: Of its tensors.
+            types: Types of its tensors.
             args: On meta tensors.
             kwargs: Likewise.
         """

@@ -65,8 +65,8 @@ class ShardedRank(ReplicatedRank):
 
     Args:
         parallel: The job.
-        mesh: Of all ranks.
-        streams: Of the GPU.
+        mesh: The mesh of all ranks.
+        streams: The GPU's streams.
         experts: As `featurize.training.experts.expert_mesh` returns it, where there is `ep`.
     """
 
@@ -79,7 +79,7 @@ class ShardedRank(ReplicatedRank):
         self.bucket_limits, self.needs_factory = None, parallel.own > 1
         self._mesh, self._streams, self._experts = mesh, streams, experts
         self._spreads = True
-        self._length = 0  # of the sequence that ranks share
+        self._length = 0  # length of the sequence that ranks share
         self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
@@ -199,7 +199,7 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
     """While entered, `scaled_dot_product_attention` attends to the sequence of all ranks.
 
     Args:
-        mesh: Of the ranks that share the sequence, as `sequence_mesh` returns it.
+        mesh: The mesh of the ranks that share the sequence, as `sequence_mesh` returns it.
         parallel: The job's layout.
 
     Raises:
@@ -309,11 +309,11 @@ _META = torch.device("meta")
 
 @contextlib.contextmanager
 def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[None]:
-    """While entered, meshes stand for GPUs on which meta tensors lie.
+    """Within, meshes stand for GPUs that hold meta tensors.
 
     Args:
-        streams: Of the GPU. Its recorder hears of storages that are resized, and of what blocks are for.
-        device: What meta tensors say that they lie on.
+        streams: The GPU's streams. Their recorder is notified of resized storages and of what blocks are for.
+        device: The device that meta tensors report.
     """
     with contextlib.ExitStack() as stack:
 
@@ -439,7 +439,7 @@ def _naming_gradients(streams: Streams) -> Callable[..., Any]:
 def _copied_from_host() -> property:
     inputs: property = vars(param.FSDPParam)["all_gather_inputs"]
 
-    def all_gather_inputs(self: param.FSDPParam) -> list[torch.Tensor]:
+    def all_gather_inputs(self: param.FSDPParam) -> Any:
         if not self.offload_to_cpu:
             return inputs.__get__(self)
         kept = self._sharded_param_data
@@ -470,7 +470,7 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _catch_all_reshard(state: Any) -> None:

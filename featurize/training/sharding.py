@@ -75,7 +75,7 @@ def shard_flat(
     Args:
         model: Its optimizer is made afterwards.
         parallel: The degrees and FSDP1's own settings.
-        mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
+        mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
         chosen: The modules around which a wrapper goes, besides the model.
         types: Those of gathered parameters and of reduced gradients.
 
@@ -128,7 +128,7 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
     Args:
         model: Its optimizer is made afterwards.
         parallel: The degrees and FSDP2's own settings.
-        mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
+        mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
         experts: As `featurize.training.experts.expert_mesh` returns it, where there is `ep`.
 
     Raises:
@@ -279,8 +279,8 @@ class LocalOptimizer:
     """Updates parts of parameters; gradients are read, and freed, where the wrapper leaves them.
 
     Args:
-        parameters: Of the wrapped model.
-        make: Gives the optimizer of some parameters; an elementwise one.
+        parameters: Parameters of the wrapped model.
+        make: Returns an elementwise optimizer of some parameters.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ def apply_plan(
     Args:
         model: Its optimizer is made afterwards.
         plan: Path of a module, with `*` for any part of it -> its style, of `STYLES`. None: the model's own.
-        mesh: Of the ranks that share each module.
+        mesh: The mesh of the ranks that share each module.
         whole_experts: Rules of mixtures are left out, as their experts are divided.
 
     Raises:
@@ -405,7 +405,7 @@ def _require_whole_heads(model: nn.Module, styles: Mapping[str, str], ranks: int
             if isinstance(heads, int) and heads % ranks:
                 fitting = ", ".join(str(one) for one in range(2, heads + 1) if heads % one == 0)
                 raise UsageError(
-                    f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); of these, {fitting} do"
+                    f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); tp can be {fitting}"
                 )
 
 
@@ -439,7 +439,7 @@ def split_experts(model: nn.Module, rules: Mapping[str, Mapping[str, str]], mesh
     Args:
         model: Its optimizer is made afterwards.
         rules: As `rules_of_experts` returns them.
-        mesh: Of the ranks that share each module.
+        mesh: The mesh of the ranks that share each module.
 
     Raises:
         UsageError: The ranks do not divide a parameter.

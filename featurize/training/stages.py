@@ -45,8 +45,8 @@ class Survey:
     """A model's members in the order in which they run, and who uses which parameter.
 
     container  whose members the stages share
-    names      of the members, within the container
-    paths      of the members, within the model
+    names      the members' names within the container
+    paths      the members' paths within the model
     blocks     places of the repeated blocks among them; all places where there are none
     outputs    place -> a tensor like that which the next member takes
     forms      place -> in what form it is given
@@ -76,7 +76,7 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
 
     Args:
         model: The whole one, on the meta device.
-        inputs: Of one micro-batch.
+        inputs: Inputs of one micro-batch.
         stages: Their number.
         dtype: To which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as they
             are.
@@ -393,10 +393,10 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
 
     Args:
         model: The whole one, as it was surveyed.
-        survey: Of it.
+        survey: The model's survey.
         begin: Place of the stage's first member.
         end: The place after its last one.
-        inputs: Of one micro-batch, which stages but the first need for what they compute of it themselves.
+        inputs: One micro-batch. Stages after the first need it for what they compute from it themselves.
     """
     places = set(range(begin, end))
     places |= {BEFORE} if begin == 0 else set()
@@ -405,7 +405,7 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
     for place, name in enumerate(survey.names):
         if place in places:
             continue
-        kind = _Enter if place == begin - 1 else _Leave if place == end else _PassedBy
+        kind = _Enter if place == begin - 1 else _Leave if place == end else _Placeholder
         survey.container._modules[name] = kind(survey.forms[place], survey.outputs[place].detach(), stage)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -415,8 +415,8 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
     return stage
 
 
-class _PassedBy(nn.Module):
-    """Stands for a member of another stage: gives a tensor like its own, whatever comes in."""
+class _Placeholder(nn.Module):
+    """Replaces a member of another stage: returns a tensor like that member's, whatever comes in."""
 
     def __init__(self, form: Form, example: Tensor, stage: Stage) -> None:
         super().__init__()
@@ -428,15 +428,15 @@ class _PassedBy(nn.Module):
         return self.form(self.example)
 
 
-class _Enter(_PassedBy):
-    """Stands for the member before a stage's first one."""
+class _Enter(_Placeholder):
+    """Replaces the member before a stage's first one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.form(vars(self)["stage"].arrived())
 
 
-class _Leave(_PassedBy):
-    """Stands for the member after a stage's last one."""
+class _Leave(_Placeholder):
+    """Replaces the member after a stage's last one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["stage"].leave(next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))
@@ -473,8 +473,8 @@ class _Batch:
     """A micro-batch on its way through one stage.
 
     kept        blocks that its passes so far took for a later one; None: given back, or a result since
-    signatures  of these
-    spans       operators of its passes so far
+    signatures  signatures of these blocks
+    spans       operators of the passes so far
     """
 
     kept: list[int | None] = field(default_factory=list)
@@ -515,9 +515,9 @@ class _Note:
     operators: list[Operator]
     sent: list[SentNote]
     spans: list[tuple[int, int]]  # the operators of the micro-batch's passes so far, of this one last
-    state: Hashable  # of the stage's shards afterwards
+    state: Hashable  # state of the stage's shards afterwards
     began: Since
-    before: Moments  # of the streams
+    before: Moments  # the streams' moments
     after: Moments
 
 
@@ -525,9 +525,9 @@ class RepeatedPasses:
     """Runs passes of the stages of one rank, or repeats those that were noted.
 
     Args:
-        recorder: Of the step.
-        streams: Of the GPU.
-        states: Of the shards of each stage: passes repeat others that begin in the same state.
+        recorder: The step's recorder.
+        streams: The GPU's streams.
+        states: States of each stage's shards: passes repeat others that begin in the same state.
         noted: Stage -> micro-batches whose passes run, and are noted, in the first run of the schedule. None: all
             passes run in every one.
         unlike: Micro-batches that run in every one, since no other is like them.
@@ -557,10 +557,10 @@ class RepeatedPasses:
     def run(
         self, kind: str, stage: int, micro_batch: int, compute: Callable[[], Sequence[Tensor | None]]
     ) -> Sequence[Tensor | None]:
-        """Return what a pass gives.
+        """Return a pass's results.
 
         Args:
-            kind: Of the pass; a micro-batch has one of each, `BACKWARD` last.
+            kind: Kind of the pass; a micro-batch has one of each, `BACKWARD` last.
             stage: Number of the stage.
             micro_batch: Number of the micro-batch.
             compute: Runs the pass.
@@ -648,10 +648,10 @@ def _memory_of(
     """Return what a pass does to memory.
 
     Args:
-        memory: Of the step.
+        memory: The step's memory.
         stretch: The pass's events.
-        batch: The pass's micro-batch, which hears of what is kept.
-        results: What it gives.
+        batch: The pass's micro-batch, which is told what is kept.
+        results: The pass's results.
         ends: It is the micro-batch's last one.
 
     Raises:
@@ -689,7 +689,7 @@ def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
 
 def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
     try:
-        block = memory.block_of(getattr(tensor, "elem", tensor))  # of what a collective makes
+        block = memory.block_of(getattr(tensor, "elem", tensor))  # the block that a collective makes
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
     return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)

@@ -92,9 +92,9 @@ class Streams:
         """Note a collective, and return its number.
 
         Args:
-            kind: Of `featurize.timing.collectives.KINDS`.
+            kind: A name of `featurize.timing.collectives.KINDS`.
             nbytes: As `Collective` has them.
-            axis: Whose ranks take part.
+            axis: The axis whose ranks take part.
             asynchronous: It runs beside the current stream, which waits for it later.
         """
         stream, number = self._current, len(self.sent)
@@ -110,9 +110,9 @@ class Streams:
         """Note a collective like another one.
 
         Args:
-            one: Of a pass that is repeated.
+            one: The collective of a pass that is repeated.
             began: When that pass began.
-            later: So much later the repeated one begins.
+            later: How much later the repeated one begins.
         """
         after = max(one.after + later.operators, 0)
         if one.after < began.operators and one.stream > MAIN:  # what it waited for came before the pass

@@ -48,7 +48,7 @@ PRICED = (
     "products of 8-bit floats (torch._scaled_mm) are priced at the share of the peak rate that bf16 products reach: "
     "none was measured"
 )
-_MULTIPLE = 16  # of both sizes of a weight, and of what a product sums over (ATen/native/cuda/ScaledBlas.cpp)
+_MULTIPLE = 16  # divides both sizes of a weight, and what a product sums over (ATen/native/cuda/ScaledBlas.cpp)
 
 
 def convert_float8(

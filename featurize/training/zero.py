@@ -119,7 +119,7 @@ class ZeroRank(Rank):
     Args:
         parallel: Stage and settings.
         rank: Which one, from 0.
-        settings: Of the training.
+        settings: The training settings.
     """
 
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
@@ -127,7 +127,7 @@ class ZeroRank(Rank):
         self._streams = Streams()
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
-        # Says whether a micro-step is the last one of its step, where the settings do not.
+        # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
         self._masters: list[nn.Parameter] = []
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -235,8 +235,8 @@ class PartitionedRank(ZeroRank):
         self._filled = 0
         self._summed: list[Tensor] | None = None  # own gradients of the micro-steps so far
         self._on_host: set[int] = set()  # places whose gradients of earlier micro-steps are in host memory
-        self._averaged: list[Tensor] = []  # of the rank's partition, once the step's last backward pass is over
-        self._norms: list[Tensor] = []  # of those that are in host memory
+        self._averaged: list[Tensor] = []  # the partition's gradients, once the step's last backward pass is over
+        self._norms: list[Tensor] = []  # norms of those that are in host memory
         self.recorder.hold(trained, "temporary")
         with self.recorder:
             padding = self._partition.padded - sum(self._partition.sizes)

@@ -239,10 +239,10 @@ class SharedParameters:
     Modules are followed forward and back. The first pass is recorded; later ones are fetched ahead.
 
     Args:
-        model: Whose. Its parameters are empty from now on.
+        model: The model. Its parameters are empty from now on.
         parallel: The ranks that share them, and stage 3's settings.
-        streams: Of the rank's GPU.
-        stream: On which parameters are gathered.
+        streams: The streams of the rank's GPU.
+        stream: The stream on which parameters are gathered.
     """
 
     def __init__(self, model: nn.Module, parallel: Parallel, streams: Streams, stream: OneStream) -> None:
@@ -255,7 +255,7 @@ class SharedParameters:
         self.by_parameter = {id(one.parameter): one for one in self.all}
         self._taken: dict[int, list[Shared]] = {}  # module -> what it takes of others
         self._running: list[nn.Module] = []
-        self._order: list[nn.Module] = []  # of the recorded pass
+        self._order: list[nn.Module] = []  # order of the recorded pass
         self._records = self._complete = False
         self._before: list[int] = [0]  # place in the order -> elements of all modules before it
         self._uses: dict[Shared, list[int]] = {}  # -> places of the modules that use it
@@ -524,7 +524,8 @@ def _hook(
         def mark(tensor: Tensor) -> Tensor:
             nonlocal waiting
             waiting += tensor.requires_grad
-            return _Mark.apply(tensor, end)
+            marked: Tensor = _Mark.apply(tensor, end)
+            return marked
 
         return tree_map_only(Tensor, mark, inputs)
 
@@ -532,7 +533,8 @@ def _hook(
         def mark(tensor: Tensor) -> Tensor:
             nonlocal begun
             begun += 1
-            return _Mark.apply(tensor, begin)
+            marked: Tensor = _Mark.apply(tensor, begin)
+            return marked
 
         return tree_map_only(Tensor, mark, output)
 
@@ -556,7 +558,7 @@ class _Mark(torch.autograd.Function):
         return gradient, None
 
 
-class LentParameters(dict[str, Any]):
+class LentParameters(dict[str, nn.Parameter | None]):
     """A module's parameters, of which other modules may take one.
 
     Args:
@@ -581,7 +583,8 @@ def frugal_linear() -> Iterator[None]:
     gathered weight alive."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # torch's names
-        return _Linear.apply(input, weight, bias)
+        output: Tensor = _Linear.apply(input, weight, bias)
+        return output
 
     with replaced(nn.functional, "linear", linear):
         yield

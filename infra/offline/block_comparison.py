@@ -41,7 +41,7 @@ HISTORY_KEYS = (
 ALLOCATOR, REQUESTS, WORKSPACES, ORDER, NONE = "allocator", "requests", "workspaces", "order", "none"
 CAUSES = (ALLOCATOR, REQUESTS, WORKSPACES, ORDER)
 _CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and what a step reserves otherwise
-_MOST_BYTES = 256 * MIB  # of a history, unpacked
+_MOST_BYTES = 256 * MIB  # largest history, unpacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class BlocksApart:
     """Blocks of one size that only one side has.
 
     Args:
-        nbytes: Of each block, rounded as the allocator rounds.
+        nbytes: Size of each block, rounded as the allocator rounds.
         count: How many more this side has than the other.
         where: Traced: kind, operator and module; recorded: phase and module, empty where the release cannot say.
     """
@@ -86,7 +86,7 @@ class BlockComparison:
     """Result of `compare_blocks`. Bytes; allocated ones are sums of rounded blocks.
 
     Args:
-        name: Of the history.
+        name: Name of the history.
         measured_allocated_bytes: Most bytes that were allocated, from the recorded requests.
         measured_reserved_bytes: Most bytes that PyTorch reserved.
         replayed_reserved_bytes: Most bytes that our allocator reserves for the recorded requests.
@@ -98,8 +98,8 @@ class BlockComparison:
         in_step: Blocks requested in the last step.
         first_reordered: Number, from 1, of the last recorded step's first request that comes in another order, of
             sizes that both sides request equally often; None where the order is the same.
-        measured_curve: Of the last recorded step; reserved as recorded.
-        traced_curve: Of the last traced step.
+        measured_curve: Curve of the last recorded step; reserved as recorded.
+        traced_curve: Curve of the last traced step.
         gap_bytes: Cause, one of `CAUSES`, -> bytes by which this cause makes the measured reserved peak exceed the
             traced one; negative where the traced one is larger. `order` is the remainder, including differences in
             segment sizes.

@@ -109,7 +109,7 @@ def bundle(settings: BundleSettings) -> list[str]:
     source, described = tracked_files()
     requirements = required(project)
     work = folder.with_name(folder.name + ".gpufarm-partial")
-    shutil.rmtree(work, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(work, ignore_errors=True)  # left by a killed process
     work.mkdir(parents=True)
     try:
         downloaded: dict[str, Path] = {}
@@ -356,7 +356,7 @@ def brought_by_torch() -> dict[str, Version | None]:
         names[name] = None
         try:
             lines = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:  # of another build of torch, or another platform
+        except importlib.metadata.PackageNotFoundError:  # another build of torch, or another platform
             continue
         wanted += [
             requirement.name for requirement in map(Requirement, lines) if "extra" not in str(requirement.marker)

@@ -18,7 +18,7 @@ import tempfile
 
 FORMAT = 2
 STEPS = ("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
-PATH_KEYS = ("results", "previous", "work")  # of steps: the step runs in another folder
+PATH_KEYS = ("results", "previous", "work")  # the steps' keys that are paths: a step runs in another folder
 MANIFEST = "manifest.json"
 INSTALLED = "bundle.json"  # in the target: which bundle it is
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}

@@ -495,8 +495,8 @@ def _counted(reasons: Counter[str], between: str = ", ") -> str:
     return between.join(f"{n} {reason}" for reason, n in reasons.most_common())
 
 
-SLOW = ("faketensor", "xmem")  # seconds a row; the others take a tenth
-TIMED_CASES = 20  # of a file, after one that warms up
+SLOW = ("faketensor", "xmem")  # these take seconds a row, the others a tenth of a second
+TIMED_CASES = 20  # a file's cases that are timed, after one that warms up
 
 
 class Tally:
@@ -536,7 +536,7 @@ def ask_free(
     """
     answers: dict[str, dict[int, Given]] = {name: {} for name in names}
     jobs: list[PoolJob] = []
-    places: list[tuple[str, int]] = []  # of each job: its estimator and row
+    places: list[tuple[str, int]] = []  # each job's estimator and row
     for name in sorted(names, key=SLOW.__contains__):
         for i in index.tolist():
             case, subject = selection.rows.cases[i], selection.subjects[i]

@@ -327,7 +327,7 @@ def rank_job_of(cells: Mapping[str, str]) -> RankJob:
     """Return the job of a row of LLM Foundry.
 
     Args:
-        cells: Of the published file, by column.
+        cells: Cells of the published file, by column.
 
     Raises:
         UsageError: A model, precision, strategy or type that is not known.

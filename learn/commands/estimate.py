@@ -344,7 +344,7 @@ class EstimateSettings(ModelKeys):
             object.__setattr__(self, "find", DEVICES)
 
     def require_one_job(self) -> None:
-        """Raise `UsageError` unless the keys name one job that is no script, and what belongs to it."""
+        """Raise `UsageError` unless the keys name one job that is not a script, and what belongs to it."""
         given = [name for name in ("model", "config", "run", "configs") if getattr(self, name) is not None]
         if len(given) != 1:
             named = " and ".join(given) or "none"
@@ -355,9 +355,7 @@ class EstimateSettings(ModelKeys):
         if self.model is None and (of_model := [name for name in own if getattr(self, name) is not None]):
             raise UsageError(f"{of_model[0]} is for model=; a trial config has its {own[of_model[0]]}")
         if self.run is not None and self.known == RUNS:
-            raise UsageError(
-                "known=runs would take run=ID itself, whose figures stand beside the estimate; leave it out"
-            )
+            raise UsageError("known=runs cannot be combined with run=: the run would be used to estimate itself")
         self._require_what_find_takes()
 
     def _require_what_find_takes(self) -> None:

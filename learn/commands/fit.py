@@ -144,22 +144,22 @@ def fit(
     )
     name = settings.estimator or default_estimator(rows)
     kind = get_estimator(name)
-    traced = StepStore(settings.data)
+    store = StepStore(settings.data)
     if kind.needs_trace:
-        traced.prepare(rows.cases, progress=partial(progress, "tracing jobs"))
-        rows = with_suspects(rows, traced)
+        store.prepare(rows.cases, progress=partial(progress, "tracing jobs"))
+        rows = with_suspects(rows, store)
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
-    steps, done = CV_FOLDS + 3, itertools.count()  # the held-out test, the fit on all rows, the report
+    total, counter = CV_FOLDS + 3, itertools.count()  # the held-out test, the fit on all rows, the report
     evaluation = evaluate(
         name,
         rows,
         bins,
         settings.seed,
-        lambda step: progress(step, next(done), steps),
-        steps=traced,
+        lambda step: progress(step, next(counter), total),
+        steps=store,
     )
-    progress("fit on all rows", steps - 2, steps)
-    estimator = kind(seed=settings.seed).fit(rows, traced)
+    progress("fit on all rows", total - 2, total)
+    estimator = kind(seed=settings.seed).fit(rows, store)
 
     notes = []
     if settings.estimator is None and name != PREFERRED:
@@ -167,14 +167,14 @@ def fit(
             f"estimator={name} by default: the labels of simulated rows are the trace's own figures, which {PREFERRED} "
             "repeats; choose another with estimator=NAME"
         )
-    notes += estimator.predict(rows.cases[:1], traced).warnings
+    notes += estimator.predict(rows.cases[:1], store).warnings
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
     notes += remarks(kind, rows, bins)
     if settings.snapshot is not None:
         notes.append(
             f"fitted on the snapshot {settings.snapshot}; as the newest of its target it is what answers from now on"
         )
-    progress("drawing the report", steps - 1, steps)
+    progress("drawing the report", total - 1, total)
     path, meta = save_judged(
         settings.data,
         estimator,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from learn.judging.scores import Benchmark, Scored
 
 _BARS = Margins(width=1000, height=300, bottom=50)
-ROWS = 100  # of each file, where rows= says nothing: minutes on two cores
+ROWS = 100  # rows of each file, where rows= is not given: minutes on two cores
 FAMILIES = ("mlp", "cnn", "transformer")
 ABSENT = (
     "of the paper, only the figures in the columns theirs and (published) are known here; its others (F1 scores, "

@@ -52,7 +52,7 @@ from learn.estimation.notes import (
     loops_of_sources,
     times,
 )
-from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of, workspace_notes
+from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
 from learn.rows.data import get_target
@@ -136,7 +136,7 @@ class _Answer:
         self.request, self.platform, self._timeline, self._traces = request, request.platform, timeline, traces
         self.device, self._on = request.platform.device, request.platform.machine
         self._steps = StepStore(request.options.data)
-        self._lent = contextlib.ExitStack()
+        self._overrides = contextlib.ExitStack()
         self.job = _in_loop(request, request.job)
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
@@ -215,7 +215,7 @@ class _Answer:
                 text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
             at_hand = self.traced if self.platform.allocator is None and not job.batches else None
-            with self._steps.lent(self.case, at_hand), self._lent:
+            with self._steps.override(self.case, at_hand), self._overrides:
                 self._ask_fitted()
         if self.failure is None:
             return
@@ -275,7 +275,7 @@ class _Answer:
         looped = replace(case, training_loop=True, module=module)
         with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
             traced = step_of(looped.job, case.spec, traces=self._traces)
-            self._lent.enter_context(self._steps.lent(looped, traced))
+            self._overrides.enter_context(self._steps.override(looped, traced))
         return looped
 
     def _ask_fitted(self) -> None:
@@ -334,7 +334,7 @@ class _Answer:
         """Take the figure of one fitted model. Returns the notes on it; None where it has no answer.
 
         Args:
-            target: Of the model.
+            target: The model's target.
             artifact: The model.
             default: It comes with the project.
 
@@ -439,7 +439,7 @@ class _Answer:
         from featurize.timing.overlap import lengthened
 
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
-        talk = talk_of(traced, job, device)
+        talk = communication_of_step(traced, job, device)
         step = lengthened(self._priced(traced, loop), talk, device)
         of_step: dict[str, Any] = {}
         notes: list[Note] = []

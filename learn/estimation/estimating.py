@@ -239,7 +239,7 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
     if given_too := [name for name, value in of_traces.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
     if answer_options.coverage != LEVEL:
-        raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+        raise UsageError(f"method=fast supports coverage={LEVEL} only; leave coverage= out")
     for config in configs:
         if not isinstance(config, TrialConfig):
             raise UsageError("method=fast answers from a trial config alone; modules take method=full")
@@ -312,8 +312,8 @@ class DeviceFit:
     fits       whether the figure that was asked for is at most the card's memory; None where there is no answer
     room_mib   memory that is left of the card, or of the share that the allocator allows; negative where the job does
                not fit
-    estimate   of the job on that GPU model; None where there is no answer
-    problem    why there is none
+    estimate   the job's estimate on that GPU model; None where there is no answer
+    problem    why there is no estimate
     """
 
     device: str
@@ -508,7 +508,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
     most = max(most, start)
     low, high = 0, None  # a batch of 0 fits by definition
     batch, tries_between = start, 0
-    step = side = None  # of the walk away from the prediction: how far, and whether its last batch fitted
+    step = side = None  # the walk away from the prediction: how far, and whether its last batch fitted
     while high is None or high - low > 1:
         tried[batch] = needed_mib(batch)
         fitted = tried[batch] <= limit_mib

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
-_WITH_CUDNN = ("cnn",)  # of the families of the models that come along: their processes load cuDNN
+_WITH_CUDNN = ("cnn",)  # families of the packaged models whose processes load cuDNN
 
 
 @dataclass(frozen=True)
@@ -321,9 +321,9 @@ BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
 FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
 ROUNDS = 120  # trees of a model; all that come along take less than 1.5 MB
 CASES = 3360
-LIMIT_MIB = 120 * 1024  # of `featurize.job.layers.rough_memory_mib`
+LIMIT_MIB = 120 * 1024  # limit of `featurize.job.layers.rough_memory_mib`
 MAX_ATTEMPTS = 1000
-_SLACK = 0.05  # of a range's width, beyond which a value is outside
+_SLACK = 0.05  # share of a range's width, beyond which a value is outside
 # Instead of what conf/arch says: a scheduler's jobs differ more in how they are trained than a published sweep does. A
 # value listed twice is drawn twice as often.
 _WIDER: Mapping[str, Any] = {
@@ -356,7 +356,7 @@ def fit_config_models(
 
     Args:
         cases: Sampled configurations; each is traced once, in 0.1 to 0.3 s.
-        seed: Of the configurations, splits and fits.
+        seed: Seed of the configurations, splits and fits.
         data: Data folder that keeps the traced steps; None: the default one.
         workers: As in `StepStore.prepare`.
         progress: Is called with a step's name, what is done and the total.
@@ -444,7 +444,7 @@ def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.nd
 
 
 _ROUGH_MEMORY = ("memory", BOUND)
-_LAUNCHES = 5  # of a layer, in a step
+_LAUNCHES = 5  # launches of a layer in a step
 
 
 def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
@@ -551,7 +551,8 @@ def _plain(value: object) -> str:
 def sampled_cases(n: int, seed: int = 0) -> tuple[Case, ...]:
     """Return `sampled_configs(n, seed)` in the usual training loop, on `DEVICES`.
 
-    Every other four rounds of the families run on the GPU model that was measured, the rest on the others in turn.
+    Rounds over the families alternate in fours: four on the measured GPU model, then four on one of the others, in
+    turn.
     """
     others = [name for name in DEVICES if name != DEFAULT_DEVICE]
     cases = []

@@ -69,7 +69,7 @@ RUNS, NONE = "runs", "none"  # in place of a list: the data folder's own, and no
 _CONTRADICTS = 1.5
 _OTHER_CONTEXT_MIB = 2048.0  # by which contexts of two machines hardly differ, however small the job
 _RUNS_DIFFER = 1.1
-_LIVE = 0.85  # of what the trace counts as alive, which includes assumed workspaces and a typical context
+_LIVE = 0.85  # share of what the trace counts as alive, which includes assumed workspaces and a typical context
 _EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
 _TAKES = f"known is a list of measured runs, as in {_EXAMPLE}, or {RUNS} or {NONE}"
 
@@ -189,7 +189,7 @@ def moved(
         done: The estimate, traced on its machine.
         runs: At least one.
         trace_of: The job's traced step at a batch size, on the same machine.
-        coverage: Of the bound.
+        coverage: Coverage of the bound.
         without: What is uncertain of the traced step without the runs.
 
     Raises:
@@ -351,7 +351,7 @@ class OwnRuns:
         """Return the job's runs on a GPU model, and notes: those at its own batch size, else at the nearest smaller and
         the nearest larger one. The others would change nothing, and each is traced.
 
-        Of several runs at one batch size, the median. Runs that hold more than the card has are of another card.
+        Several runs at one batch size count as their median. Runs that hold more than the card are of another card.
 
         Raises:
             CommandError: The folder that the caller asked for cannot be read.

@@ -63,7 +63,7 @@ def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = 
     return communicators_mib(device, job.parallel, axes)
 
 
-def talk_of(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
+def communication_of_step(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
     """Return what the step's communication takes; None of a job on one GPU. It is the same in any loop."""
     from featurize.timing.overlap import communication_of
 

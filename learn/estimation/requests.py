@@ -114,7 +114,9 @@ class AnswerOptions:
     def require_movable(self) -> None:
         """Raise `UsageError` where another estimator than the trace is named beside measured runs."""
         if self.estimator not in (None, "trace"):
-            raise UsageError(f"known= moves the trace's figure; leave estimator={self.estimator} out")
+            raise UsageError(
+                f"known= adjusts the trace's estimate and cannot be combined with estimator={self.estimator}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +141,9 @@ class Request:
                 f"estimator={estimator} knows one GPU; with parallel= the trace answers, leave estimator out"
             )
         if self.job.parallel is not None and moves:
-            raise UsageError("known: of jobs on one GPU only; leave it out, or leave parallel out")
+            raise UsageError("known= and parallel= cannot be combined: known runs are of jobs on one GPU")
         if self.job.batches and moves:
-            raise UsageError("known= holds runs of one batch shape each; leave batches= out")
+            raise UsageError("known= and batches= cannot be combined: a known run has one batch shape")
 
 
 def platform_and_options(options: Mapping[str, Any]) -> tuple[Platform, AnswerOptions]:
@@ -224,7 +226,7 @@ def training_settings(given: Mapping[str, Any], settings: object = None) -> dict
     if settings is None:
         return single
     if not isinstance(settings, Training):
-        raise UsageError(f"settings is a featurize.training.training_step.Training, got {type(settings).__name__}")
+        raise UsageError(f"settings must be a featurize.job.training_settings.Training, got {type(settings).__name__}")
     if single:
         raise UsageError(f"{', '.join(single)} and settings= exclude each other: give either")
     return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}

@@ -376,7 +376,7 @@ def _facts(job: TrainingJob, platform: Platform, done: Estimate, traced: TracedS
     return Section("facts", "Figures and settings", (SideBySide(groups),))
 
 
-MOST_CHILDREN = 64  # of one node that are shown, and the least share of all; the rest is summed up
+MOST_CHILDREN = 64  # children of one node that are shown, and the least share of all; the rest is summed up
 LEAST_SHARE = 0.001
 OPEN_SHARE, MOST_OPEN = 0.4, 16  # a node that holds this share of all is unfolded, if it is not too long
 NOWHERE = "outside any module"
@@ -619,7 +619,7 @@ def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:
 OTHER, LAUNCH, INPUT = "other", "GPU waits for kernel launches", "GPU waits for input"
 ARITHMETIC, STREAMS, WAITS = "k1", "k5", "k0"  # colour classes
 GROUPS = {ARITHMETIC: "products, convolutions, attention", STREAMS: "other kernels", WAITS: "GPU waits"}
-_LEAST_SHARE = 0.01  # of the step; a kind below it is one of the others
+_LEAST_SHARE = 0.01  # share of the step; a kind below it is one of the others
 # Beginnings of kernels' kinds, as `featurize.timing.calls` names them -> name in the chart. The first one counts.
 _NAMES = {
     "product": "matrix products",

@@ -49,20 +49,20 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "net_operators": ("operators of the forward pass:", lambda v: f"{v:,.0f}"),
     "job_log_memory": ("MiB traced:", lambda v: f"{2**v - 1:,.0f}"),
 }
-_SLACK = 0.05  # of a range's width, beyond which a value is outside
+_SLACK = 0.05  # share of a range's width, beyond which a value is outside
 _BITS: Mapping[float, str] = {32: "fp32", 19: "tf32", 16: "half precision"}
 _STATES: Mapping[float, str] = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
-# Along which a case may be of a kind that no fit has seen: features of its settings, its device, its operators, its
-# family. Beyond a feature's range is `RANGE`.
+# Axes along which a case may be of an unseen kind: features of its settings, its device, its operators, its family.
+# `RANGE`: beyond a feature's range.
 AXES_OF_SETTINGS = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
 DEVICE, OPERATORS, FAMILY, RANGE = "device", "operators", "family", "range"
 MOST_LEFT_OUT = 3  # kinds of one axis, the ones with most rows: each costs a fit
-LEAST_LEFT_OUT = 10  # rows on either side, for their errors to say anything
-LEAST_KNOWN = 30  # held-out rows of a family, for them to say what its share is
+LEAST_LEFT_OUT = 10  # rows on either side; with fewer, their errors mean little
+LEAST_KNOWN = 30  # held-out rows of a family; fewer do not show what its share is
 _SHARES = np.linspace(0.0, 1.0, 21)
 _WIDTH = 0.95  # quantile of the absolute error by which widths are compared
 _WORST = 0.5  # a logarithm of an error beyond it counts as this much
-_CERTAIN = 1e-3  # an error below a thousandth is none
+_CERTAIN = 1e-3  # an error below a thousandth counts as none
 _NO_ERROR = 1e-6
 _WIDEST = 4.0
 
@@ -87,8 +87,8 @@ class Familiarity:
     ranges   feature -> (least, most)
     kinds    operator classes of the forward passes; devices: names, without the vendor; settings: feature -> values
     torch    PyTorch's releases, as 2.4
-    families of the rows
-    modules  of families with many of them: a library's, which its authors keep together
+    families the rows' families
+    modules  modules of families with many: a library's, which its authors keep together
     """
 
     ranges: Mapping[str, Sequence[float]]
@@ -267,8 +267,8 @@ def kinds_to_leave_out(
     """Yield each axis with the mask of rows of one of its kinds, where both sides have rows enough to fit and judge.
 
     Args:
-        records: Of the rows fitted on; devices, families: theirs, in the same order.
-        exact: (n,) bool: the row has a label, and no bound only.
+        records: Records of the rows fitted on; devices, families: theirs, in the same order.
+        exact: (n,) bool: the row has a label, not only a bound.
     """
     masks: dict[str, dict[object, np.ndarray]] = {
         axis: _by_value([record.values[axis] for record in records]) for axis in AXES_OF_SETTINGS
@@ -327,7 +327,7 @@ class HybridEstimator(Estimator):
     name: ClassVar[str] = "hybrid"
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
-    _knots = np.empty(0)  # of memory only
+    _knots = np.empty(0)  # for memory only
     _evidence = Evidence()
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
@@ -565,11 +565,11 @@ def _weighed(
     correction: np.ndarray,
     correction_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> Evidence:
-    """Return what leaving out one kind of the rows after the other shows.
+    """Return the evidence from leaving out one kind of rows after the other.
 
     Args:
         rows: The rows fitted on.
-        records: Of their steps.
+        records: Records of their steps.
         residual: Label less trace, (n,).
         correction: What fits without each row's group add to the trace, (n,).
         correction_of: Mask of the rows to fit on, and of those asked -> what the fit adds to the trace of these.

@@ -39,7 +39,7 @@ Values = Mapping[str, torch.Tensor]
 Columns = TypeVar("Columns")
 Fitted = TypeVar("Fitted")
 LEARNED_FROM = "learned from"  # which rows are judged: those that were fitted on
-_LAST_PART = 0.7  # of the iterations, from which on the rate is the last one
+_LAST_PART = 0.7  # share of the iterations after which the rate is the last one
 _FREE = (-math.inf, math.inf)
 
 
@@ -74,7 +74,7 @@ def descended(
     Args:
         begin: Name -> where the value begins; left as it is.
         losses: Gives each row's loss, (rows,), for values with the names and shapes of `begin`.
-        weights: Of the rows, (rows,).
+        weights: Weights of the rows, (rows,).
         how: Steps, rates and limits.
     """
     sizes = torch.tensor([value.numel() for value in begin.values()])
@@ -115,7 +115,7 @@ def weights_by(
     """Return each row's weight, (rows,), 1 in sum: 0 outside the mask `of`, else by the number of rows of its label.
 
     Args:
-        labels: Of the rows.
+        labels: Labels of the rows.
         of: Mask of the rows that are fitted on.
         power: 1: all labels count alike; 0.5: a label counts by the root of its number.
         factors: Label -> weight beside that.
@@ -134,7 +134,7 @@ def left_out_errors(
 
     Args:
         known: Errors of the fit on all rows, (rows, ...).
-        masks: Of the rows that are left out in turn.
+        masks: Masks of the rows that are left out in turn.
         errors_without: Mask of what is left out -> errors of all rows, fitted on the others.
     """
     errors = np.full_like(known, np.nan)
@@ -218,9 +218,9 @@ _SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
-_HOST_FACTOR = 1.0  # of the time that `featurize.timing.times` gives a launch: hosts differ
+_HOST_FACTOR = 1.0  # factor on the time that `featurize.timing.times` gives a launch: hosts differ
 _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
-TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
+TOLERANCE = 0.15  # in the logarithm; what is further off counts in proportion, not squared
 _DESCENT = Descent(
     of_priors=2e-4,
     firmness={"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0},
@@ -244,13 +244,13 @@ class MeasuredTime:
 
     Args:
         name: For messages.
-        source: Of the measurement: rows of a source are left out together. `KERNELS` for single kernels.
+        source: Source of the measurement: rows of a source are left out together. `KERNELS` for single kernels.
         group: What is left out together of a source: a family of models.
         device: The GPU model.
         calls: The kernels of the step.
         measured_ms: Its time.
         channels_last, searched: As in `kernels_on`.
-        run_id: Of the row of `runs`; empty for single kernels.
+        run_id: Id of the row of `runs`; empty for single kernels.
     """
 
     name: str

@@ -25,7 +25,7 @@ from learn.job.training_job import Case
 from learn.rows.data import Rows, Target, get_target
 from learn.rows.step_store import StepRecord, StepStore
 
-LEVEL = 0.99  # of the bounds that are told and judged
+LEVEL = 0.99  # level of the bounds that are reported and judged
 
 
 def conformal_score(scores: np.ndarray, level: float) -> float:
@@ -55,7 +55,7 @@ class Held:
     """Share of left-out rows that a bound held.
 
     Args:
-        share: Of the rows, each judged by a bound that had seen none of its group.
+        share: Share of the rows, each judged by a bound that had seen none of its group.
         rows: Their number.
         groups: The number of groups; each was left out once.
         kind: What a group is, in the plural.
@@ -177,7 +177,7 @@ ESTIMATORS: dict[str, str] = {
     "xmem": "learn.peers.xmem:XMem",
 }
 TRAINING_FREE = ("deepspeed", "dnnmem", "faketensor", "horus", "llmem", "trace", "xmem")
-PREFERRED = "hybrid"  # of several fitted models
+PREFERRED = "hybrid"  # preferred among several fitted models
 OF_CONFIGS = "lightgbm"  # reads configurations only
 
 

@@ -326,11 +326,11 @@ def boost(
     weight: np.ndarray,
     members: int = MEMBERS,
 ) -> Boosters:
-    """Fit boosters. What they give depends neither on the rows' order nor on the number of cores.
+    """Fit boosters. The result depends neither on the rows' order nor on the number of cores.
 
     Args:
-        settings: Of the trees.
-        seed: Of the first member; each has one of its own.
+        settings: The trees' settings.
+        seed: Seed of the first member; each has its own.
         table: (n, columns).
         label: (n,).
         at_least: (n,) bool: the label is a bound from below, so that a prediction above it is not an error. None: no

@@ -235,8 +235,8 @@ class Artifact:
 
     @cached_property
     def fitted_run_ids(self) -> frozenset[str]:
-        """The rows that the kept model has seen: of `learn.fit` those that judged its figures as well, which came from
-        other fits; of a promotion only those that it was fitted on."""
+        """The ids of the runs that the saved model was fitted on. `learn.fit` refits on all rows, so its models include
+        the held-out rows of their report; a promoted model does not."""
         self.check()
         with _damaged_unless_read(self.path, "report.json"):
             report = json.loads((self.path / "report.json").read_text())
@@ -276,7 +276,7 @@ def save_judged(
         estimator: The fitted one.
         rows: What it was fitted on, or what it was fitted and judged on.
         evaluation: How good it is.
-        seed: Of splits and fits.
+        seed: Seed of splits and fits.
         now: Time that names the version; time-zone aware.
         fitted_on: all, or train: the rows of the evaluation that judged it are not among those that it has seen.
         about: What else `meta.json` says.

@@ -74,7 +74,7 @@ _DESCENT = Descent(
     last_rate=0.01,
     limits={**dict.fromkeys(("sm", "fp32", "tensor", "dram"), (0.0, 3.0)), "exponent": (1.0, 3.0), "feed": (0.05, 1.5)},
 )
-SETTINGS = Training(precision="tf32")  # of Zeus' jobs
+SETTINGS = Training(precision="tf32")  # settings of Zeus' jobs
 _CELL = "CAST(json_extract_string(origin, '$.value') AS DOUBLE)"
 # Job, limit in W, power in W, time of an epoch, ms of a step.
 _MEASURED = (
@@ -98,7 +98,7 @@ class MeasuredPower:
         calls: The kernels of a step.
         power_w: Limit in W -> mean power in W.
         times: Limit in W -> time of an epoch, in any unit.
-        step_ms: Of a step at the highest limit; None where the steps of an epoch are not known.
+        step_ms: Time of a step at the highest limit; None where the steps of an epoch are not known.
     """
 
     model: str
@@ -250,7 +250,7 @@ def _scores(split: str, off: np.ndarray) -> list[RowScores]:
     return scores
 
 
-_TRAINING_SHARE = "training_share"  # of the time over which others took means: their set-up is in it
+_TRAINING_SHARE = "training_share"  # share of the time over which others took means: their set-up is in it
 _BEGIN_OF_ACTIVITY = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3, _TRAINING_SHARE: 0.95}
 _SMACT_TOLERANCE, _SMOCC_TOLERANCE = 0.03, 0.015  # what is further off counts in proportion, not squared
 _MEANS = ("smact", "smocc")
@@ -270,7 +270,7 @@ class ActivityFit:
     Args:
         rows: What was measured.
         learned: The efficiencies that give the kernels' times.
-        eager: Of the host; None: the packaged constants.
+        eager: Constants of the host; None: the packaged ones.
     """
 
     def __init__(
@@ -506,8 +506,8 @@ _REDUCED = (
     f"WHERE operator = '{OPERATOR}' AND source IN ('measured', 'imported') AND duration_us > 0 "
     "ORDER BY device_name, kernel_row"
 )
-_MOST_RANKS = 8  # of a node
-_FIRST_STEP = 0.3  # of each logarithm
+_MOST_RANKS = 8  # ranks of a node
+_FIRST_STEP = 0.3  # first step of each logarithm
 _CLOSE = 0.02  # logarithm: rows nearer than this count little
 _OF_BEGIN = 1e-4  # weight of staying where the fit begins: of what the rows do not tell
 _ITERATIONS = 300

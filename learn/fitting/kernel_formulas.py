@@ -44,9 +44,9 @@ from learn.estimators.kernel_fitting import (
 )
 from learn.judging.scores import RowScores, score_table, spread
 
-_TILE_SIDE = {False: 64.0, True: 128.0}  # of a product's tile, on tensor cores and not
+_TILE_SIDE = {False: 64.0, True: 128.0}  # side of a product's tile, on tensor cores and not
 _SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
-_BLOCK_BYTES = 8192.0  # of a kernel that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
+_BLOCK_BYTES = 8192.0  # bytes of a block that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ ROOFLINE = "nothing learned"  # the described rates alone
 _OF_KERNELS = (ROOFLINE, LEARNED_FROM, "GPU models left out")
 COVERAGES = (0.5, 0.75, 0.9, 0.95, 0.99)
 _LONG_TOKENS = 8192
-_DEPTHWISE_SHARE = 0.25  # of a network's convolutions
+_DEPTHWISE_SHARE = 0.25  # share of a network's convolutions
 _TILED_OPERATORS = tuple(f"{KERNELS}/aten::{name}" for name in ("addmm", "bmm", "convolution"))
 
 

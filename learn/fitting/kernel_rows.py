@@ -48,7 +48,7 @@ FARM = "farm"  # source of what this folder's own trials measured
 _COLUMNS = ("run_id", "source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
-_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # of timm's models, before the family's name
+_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # before the family's name of timm's models
 # Operators whose output has the shape of their first input.
 _POINTWISE = tuple(
     f"aten::{name}"

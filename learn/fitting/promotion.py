@@ -28,7 +28,7 @@ from learn.rows.data import MIN_GROUPS, Rows, get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore, with_suspects
 from warehouse.files.folder import DataFolder
 
-HELD_OUT_SHARE = 0.2  # of configurations; another share would show models what judged those before them
+HELD_OUT_SHARE = 0.2  # share of configurations; another share would show models what judged those before them
 LEAST_JUDGES = 30  # rows with an exact label that neither has seen
 LEAST_FITTED = 30
 
@@ -41,7 +41,7 @@ class Promotion:
                skipped: there was nothing to fit on. `why` says it in a sentence
     current    version that was current before; candidate: that was written, None where none was
     held_out   rows that it was decided on: held out for good, and not seen by the current one either
-    figures    `current` and `candidate`: `learn.fitting.promotion.figures`, or None. On the rows that it was decided
+    figures    `current` and `candidate`: the result of `figures`, or None. On the rows that it was decided
                on; where there was nothing to compare, the candidate's on all rows held out
     source, device_name   as they were asked for
     """
@@ -206,9 +206,9 @@ def _beside(current: Evaluation, candidate: Evaluation, seed: int) -> dict[str, 
     """Return the verdict on the candidate and the current model, on rows held out that neither has seen.
 
     Args:
-        current: Of the current model, on the rows that it has not seen.
-        candidate: Of the candidate, on all rows held out.
-        seed: Of the comparison.
+        current: Evaluation of the current model, on the rows that it has not seen.
+        candidate: Evaluation of the candidate, on all rows held out.
+        seed: Seed of the comparison.
     """
     ours = candidate.among(current.test_rows.run_ids)
     asked, judges = len(current.test_rows), ours.test_rows
@@ -254,7 +254,7 @@ def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozense
                 "SELECT DISTINCT config FROM runs WHERE run_id IN (SELECT unnest(?))", [others]
             ).fetchall()
         for (config,) in seen_rows:
-            with contextlib.suppress(UsageError):  # of a family that this code does not know: a copy of no row here
+            with contextlib.suppress(UsageError):  # a family that this code does not know: a copy of no row here
                 seen.add(group_key(config_of_row(config)))
     return frozenset(seen)
 
@@ -281,7 +281,7 @@ def _after(current: Artifact | None, now: datetime) -> datetime:
 
 CONFIDENCE = 0.95  # one-sided, of either limit
 DRAWS = 2_000
-ALLOWED_SHARE = 0.05  # of the current one's mean error
+ALLOWED_SHARE = 0.05  # share of the current model's mean error
 # Less is not worth keeping a newer model back for: half of the 1 % of memory, and a tenth of the 0.05 of activity, that
 # one configuration may differ from itself before a machine is called sick. By the space that errors are taken in.
 ALLOWED_AT_LEAST = {"log": 0.005, "ratio": 0.005}

@@ -389,7 +389,7 @@ def zeus_calls(model: str, dataset: str, batch_size: int, device: DeviceSpec) ->
 
     Args:
         model, dataset: As the published table names them: a key of `JOBS`.
-        batch_size: Of one step.
+        batch_size: Samples of one step.
         device: The GPU model. PyTorch 1.10 allowed TF32 in matrix products, where a GPU has it.
     """
     build, inputs = JOBS[model, dataset]
@@ -554,9 +554,9 @@ def megatron_step(
     """Return the trace of one rank's step.
 
     Args:
-        layers, width, heads: Of the model.
-        samples: Of a micro-batch.
-        micro_batches: Of a step.
+        layers, width, heads: Sizes of the model.
+        samples: Samples of a micro-batch.
+        micro_batches: Micro-batches of a step.
         split: Over how many ranks each layer is split.
         fused: With PyTorch's fused attention, under autocast and without dropout; else with Megatron's own layers.
         device: The GPU model.

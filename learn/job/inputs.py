@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from featurize.recording.values import Inputs
 
 
-DEFAULT_DTYPE = "float32"  # of inputs that are given as shapes
-MOST_ELEMENTS = 2**56  # of an input: 16 bytes each, and products of a few of them, stay below 2**63
+DEFAULT_DTYPE = "float32"  # type of inputs that are given as shapes
+MOST_ELEMENTS = 2**56  # elements of an input: 16 bytes each, and products of a few of them, stay below 2**63
 
 
 def batch_size_of(inputs: Any) -> int:
@@ -239,7 +239,7 @@ def _filled(tensor: Tensor) -> Tensor:
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs and target
 
-STEPS_DRAWN = 32  # of a distribution: enough that the cache has met the lengths in many orders
+STEPS_DRAWN = 32  # steps of a distribution: enough that the cache has met the lengths in many orders
 SEED = 0
 _FORMS = (
     "batches is a list of batches, as in [[8,128],[8,512]], or with inputs= a list of sequence lengths, or their "

@@ -47,12 +47,12 @@ class TrainingJob:
     config      the trial config, where the job is one of a family
     loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `training_step` takes it
     training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
-    recorded    gives its step where that is traced by other means, as a script's is; nothing is built then
+    recorded    returns its step where that is traced by other means, as a script's is; nothing is built then
     search      how cuDNN searches in the process that was traced, where that is another one; None: as in this process
-    batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
+    batches     each step's batches, in order, where shapes differ; `batch` is then the one with the most elements
     parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
-    given       a module's model, inputs and the like, as they were given: what tells the job from others
-    key         what tells it, where `learn.job.traced` has found that out; empty: nothing does
+    given       a module's model, inputs and the like, as they were given: what distinguishes the job from others
+    key         its identity, where `learn.job.traced` has found one; empty: it has none
 
     Raises:
         UsageError: Settings or batches that several ranks do not go with.
@@ -311,7 +311,7 @@ class Case:
 
     device         its name, as the driver or conf/device has it; `spec` describes it
     training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
-    torch_version  of the environment it runs in, where that is known
+    torch_version  PyTorch's version in its environment, where that is known
     """
 
     config: TrialConfig | None = None

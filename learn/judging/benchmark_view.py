@@ -44,8 +44,8 @@ WORDS = {
 }
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
-_CLASSES = 8  # more recalls than that are told in the files only
-_REASONS = 5  # of an estimator's refusals on a file are told; `out=` holds all
+_CLASSES = 8  # beyond this many classes, recalls are in the files only
+_REASONS = 5  # an estimator's refusals on a file that are shown; `out=` holds all
 
 
 class BenchmarkProgress:

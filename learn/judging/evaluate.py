@@ -123,7 +123,7 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
     """Judge an estimator's prediction of rows that it has not seen.
 
     Args:
-        prediction: Of the rows.
+        prediction: Prediction of the rows.
         rows: Held-out rows.
         bins: Classes that the rows are told apart by.
         estimator: Its name.
@@ -224,7 +224,7 @@ def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
 
 SPLITS = ("cv", "holdout", "leave_one_out")
 GROUPINGS = ("module", "family", "device", "source")
-TEST_TENTHS = 3  # of ten folds: 30 % held out
+TEST_TENTHS = 3  # three of ten folds: 30 % held out
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 from learn.estimators.protocol import LEVEL, Prediction
 from learn.rows.data import Bins, LabelledRow, Rows, Target
 
-TOLERANCE = 1e-6  # of a label: figures that differ by less are equal, whatever order their sums were taken in
+TOLERANCE = 1e-6  # labels that differ by less are equal, whatever order their sums were taken in
 _TOLERANCE_AT_LEAST = 1e-9  # in the target's unit, for labels of 0
 _SIMULATES = ("trace", "hybrid")  # estimators that answer with what makes simulated labels, corrected or not
 NOT_INFORMATIVE = "not informative"  # instead of the figures of such an estimator on its own labels
@@ -109,7 +109,7 @@ class RowScores:
     Args:
         rows: Which rows are judged.
         by: Who is judged, or what was left out of the fit.
-        count: Of the rows with an answer; left_out: of those without.
+        count: Rows with an answer; left_out: rows without one.
         figures: Name in `COLUMNS` -> figure; None: there is none.
     """
 
@@ -191,10 +191,10 @@ XMEM = "xMem, Middleware 2025"
 class PublishedFigure:
     """One figure as its authors give it. `low` and `high` are equal where they give one value; shares lie in [0, 1].
 
-    rows     of what it is: a family of configurations, a set of models
+    rows     the rows that it is about: a family of configurations, a set of models
     measure  what the figure is, with bins and split
     unit     share, ms or s
-    bin_gb   widths of the memory classes that an accuracy is of
+    bin_gb   widths of the memory classes of an accuracy
     """
 
     target: str
@@ -276,7 +276,7 @@ class Given:
 
     seconds    what this answer took, where each was timed
     upper      the bound that 99 of 100 labels should stay under; quantiles: those of `RELIABILITY`; where calibrated
-    classes    name of the bins -> index of the class it is told to be in; where absent, that of the estimate
+    classes    name of the bins -> index of the predicted class; defaults to the class of the estimate
     """
 
     estimate: float | None
@@ -339,17 +339,17 @@ class Figures:
 
     ok, oom        rows asked, by what happened to them; answered_ok and answered_oom of those have an estimate
     refusals       reason -> rows
-    raw            of the estimates as they are, over the ok rows; relative, for ratios absolute
+    raw            errors of the unchanged estimates, over the ok rows; relative, for ratios absolute
     constant       median of label - estimate over the same rows, in the target's unit: the one thing that is fitted of
                    what learns nothing; None for learned estimators
-    shifted        with the constant added to every estimate
+    shifted        errors with the constant added to every estimate
     classes        name of the bins -> scores over the ok and oom rows, oom in the top class; classes_shifted with the
                    constant added
-    bound          of the 99 % bound, over the ok rows; reliability: quantile -> share of labels at or under it
+    bound          scores of the 99 % bound, over the ok rows; reliability: quantile -> share of labels at or under it
     fit_right      share of the ok and oom rows told right whether they need more than the card, constant added;
                    fit_right_raw without it; fit_right_oom of the oom rows alone; fit_right_bound by the bound. None
                    without a card
-    median_seconds of one answer; fit_seconds: of one fit, the median over `fits` of them
+    median_seconds time of one answer; fit_seconds: of one fit, the median over `fits` of them
     """
 
     file: str

@@ -83,7 +83,7 @@ def train_best(
 
     Args:
         net: What is trained.
-        optimizer, schedule: Of its parameters; the schedule steps with every batch where it has steps for them all.
+        optimizer, schedule: Update its parameters; the schedule steps with every batch where it has steps for them all.
         batches: Rows of each batch of one epoch.
         loss_of: The loss of a batch's rows.
         held_out_loss: The loss of the held-out rows, now.
@@ -157,14 +157,14 @@ def described(case: Case) -> DeviceSpec:
 
 
 def require_covered(settings: TrainingSettings, name: str, covered: Sequence[str], where: str = "") -> None:
-    """Raise `CannotEstimate` where a training setting is none of those that a formula covers."""
+    """Raise `CannotEstimate` where a training setting is not one of those that a formula covers."""
     value = getattr(settings, name)
     if value not in covered:
         raise CannotEstimate(f"{name}={value} is not covered{where}: the formula is of {' and '.join(covered)}")
 
 
 class Peer(Estimator):
-    """An estimator that learns nothing but the target. It gives a point for the case's own device, and no bound.
+    """An estimator that learns nothing but the target. It returns a point for the case's own device, and no bound.
 
     A subclass sets `name` and answers one job by `parts_mib`, and where it takes other targets than memory, by
     `figure`. Neither changes the workload's model, torch's random state or any other global state.
@@ -184,8 +184,8 @@ class Peer(Estimator):
         return self
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        """Return part -> MiB, which sum to the estimate of peak memory. Raises `CannotEstimate`, and lets no other
-        error of the model's out."""
+        """Return part -> MiB, which sum to the estimate of peak memory. Raises `CannotEstimate` for any error of the
+        model."""
         raise NotImplementedError
 
     def figure(self, case: Case) -> float:
@@ -345,7 +345,7 @@ def leaf_outputs(
     Modules that call others are left out. Raises `CannotEstimate` where the model fails.
     """
     outputs: list[tuple[nn.Module, list[tuple[torch.Size, int]]]] = []
-    running: list[bool] = []  # of each forward under way: has it called another module
+    running: list[bool] = []  # for each forward under way: has it called another module
 
     def before(_module: nn.Module, _inputs: Any) -> None:
         if running:

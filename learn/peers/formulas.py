@@ -102,7 +102,7 @@ class Horus(Peer):
             "framework": FRAMEWORK_MIB,
             "parameters": parameters,
             "gradients": workload.batch_size * parameters,
-            "activations": elements * BYTES / MIB,  # of the whole batch: b A
+            "activations": elements * BYTES / MIB,  # the whole batch's: b A
         }
 
 

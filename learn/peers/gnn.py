@@ -42,7 +42,7 @@ from learn.rows.step_store import StepRecord, StepStore
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
 LEAST_ROWS = 10
-CATEGORIES = 64  # of operators; `featurize.operators.table.VOCABULARY` may grow
+CATEGORIES = 64  # categories of operators; `featurize.operators.table.VOCABULARY` may grow
 _MIB_LOG2 = 20
 
 # Features of the whole graph; besides all of the device (`gpu_*`). None is the trace's own figure of memory or time.
@@ -240,7 +240,7 @@ def _standardised(values: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 WIDTH = 48
 CONVOLUTIONS = 3
-_LEAST_LOG, _MOST_LOG = -8.0, 3.0  # of the share of an operator's output that counts
+_LEAST_LOG, _MOST_LOG = -8.0, 3.0  # share of an operator's output that counts
 
 
 @dataclass(frozen=True, eq=False)

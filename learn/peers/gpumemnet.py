@@ -55,7 +55,7 @@ from learn.rows.data import MIB_PER_GB, Rows, default_bin_gb, utilization_bins
 from learn.rows.step_store import StepStore
 
 FOLDS = 5
-LEAST_ROWS = 10  # of a family, for an ensemble of its own
+LEAST_ROWS = 10  # rows of a family, for an ensemble of its own
 MAX_TOKENS = 48
 
 _COUNTS = (

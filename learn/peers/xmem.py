@@ -34,8 +34,8 @@ from learn.peers.base import (
 )
 
 STEPS = 2
-PREFIX = "xmem::"  # of the marks that name a step's phases in the profile
-RAM_SHARE = 0.8  # of the free memory; the rest is for what the first guess leaves out
+PREFIX = "xmem::"  # prefix of the marks that name a step's phases in the profile
+RAM_SHARE = 0.8  # share of the free memory; the rest is for what the first guess leaves out
 
 
 @dataclass(frozen=True, slots=True)

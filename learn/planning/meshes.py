@@ -48,7 +48,7 @@ _ALL = (*MODES, EXPERTS)
 class Modes:
     """The modes whose degrees a plan chooses.
 
-    names    of all of them, the outermost first
+    names    names of all modes, the outermost first
     unasked  those among them that nobody named: they are tried beside fsdp alone
     experts  numbers of experts of the model's mixtures, which `ep` divides
     """
@@ -91,7 +91,7 @@ def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | 
 
     Args:
         given: As `modes_of` takes it.
-        inputs: Of the model, on any device.
+        inputs: The model's inputs, on any device.
         model: Makes it on the meta device, or None where it cannot; called where its experts matter.
 
     Raises:
@@ -133,7 +133,7 @@ def layout_settings(
     """Return the settings that all layouts of a plan share; each has those of its own modes.
 
     Args:
-        gpus: Of the job.
+        gpus: Number of the job's GPUs.
         given: Settings without degrees, as `featurize.job.layout.parse_parallel` takes them.
         modes: As `checked_modes` returns them.
 
@@ -171,7 +171,7 @@ def apt_for_training(
 
     Args:
         settings: As `layout_settings` returns them.
-        gpus: Of the job.
+        gpus: Number of the job's GPUs.
         training: Its settings.
     """
     if not settings.get("zero"):
@@ -211,7 +211,7 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
     """Return the layouts of so many GPUs, in the order in which they are searched, and notes on what was left out.
 
     Args:
-        gpus: Of the job.
+        gpus: Number of the job's GPUs.
         settings: As `layout_settings` returns them.
         modes: As `modes_of` returns them.
     """

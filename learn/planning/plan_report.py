@@ -45,9 +45,9 @@ class PlanRow:
     checkpointing of the repeated blocks, as in `featurize.job.training_settings.Training`; None: nothing is recomputed
     fits          whether the bound is at most the card's memory; None: the layout cannot be, or was not tried
     upper_mib     the bound
-    exposed_ms    of the step time, in which a rank waits for others
-    samples_per_s of all ranks. This and times are only known of what fits
-    why           it does not fit, cannot be, or was not tried
+    exposed_ms    part of the step time in which a rank waits for others
+    samples_per_s all ranks' samples. This and times are known only for what fits
+    why           why it does not fit, is impossible, or was not tried
     known         `TRACED`, or `EXTRAPOLATED` from traces of fewer blocks; None: neither, as `why` says
     """
 
@@ -86,7 +86,7 @@ class PlanRow:
 class LayoutPlan:
     """All layouts of a job that were looked at: what fits first, the most samples a second first.
 
-    name          of the job
+    name          name of the job
     device        name of the GPU model
     limit_mib     what a rank may take of it
     coverage      share of jobs that stay below the bound

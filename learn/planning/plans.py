@@ -84,7 +84,7 @@ def plan(
             batch that is given.
 
     Raises:
-        UsageError: As in `estimate`; no layout can be.
+        UsageError: As in `estimate`; no layout is possible.
 
     Known limitations:
         A micro-batch smaller than one that fits is not tried: it is taken to be slower.
@@ -113,7 +113,7 @@ def plan(
     searches.confirm()
     ordered = in_order(searches.rows)
     if all(row.fits is None for row in ordered):
-        raise UsageError(f"no layout can be: {ordered[0].mesh}: {ordered[0].why}")
+        raise UsageError(f"no layout is possible: {ordered[0].mesh}: {ordered[0].why}")
     best = ordered[0]
     limits = {one.limit_mib for one in searches.estimates.values() if one.limit_mib is not None}
     limit_mib = min(limits, default=spec.memory_mib)
@@ -192,7 +192,7 @@ class _Kept:
 class _Searches:
     """Goes over the layouts.
 
-    rows        of all layouts so far; `estimates` of those that were traced
+    rows        all layouts so far; `estimates`: those of the traced ones
     refused     checkpointing that the model does not take -> why
     """
 

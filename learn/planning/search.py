@@ -33,7 +33,7 @@ SHALLOW = 4  # blocks of the shallow copy: the first and the last, and two betwe
 class Screening:
     """Shallow copies of one model, and what their traces show of the model itself.
 
-    blocks   of the model that are all alike; 0: it is traced whole
+    blocks   number of the model's identical blocks; 0: it is traced whole
 
     Args:
         factory: Makes the model.
@@ -125,7 +125,7 @@ class MicroBatches:
 
     given        samples of the inputs
     per_replica  samples of a step of one replica: powers of two that divide them are the sizes. None: any
-    micro_steps  of a step, where `per_replica` is None
+    micro_steps  micro-steps of a step, where `per_replica` is None
     pipelined    ranks of `pp`, whose micro-steps are the micro-batches of one run of the schedule
     """
 
@@ -135,7 +135,7 @@ class MicroBatches:
     pipelined: int = 1
 
     def at_most(self, size: int) -> int:
-        """Return the largest size that is at most this one; 0 stands for the given batch."""
+        """Return the largest allowed size of at most `size`; 0 means the given batch."""
         most = size or self.given
         if self.per_replica is None:
             return most

@@ -1,8 +1,8 @@
 """Rows to learn from: configs with one label each, read from the warehouse's `runs` view; the targets of estimates with
 their columns and units, and the bins that published results use.
 
-Start reading at `load_rows`, then at `TARGETS` and `Bins`. What can't be used is counted with its reason, never dropped in silence; a row whose label
-is in doubt is kept and judged, but not fitted on.
+Start reading at `load_rows`, then at `TARGETS` and `Bins`. What can't be used is counted with its reason, never dropped
+in silence; a row whose label is in doubt is kept and judged, but not fitted on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MIB_PER_GB = 1024.0  # bins are counted in units of 1024 MiB, as nvidia-smi's figures are read
 BIN_WIDTHS_GB = (1, 2, 8)
-SLOWDOWN = "slowdown"  # of jobs that share a GPU: no column of `runs`, see `learn.sharing`
+SLOWDOWN = "slowdown"  # target of jobs that share a GPU: not a column of `runs`, see `learn.sharing`
 
 # Edges between low, medium and high, by family: GPUMemNet's utilization sets (arXiv 2602.17817).
 UTILIZATION_EDGES: dict[str, dict[str, tuple[float, float]]] = {
@@ -118,7 +118,7 @@ def default_bin_gb(families: Sequence[str] | np.ndarray) -> int:
     return 1 if set(families) == {"mlp"} else 8
 
 
-_MOST_BINS = 4096  # of 1 GB: more than any GPU has
+_MOST_BINS = 4096  # bins of 1 GB: more than any GPU has
 
 
 def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) -> Bins:
@@ -175,7 +175,7 @@ MIN_GROUPS = 10
 _COLUMNS = (
     "run_id, family, config, status, oom_kind, source, device_name, device_memory_mib, memory_fraction, quality, "
     "torch_version, error_type, error, group_id"
-)  # of `runs`
+)  # columns of `runs`
 _NAMED = 3  # rows that a sentence names
 _REASONS = 3  # reasons that a sentence names
 _LONGEST_NAME = 200
@@ -224,10 +224,10 @@ class LabelledRow:
                of the top bin, or of no less than its label's where it had a share of the device only; regressors
                without a use for "at least" leave it out (`Rows.exact`).
     device_memory_mib
-               of the device, or the share of it that the trial was allowed (`runs.memory_fraction`); card_mib: of the
+               memory of the device, or the share that the trial was allowed (`runs.memory_fraction`); card_mib: of the
                whole device. NaN where nobody knows.
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
-    module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
+    module     what reports tell rows apart by, and what is left out as a whole: family and topology, or a library's
                own name for a kind of model.
     doubt      why the label may be wrong, as the rows beside it have it; empty for none. Such rows are not fitted on.
     """
@@ -567,7 +567,7 @@ def named(run_ids: Sequence[str]) -> str:
 
 
 def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
-    """Return how many rows, some of them, and the commonest reasons with their counts."""
+    """Return a sentence: the number of rows, some of their ids, and the commonest reasons with their counts."""
     counts = Counter(reason for _, reason in rows)
     shown = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in counts.most_common(_REASONS))
     more = "; ..." if len(counts) > _REASONS else ""

@@ -45,7 +45,7 @@ def in_processes(
     """Yield (place of the item, what the function returns of it or `NoResult`) as items end. Raises what it raises.
 
     Args:
-        function: Of a module. Each process has one thread.
+        function: A module's function. Each process has one thread.
         items: What is sent to processes, by pickle.
         workers: Processes; 0: this one, without any limit.
         imports: Modules that each process imports before it takes items.

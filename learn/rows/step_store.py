@@ -119,7 +119,7 @@ def compute(case: Case) -> StepRecord:
     except CommandError as reason:
         error = str(reason)
         passing = isinstance(reason, NotTrusted) or isinstance(reason.__cause__, ImportError | NotTrusted)
-    except MemoryError:  # of this machine, and no property of the case
+    except MemoryError:  # a fault of this machine, not a property of the case
         raise
     except Exception as reason:  # a config of a row may be as absurd as it likes, and a model may raise anything
         error = exception_line(reason)
@@ -154,7 +154,7 @@ def packed(graph: OpGraph) -> bytes:
     return buffer.getvalue()
 
 
-_START_S = 5.0  # of processes, which import torch
+_START_S = 5.0  # time that a process takes to start: it imports torch
 _WRITTEN_EVERY_S = 20.0
 FEW = 16  # cases that are not worth other processes
 _KEPT = 100_000
@@ -215,7 +215,7 @@ class StepStore:
         was. What is damaged is computed again.
 
         Args:
-            cases: of trial configs; those of modules are left out
+            cases: cases of trial configs; those of modules are left out
             workers: processes; 0: this one; None: this one, until as many as there are CPUs would be done sooner. What
                 ends one of them is the record of its case, and not kept
             progress: `progress(done, of)` hears of every computed case
@@ -253,21 +253,23 @@ class StepStore:
             self._records[case.key] = record
 
     @contextlib.contextmanager
-    def lent(self, case: Case, traced: TracedStep | None) -> Iterator[None]:
-        """Inside, the case's record comes from a trace that is at hand, replayed with the default allocator (None:
-        there is none). Its graph is packed when somebody reads it. Afterwards the trace is let go, and so is a module.
+    def override(self, case: Case, traced: TracedStep | None) -> Iterator[None]:
+        """Use this trace, replayed with the default allocator, for the case's record inside the block.
+
+        On exit the trace is dropped, and for a module its record. `traced` is None where no trace is at hand. The
+        record's graph is packed when it is first read.
         """
-        lent = None
+        overriding = None
         if traced is not None and case.spec is not None and (case.key is None or case.key not in self._records):
-            lent = record_of(traced, case.job, case.spec)
-            self.keep(case, lent)
+            overriding = record_of(traced, case.job, case.spec)
+            self.keep(case, overriding)
         try:
             yield
         finally:
             if case.key is None:
                 kept = self._of_modules.items()
                 self._of_modules = {key: known for key, known in kept if known[0] is not case.module}
-            elif lent is not None and self._records.get(case.key) is lent:
+            elif overriding is not None and self._records.get(case.key) is overriding:
                 del self._records[case.key]
 
     @cached_property
@@ -282,7 +284,7 @@ class StepStore:
             self._file.write(lasting)
 
     def _at_hand(self, case: Case) -> StepRecord | None:
-        """A record that is still true: code that could not be run when it was computed may be allowed by now."""
+        """Return a record that is still true: code that was refused when it was computed may be allowed by now."""
         if case.key is None:
             return self._of_modules.get(_identity(case), (None, None))[1]
         record = self._records.get(case.key)
@@ -320,7 +322,7 @@ def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tu
 
 
 _LEAST_MIB = MIB_PER_GIB  # rows of one network that differ by less are left alone
-_SHARE = 0.1  # and by less than this share of it
+_SHARE_OF_LABEL = 0.1  # and by less than this share of it
 _NEIGHBOURS = 2  # rows of the nearest traced memory that a row is compared with
 _SCENARIO = "job_scenario_"
 
@@ -398,7 +400,7 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
             doubted[network] += 1
         elif not row.censored:
             one = _measured(at, row.label, values)
-            if one.label_mib + max(_LEAST_MIB, _SHARE * one.label_mib) < one.tensors_mib:
+            if one.label_mib + max(_LEAST_MIB, _SHARE_OF_LABEL * one.label_mib) < one.tensors_mib:
                 doubts[at] = "less than the job's tensors alone"
                 doubted[network] += 1
             elif not one.traced_mib > row.device_memory_mib:  # near the limit a job does with less
@@ -411,7 +413,7 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
             doubted[network] += 1
         if 0 < len(left) <= doubted[network]:
             for one in left:
-                if abs(one.beyond_mib) > _LEAST_MIB + one.workspaces_mib + _SHARE * one.traced_mib:
+                if abs(one.beyond_mib) > _LEAST_MIB + one.workspaces_mib + _SHARE_OF_LABEL * one.traced_mib:
                     doubts[one.at] = "gigabytes off its trace, in a network of which as many rows are in doubt"
     if not doubts:
         return rows

@@ -32,10 +32,10 @@ _ACCELERATE_S = 120.0
 class ScriptCommand:
     """`python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`, and in how many processes a launcher starts it.
 
-    environment   of its process, before a launcher adds to it
+    environment   environment of its process, before a launcher adds to it
     nodes         computers
-    per_node      processes of each, one GPU each
-    variables     that the launcher sets for the first process; empty: the script is started once, by itself
+    per_node      processes of each computer, one GPU each
+    variables     variables that the launcher sets for the first process; empty: the script is started once, by itself
     """
 
     script: str

@@ -63,7 +63,7 @@ class DeepSpeedJob:
 
     Args:
         rank: The process's part.
-        watch: Of the script's steps.
+        watch: Watches the script's steps.
         note: Hears what is taken for granted.
     """
 
@@ -119,7 +119,7 @@ class DeepSpeedEngine(nn.Module):
     """A rank's model, and what updates it.
 
     Args:
-        job: Of the process.
+        job: The process's job.
         model: Which the script made.
         basic: Its optimizer, whose state is made for the rank's part.
         file: What the settings say.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 TIME_LIMIT_S = 600.0
 ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
 _OF_NETWORK = "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50"
-_MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
+_MEMORY_SHARE = 0.75  # share of this machine's memory that a script may take by default
 _LAST_LINES = 3
 _ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
 
@@ -81,7 +81,7 @@ def estimate_script(
         command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`, or a launcher's, such as
             `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
             working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may stand before it.
-        parallel: Of a launched script, `{"network_gb_s": 50}`: what each GPU gets of the network between nodes.
+        parallel: For a launched script, `{"network_gb_s": 50}`: each GPU's share of the network between nodes.
         report, snapshot: Files to write, as in `learn.estimate`.
         name: The job's name in the report.
         time_limit_s: Seconds after which the script is ended, with all processes that it started.

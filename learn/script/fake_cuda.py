@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from conf.cli.own_packages import ROOT
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
-from featurize.operators.replacing import replace_attribute, stands_for
+from featurize.operators.replacing import replace_attribute, replace_in
 from learn.script.script_recorder import ScriptRecorder
 
 CUDA = torch.device("cuda", 0)
@@ -203,15 +203,15 @@ def enter_everywhere(unless: Callable[[], bool]) -> None:
     recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked.
     `unless` says whether a compiler runs the engine on tensors of its own, which a mode would confuse."""
 
-    @stands_for("_engine_run_backward", torch.autograd)
+    @replace_in("_engine_run_backward", torch.autograd)
     def run_inside(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_function_stack() or unless():
             return engine(*args, **kwargs)
         with PretendCuda():
             return engine(*args, **kwargs)
 
-    @stands_for("_parse_to", torch._C._nn)
-    def parse_to(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # of `module.to(0)`
+    @replace_in("_parse_to", torch._C._nn)
+    def parse_to(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # called by `module.to(0)`
         if args and type(args[0]) is int:
             args = (torch.device("cuda", args[0]), *args[1:])
         if type(kwargs.get("device")) is int:
@@ -409,7 +409,7 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
         # Weights of recurrent layers are not flattened.
         torch.backends.cudnn: {"is_available": True, "version": build.cudnn, "is_acceptable": False},
         torch.backends.cuda: {"is_built": True},
-        torch._C: {"_get_accelerator": device},  # of meshes by default
+        torch._C: {"_get_accelerator": device},  # the default of meshes
         torch.Tensor: {"record_stream": None},  # its C++ takes torch's own streams, before a mode is asked
     }
     memory = _memory_functions(spec, recorder)
@@ -425,7 +425,7 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
             replace_attribute(owner, name, function)
     for name in cuda.random.__all__:  # transformers and others call them there
         replace_attribute(cuda.random, name, getattr(cuda, name))
-    stands_for("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
+    replace_in("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
     _install_generator()
     _install_default_device(recorder)
     _install_dtypes(autocast)
@@ -525,13 +525,13 @@ def _install_default_device(recorder: ScriptRecorder) -> None:
     """Put what is made while the default device is a GPU there. What is made on meta takes nothing, until it is moved
     or emptied onto a GPU."""
 
-    @stands_for("__init__", default_device.DeviceContext)
+    @replace_in("__init__", default_device.DeviceContext)
     def with_default(make: Callable[..., None], self: Any, device: Any) -> None:
         make(self, torch.device("meta") if names_cuda(device) else device)
         self.takes_nothing = not names_cuda(device) and self.device.type == "meta"
 
     # `with torch.device` is C++, and calls no `__enter__`.
-    @stands_for("__torch_function__", default_device.DeviceContext)
+    @replace_in("__torch_function__", default_device.DeviceContext)
     def call(calling: Callable[..., Any], self: Any, *function: Any) -> Any:
         recorder.memory.nowhere += self.takes_nothing
         try:
@@ -543,15 +543,15 @@ def _install_default_device(recorder: ScriptRecorder) -> None:
 def _install_dtypes(autocast: Any) -> None:
     """Answer for the GPU what asks whether autocast is on."""
 
-    @stands_for("is_autocast_enabled", torch)
+    @replace_in("is_autocast_enabled", torch)
     def is_enabled(enabled: Callable[..., bool], device_type: Any = "cuda") -> bool:
         return autocast.dtype is not None if device_type in ("cuda", "meta") else enabled(device_type)
 
-    @stands_for("get_autocast_dtype", torch)
+    @replace_in("get_autocast_dtype", torch)
     def dtype(dtype_of: Callable[..., torch.dtype], device_type: str = "cuda") -> torch.dtype:
         return autocast.dtype or torch.float16 if device_type in ("cuda", "meta") else dtype_of(device_type)
 
-    @stands_for("_is_any_autocast_enabled", torch._C)
+    @replace_in("_is_any_autocast_enabled", torch._C)
     def is_any_enabled(any_enabled: Callable[..., bool]) -> bool:
         return autocast.dtype is not None or any_enabled()
 

@@ -1,5 +1,4 @@
-"""torch.distributed for the one process that runs: the rank 0 of its group, whose other ranks say what it says.
-
+"""torch.distributed for the one process that runs: rank 0 of a group whose other ranks are assumed to send the same.
 Start reading at `RankZero.begin`, which has the rank's streams, its wrappers and what it sends; then at
 `install_process_group`. DistributedDataParallel has its buckets and copies, without its reducer, whose C++ needs
 tensors of a GPU; its rules are in `featurize.training.data_parallel`.
@@ -44,7 +43,7 @@ class RankZero:
     """The one process that runs, among those that a launcher starts.
 
     Args:
-        recorder: Of the script.
+        recorder: The script's recorder.
         command: How its processes are started.
 
     `launched` is how many there are. A script that starts them by itself changes it.
@@ -54,7 +53,7 @@ class RankZero:
         self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
         self._wrappers: list[Replica | ZeroRank] = []
         self._zero: ZeroRank | None = None
-        self._wrapper: Parallel | None = None  # of the first replica
+        self._wrapper: Parallel | None = None  # the first replica's
         self._streams: Streams | None = None
         self._ranks: Ranks | None = None
         self._collectives: tuple[Collective, ...] = ()

@@ -71,7 +71,7 @@ _NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
 class ScriptRecord:
     """The record of one run of a script.
 
-    trace      of its first two optimizer steps; None where it did not get there
+    trace      trace of its first two optimizer steps; None where it did not get there
     problem    why there is no trace, with the script's file and line where they are known
     settings   what the script chose: names of `SETTINGS`
     batch_size samples in a forward pass
@@ -79,7 +79,7 @@ class ScriptRecord:
     notes      what was kept from happening or done differently
     parallel   how its processes share the job; None: it is one
     files      what it looked at, as `keep` takes it; None where that is not known
-    key        of the job, where the run is kept
+    key        the job's key, where the run is kept
     """
 
     trace: StepTrace | None
@@ -185,7 +185,7 @@ def keep(key: str, record: ScriptRecord, began_ns: int) -> ScriptRecord:
     """Keep a run, unless what it looked at has changed since it began. Returns the record, with the job's key then.
 
     Args:
-        key: Of the run.
+        key: Key of the run.
         record: What it left.
         began_ns: When it began, by `time.time_ns`.
     """

@@ -33,7 +33,7 @@ from featurize.memory.cudnn_workspaces import search_settings
 from featurize.nets.vision import mend_torchvision
 from featurize.operators.autocast import Autocast
 from featurize.operators.cuda_policy import as_on_cuda
-from featurize.operators.replacing import replace_attribute, stands_for
+from featurize.operators.replacing import replace_attribute, replace_in
 from featurize.operators.torch_releases import complete, matmul_allows_tf32
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
@@ -83,7 +83,7 @@ class ScriptCompiler:
     def install(self) -> None:
         """Replace torch.compile and `nn.Module.compile` in this process."""
 
-        @stands_for("compile", torch)
+        @replace_in("compile", torch)
         def compile_any(_compile: Any, model: Any = None, **kwargs: Any) -> Any:
             if model is None:
                 return lambda given: torch.compile(given, **kwargs)
@@ -254,7 +254,7 @@ class ScriptRun:
     def _follow_threads(self) -> None:
         """Enter the modes, which belong to threads, in those that the script starts to load data ahead."""
 
-        @stands_for("run", threading.Thread)
+        @replace_in("run", threading.Thread)
         def run_inside(run: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
             if self._compiler.capturing:
                 run(thread)
@@ -265,7 +265,7 @@ class ScriptRun:
     def _note_precisions(self, autocast: Any) -> None:
         names = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
 
-        @stands_for("switched", autocast)
+        @replace_in("switched", autocast)
         def noting(switched: Callable[[Any], Any], dtype: Any) -> Any:
             if dtype in names and self._recorder.memory.step:
                 self._precisions.append(names[dtype])

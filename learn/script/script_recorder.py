@@ -33,7 +33,7 @@ _ADJUSTING = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "cl
 _CONDITIONS = ("aten::equal", "aten::is_nonzero")
 _UNIQUE = ("aten::_unique2", "aten::unique_consecutive")
 ALL_DISTINCT = "unique keeps everything where its argument is computed in the step: an upper bound"
-_LOSS = 1.0  # of a loss whose number of classes is not known
+_LOSS = 1.0  # the loss where the number of classes is not known
 
 
 class ScriptRecorder(Recorder):

@@ -114,7 +114,7 @@ def need_of(job: JobProfile | Estimate, name: str) -> MemoryNeed:
     return MemoryNeed(((_MEDIAN, point), (coverage, bound)))
 
 
-_CELLS = 2048  # of the free memory, in which sums of jobs are counted
+_CELLS = 2048  # cells of the free memory, in which sums of jobs are counted
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ def overflow_probability(
     It is 0 where all bounds add up to no more than that, and 1 where the lowest quantiles do not fit.
 
     Args:
-        needs: of the jobs that come.
+        needs: needs of the jobs that come.
         memory_mib: what all jobs together can use.
-        present: of the jobs that are there.
+        present: needs of the jobs that are there.
         used_mib: measured now; the jobs that are there take that much at least.
     """
     import numpy as np
@@ -257,7 +257,7 @@ def admit(
         risk: probability of running out of memory up to which the job is admitted, from 0 to 1.
         max_slowdown: median slowdown up to which it is admitted, of each job; None: slowdowns decide nothing.
         data: data folder with fitted models and slowdowns; None: the default folder.
-        estimator: of slowdowns; None: the newest that was fitted to groups of the data folder, else the packaged one.
+        estimator: estimates slowdowns; None: the newest fitted to groups of the data folder, else the packaged one.
 
     Raises:
         UsageError: for a limit out of range, or a job whose memory has no bound.

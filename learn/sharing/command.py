@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from learn.commands.fit import FitSettings
 
 
-BOTH_KEEP = 0.85  # of the speed alone: a pair in which both do is one to put together
+BOTH_KEEP = 0.85  # share of the speed alone: a pair in which both keep it is one to put together
 SPLITS = ("model", "device")
 _TREES, _LEAF = 200, 5
 Answered = tuple[MeasuredGroup, list[Slowdown] | None]
@@ -87,13 +87,13 @@ def judged(
 
     speed_mae        mean absolute error of normalised speed, 1 / slowdown; what was measured above 1 counts as 1
     raw_mae          the same, with measured speeds as they are
-    pair_mae         of the mean speed of a group's members, as measured
-    median, p90      of the absolute errors of normalised speed
-    auc              of telling groups in which all keep 85 % of their speed; None where all do, or none
+    pair_mae         mean absolute error of the mean speed of a group's members, as measured
+    median, p90      those of the absolute errors of normalised speed
+    auc              AUC for groups in which all keep 85 % of their speed; None where all do, or none
     covered          share of members whose slowdown stays below the 90th percentile; None for estimators without one
 
     Args:
-        groups: Of any sources; each source and series is judged by itself.
+        groups: Groups of any sources; each source and series is judged by itself.
         split: `model`: every group in which a model takes part is left out, each model in turn; `device`: every group
             of a GPU model. A group counts once for each part that it is left out in.
         progress: Is called with the parts done and in all.

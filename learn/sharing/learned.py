@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import os
 
 
-_PROFILE = {  # of JobProfile: column of collocations
+_PROFILE = {  # JobProfile's field: column of collocations
     "memory_mib": "solo_memory_mib",
     "step_ms": "solo_step_ms",
     "gpu_util": "solo_gpu_util",
@@ -56,15 +56,15 @@ class MeasuredGroup:
     """Jobs that trained on one GPU at the same time.
 
     Args:
-        group_id: Of `collocations`.
+        group_id: Id in `collocations`.
         title: Source of the rows, for tables: imported files by their name, else measured or simulated.
         series: Table or campaign of that source; empty where there is one.
         device: GPU model.
         jobs: Members alone, in the order of their numbers.
         models: Network of each, by which models are held out.
-        slowdowns: Of each member, as measured: noise may take them below 1.
-        joint_memory_mib: Of the whole group; None where it was not measured.
-        doubt: Why a figure may be wrong; empty: nothing speaks against them.
+        slowdowns: Each member's, as measured: noise may take them below 1.
+        joint_memory_mib: Memory of the whole group; None where it was not measured.
+        doubt: Why a figure may be wrong; empty: no reason is known.
     """
 
     group_id: str
@@ -221,10 +221,10 @@ def _traffic(job: JobProfile) -> float:
 Part = tuple[Sequence[MeasuredGroup], Sequence[MeasuredGroup]]  # what is fitted on, and what is left out
 LEAST_GROUPS = 10
 _PERCENTILE = 0.90
-_BASE = 0.1  # of the spread of slowdowns: it grows with the slowdown beyond 1, from here
+_BASE = 0.1  # base of the spread of slowdowns: it grows with the slowdown beyond 1, from here
 _START = (0.0, 0.0, 2.0, -1.5)  # logarithms of the formula's figures, where the fit begins and what it is held to
 _FIRMNESS = 3e-3
-_TOLERANCE = 0.02  # of normalised speed; what is further off counts in proportion, not squared
+_TOLERANCE = 0.02  # in normalised speed; what is further off counts in proportion, not squared
 _STEPS = 200
 _ROW_FIRMNESS = 1.0  # rows that a job's figure is held to 0 by
 _ROUNDS = 30
@@ -236,7 +236,7 @@ class KnownJobs:
 
     Args:
         middle: Logarithm of the typical slowdown.
-        suffers, costs: Name -> beyond that.
+        suffers, costs: Job name -> logarithm added to `middle`, for its own slowdown and for the slowdown it causes.
         groups: (name, names of partners, sorted) -> logarithm of the slowdown.
     """
 

@@ -283,7 +283,7 @@ def test_sigterm_among_the_pairs_finishes_those_that_run_and_ends_the_night(tmp_
 
 @pytest.mark.slow
 def test_pairs_whose_share_of_the_hours_was_up_do_not_begin_again_when_the_night_goes_on(tmp_path, monkeypatch):
-    data, work_off = tmp_path / "data", NightWork._work_off
+    data, work_off = tmp_path / "data", NightWork._run_tasks
     monkeypatch.setattr(
         NightWork, "stop", lambda work, share=1.0: NightStop(0.0 if share < 1.0 else None, work.cycle.name)
     )
@@ -294,7 +294,7 @@ def test_pairs_whose_share_of_the_hours_was_up_do_not_begin_again_when_the_night
         return work_off(work, job_id, *arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(NightWork, "_work_off", interrupted)
+        patched.setattr(NightWork, "_run_tasks", interrupted)
         assert night(data, "hours=1", "collocate=0.2") == 130
     before = states(data, "pairs")
     assert before.cancelled > 0 and only_cycle(data).open

@@ -473,7 +473,7 @@ def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, tmp_path, se
     limits = TraceLimits(str(folder), (), seconds, int(gib * 2**30))
     with contextlib.closing(store), TracePool(store, limits, 1):
         deadline = time.monotonic() + 60
-        while not (asked := store.get("k")).is_over:
+        while not (asked := store.get("k")).is_finished:
             assert time.monotonic() < deadline, "the trace goes on"
             time.sleep(0.02)
         assert asked.problem == f"the trace took {reason}"

@@ -35,7 +35,7 @@ from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS, METRICS, RUN_SC
 FORMAT = "gpufarm-dataset"
 CARD = "README.md"
 KINDS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, **{kind: one.schema for kind, one in DETAILS.items()}}
-ALWAYS_THERE = ("runs", "telemetry")  # of these every part has a file
+ALWAYS_THERE = ("runs", "telemetry")  # every part has a file of these
 
 UNDATED = "undated"  # instead of the day, for runs without any time
 _METADATA = b"gpufarm_dataset"
@@ -59,13 +59,13 @@ _ALWAYS = (
 )
 # A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
 _WHOLE = ("t_ms", "energy_j")
-_SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a dictionary would only cost
+_SPLIT = ("t_ms", "energy_j", "step_time_ms")  # nearly all values are distinct: a dictionary would only add size
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
-_ERROR_CHARACTERS = 2000  # of an error's end, where its message is
+_ERROR_CHARACTERS = 2000  # the end of an error is kept, where its message is
 # Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
 _DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
 _PUBLIC_UUID = re.compile("gpu-[0-9a-f]{12}")
-_PREFERENCE = {"repeated": 1, "unavailable": 2}  # of the readings in one bin, the least of these stays
+_PREFERENCE = {"repeated": 1, "unavailable": 2}  # of several readings in one bin, the lowest of these stays
 
 
 @dataclass(frozen=True, order=True)

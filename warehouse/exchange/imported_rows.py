@@ -31,18 +31,18 @@ from warehouse.tables.schema import LABELS, RUN_SCHEMA, STATUSES
 
 DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
 UNTRACEABLE = "untraceable"  # `runs.error_type` of a row that no trial config describes: queried, never fitted
-UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
+UNKNOWN_FAMILY = "unknown"  # the family of a row that does not name what ran
 
 _NO_CARD_MIB = 2**20  # more than any device has, for a device of unknown memory
 _CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki
 
-Cells = Mapping[str, str]  # of a row of a file
-Columns = dict[str, Any]  # of a row of ours
+Cells = Mapping[str, str]  # the cells of a file's row
+Columns = dict[str, Any]  # the columns of our row
 Value = Callable[[Cells], Any]
 Condition = Callable[[Cells, Columns], object]
-Change = Callable[[Cells], Columns]  # of the columns of a row
+Change = Callable[[Cells], Columns]  # changes the columns of a row
 Rule = tuple[Condition, Change]
-FIELD = "config."  # of the trial config
+FIELD = "config."  # prefix of the trial config's fields
 _DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: given once, they are set in both
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # as spreadsheets and data frames write it
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
@@ -53,7 +53,7 @@ class ImportedRow:
     """A row of a file as a row of ours.
 
     row      its place in the file, 1 for the first below the header
-    columns  of the table that it lands in; `status` is `ok` where the table has none
+    columns  values by column of the table that it lands in; `status` is `ok` where the table has none
     problem  why it is `invalid`
     doubt    why its figures may be wrong
     """
@@ -68,7 +68,7 @@ class ImportedRow:
 class ImportedFile:
     """One file's rows, in its order.
 
-    rows              of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
+    rows              rows of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
     measured_columns  how many of its columns describe the run besides its memory
     pairs             places and cells of its rows that are two jobs on one GPU
     left_out          rows that no table keeps

@@ -27,7 +27,7 @@ from warehouse.exchange.imported_rows import (
 from warehouse.tables.schema import RUN_SCHEMA
 
 DEVICE_NAME = "A100-SXM4-40GB"
-TORCH_VERSION = "2.4.1"  # of all these files
+TORCH_VERSION = "2.4.1"  # the version behind all these files
 CUDA_VERSION = "12.2"
 CARD_MIB = 40_960.0
 
@@ -39,7 +39,7 @@ class PublishedRow:
     file         stem of the file; row: its place there, 1 for the first below the header
     status       ok; oom (`memory_mib` is then no need, the job needs more than the card); invalid (no label)
     reason       why oom or invalid; doubt: why an `ok` or `oom` may be wrong, judged by the rows beside it
-    family       of a configuration: mlp, cnn, transformer; None for a named model
+    family       a configuration's family: mlp, cnn, transformer; None for a named model
     config       that family's trial config in mapping form, complete: `family`, `batch_size` and what the file leaves
                  to be known; empty for a named model, see `timm_config`
     model        name of a published model, group its module or kind; both None for configurations
@@ -308,11 +308,11 @@ class _Measured(NamedTuple):
 
 
 def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
-    """A model whose tensors alone, as the file has them, fill more than the card ran out of memory, whatever was seen
-    in use; so did one whose memory falls with a larger batch, there and at every larger batch.
+    """Mark a row as out of memory if its tensors alone exceed the card, whatever usage was recorded.
 
-    Unless the card cannot have been the reason: memory grows at most in proportion to the batch, so half a batch that
-    took less than half the card tells that the fall is the smaller batch's own excess (a convolution's workspace).
+    Where memory falls at a larger batch, that row and those of all larger batches are marked as well, unless the card
+    cannot have been the reason: memory grows at most in proportion to the batch, so if half a batch took less than
+    half the card, the fall is the smaller batch's own excess (a convolution's workspace).
     """
     by_model: dict[str, list[_Measured]] = defaultdict(list)
     for index, row in enumerate(rows):

@@ -41,7 +41,7 @@ from warehouse.exchange.imported_rows import Cells, Columns, ImportedFile, impor
 
 OPERATOR = "nccl::all_reduce"
 _TYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}  # and bytes of an element
-_MOST_RANKS = 72  # of a node: NVIDIA's NVL72
+_MOST_RANKS = 72  # GPUs of the largest node: NVIDIA's NVL72
 _MOST_BYTES = 2**40
 PREFIX = "layer::"
 _SAILOR_SIZES = {  # model -> sizes of a layer, of its script; the vocabulary is GPT-2's, padded by Megatron

@@ -38,13 +38,13 @@ _MOST_VALUES = 50
 class ListedTable:
     """One table that is listed.
 
-    name      of its pages, as in /runs
+    name      its pages' name, as in /runs
     row_is    what a row is
     rows_are  the same in the plural
     relation  SQL that its rows are selected from
     row_id    column that tells rows apart; rows of equal order follow it
     facets    columns whose values can be chosen
-    order     of a first look: a column, with `-` before it for descending order
+    order     initial order: a column, with `-` before it for descending order
     keys      key of the URL -> column that must equal its value
     about     a sentence for the page
     """

@@ -31,7 +31,7 @@ RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
 COUNTED = ("attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 _FACET_VALUES = 12  # shown of a facet, the most frequent ones
-_POINTS = 400  # of a plot
+_POINTS = 400  # points of a plot
 _PLOTTED = (
     "process_memory_mib",
     "memory_used_mib",
@@ -49,19 +49,19 @@ _PLOTTED = (
     "step_time_ms",
 )
 _KERNELS = 20
-_FAMILIES = 20  # of a picture, the most frequent ones
+_FAMILIES = 20  # families of a picture, the most frequent ones
 _MARGINS = Margins(height=170, right=14, top=14, bottom=30)
-_LINES = 3  # of the grid, at least
+_LINES = 3  # lines of the grid, at least
 SOURCE_COLOURS = {"measured": "k4", "simulated": "k5", "imported": "k1"}
 _NIGHT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NIGHTS_SHOWN = 400  # nights, the newest
 _NIGHTS_DRAWN = 60
-_MOST_REPORT_BYTES = 64 * 2**20  # of a report
+_MOST_REPORT_BYTES = 64 * 2**20  # largest report that is shown
 _LATEST_REPORT = "latest"
 # Inline style sheets and data pictures only; forms stay on the service.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'"
 Link: TypeAlias = Callable[..., "str | None"]
-SAMPLED_RUNS = 300  # of one device page: their estimates take a good tenth of a second
+SAMPLED_RUNS = 300  # runs of one device page: their estimates take a good tenth of a second
 BOUND = "upper_mib"
 _TARGETS = ("peak_memory_mib", "step_time_ms", "smact", "smocc", "drama")  # errors of ratios are in points
 _ORDER = ("measured", "imported", "simulated")  # the first that a device has is shown first
@@ -71,7 +71,7 @@ Estimates = Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, float 
 
 @dataclass(frozen=True)
 class FacetValue:
-    """A value that can be chosen. query: of the URL that chooses it, or no longer."""
+    """A value that can be chosen. query: the URL query that selects this value, or deselects it."""
 
     value: str
     rows: int
@@ -468,7 +468,7 @@ class Residuals:
     """How far the estimates of one target are off.
 
     errors   family -> runs, median and 90th percentile of the absolute error; `all` is first
-    unit     of the errors
+    unit     unit of the errors
     above    share of the runs whose measurement is above the estimated bound; None without one
     """
 
@@ -489,7 +489,7 @@ class DevicePage:
     families: QueryRows
     nulls: Sequence[tuple[str, float]]
     sampled: int
-    without: int  # of the sample: no estimate
+    without: int  # runs of the sample without an estimate
     residuals: Sequence[Residuals] = field(default_factory=tuple)
     note: str | None = None
 
@@ -513,7 +513,7 @@ def device_page(
     """Return a device model's page; None where no run has it.
 
     Args:
-        reader: Of the warehouse.
+        reader: Reads the warehouse.
         name: As runs have it in `device_name`.
         source: Whose runs; default the first that there is of measured, imported, simulated.
         estimates: Estimates runs; None shows no residuals.

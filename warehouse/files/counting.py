@@ -40,7 +40,7 @@ from warehouse.files.plain_file import file_key, plain, remembered, remembered_b
 
 SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
-_NO_FAMILY = "family=_"  # of files without rows
+_NO_FAMILY = "family=_"  # the partition of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
 _REMEMBERED_GROUPS = 32
 _group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
@@ -120,7 +120,7 @@ def merged_damage(path: Path) -> str | None:
     try:
         return remembered(path, lambda: damage.damage_of(path), "damage")
     except FileNotFoundError:
-        return damage.damage_of(path)  # of a link to nothing
+        return damage.damage_of(path)  # a link to nothing
 
 
 def is_damaged_merged(path: Path) -> bool:

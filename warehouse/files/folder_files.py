@@ -37,10 +37,10 @@ from warehouse.files.plain_file import identity, identity_of, is_out_of_descript
 from warehouse.tables.schema import TABLES
 
 SCHEME = "gpufarm"
-_PINNED = 256  # files that a connection keeps open for each view of a query that has begun, at most
+_PINNED = 256  # most files that a connection keeps open for each view of a query that has begun
 _PATHS = 16 * _PINNED  # names that a connection remembers for such queries
-_VIEWS_OF_A_QUERY = 32  # so many that views named earlier are of a query that has ended, as good as always
-_ATTEMPTS = 100  # at a list of files that all stay until they are opened
+_VIEWS_OF_A_QUERY = 32  # views that are remembered; older ones almost always belong to a finished query
+_ATTEMPTS = 100  # attempts at a list of files that all stay until they are opened
 _NO_ROWS = "no-rows.parquet"
 _PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/((?:family=[^/]+/)?[^/]+\.parquet)")
 

@@ -38,7 +38,7 @@ class IntegrityReport:
     """Result of a verification: counts and problems."""
 
     files: int = 0
-    without_checksum: int = 0  # of older versions: read in full instead
+    without_checksum: int = 0  # files of older versions: read in full instead
     damaged: list[DamagedFile] = field(default_factory=list)
     lost: list[tuple[str, Listing]] = field(default_factory=list)  # kind and listing of merged files that are gone
     lost_lines: list[str] = field(default_factory=list)
@@ -157,7 +157,7 @@ def _verified_artifact(path: Path) -> list[_Verified]:
     try:
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict) or not isinstance(described.get("files"), dict):
-            return []  # of an older version, or a further file that the artifact's own JSON names
+            return []  # a file of an older version, or a further one that the artifact's own JSON names
         if OWN_SHA256 in described and described[OWN_SHA256] != own_sha256(described):
             return [_Verified(path, True, "it is not what was written: its SHA-256 is another")]
         verified = [_Verified(path, True, None)]

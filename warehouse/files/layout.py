@@ -369,5 +369,5 @@ def _place(file: BinaryIO) -> int | None:
         return None
     value_at = key_at + len(_KEY)
     if tail_at + key_at < footer_at or not tail.startswith(_VALUE_HEAD, value_at):
-        raise ValueError("the entry of its checksum is damaged")
+        raise ValueError("its checksum entry is damaged")
     return tail_at + value_at + len(_VALUE_HEAD)

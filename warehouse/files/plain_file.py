@@ -1,8 +1,8 @@
-"""Opens plain files of a data folder: to read them, as locks, and to remember what they hold while they stay the same.
+"""Opens plain files of a data folder, for reading or as locks, and caches their content until they change.
 
 Start reading at `open_plain`: opening a pipe instead would block for ever. `remembered` judges whether a file stayed
 the same by inode, size and time. `open_lock` lets no hostile or copied folder have another file written to;
-`hold_shared` and `is_shared_by_any` are of locks that DuckDB clients see, too.
+`hold_shared` and `is_shared_by_any` handle locks that DuckDB clients see, too.
 """
 
 from __future__ import annotations

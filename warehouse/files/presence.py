@@ -26,7 +26,7 @@ from warehouse.files.plain_file import plain
 from warehouse.files.queue_copy import queue_copy
 
 _TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
-_FOREIGN = ("import-", "dataset-")  # of the job_id of rows that no queue has run
+_FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no queue has run
 _IN_FLIGHT = ("leased", "exhausted")
 _PRIME = 1_000_003  # squares of indexes are summed modulo this one, which fits 64 bits
 _BUSY_S = 10.0  # waits for who holds the file

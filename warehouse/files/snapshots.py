@@ -68,11 +68,11 @@ class SnapshotFile:
 class Snapshot:
     """The warehouse at one moment: files that nobody changes, and their manifest."""
 
-    folder: DataFolder  # laid out as a data folder, but none: nothing can be added to it
+    folder: DataFolder  # laid out like a data folder, but read-only
     name: str
     taken_at: datetime.datetime  # UTC
     schema_version: int
-    rows: Mapping[str, int]  # of each view
+    rows: Mapping[str, int]  # view -> rows
     columns: Mapping[str, Mapping[str, str]]  # table -> column -> Arrow type
     files: tuple[SnapshotFile, ...]
     left_out: tuple[str, ...] = ()  # files of the folder that were damaged then, and why
@@ -136,7 +136,7 @@ def take_snapshot(
         _check_new_name(folder, name)
     with _lock(folder, tell), disk_errors_named():
         folder.snapshots.mkdir(exist_ok=True)
-        for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # of one that was killed
+        for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # left by a killed process
             shutil.rmtree(abandoned)
         taken_at = datetime.datetime.now(datetime.UTC)
         chosen = name or next(name for name in _day_names(taken_at) if not (folder.snapshots / name).exists())

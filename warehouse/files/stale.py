@@ -33,7 +33,7 @@ class Mark:
 
     environment  columns of `warehouse.tables.schema.ENVIRONMENT` in which it is stale
     operators    operator families of the run that moved
-    shift        of the canaries that moved, the median: relative, for ratios the difference; `said`: in words
+    shift        median shift of the canaries that moved: relative, for ratios the difference; `said`: in words
     """
 
     run_id: str

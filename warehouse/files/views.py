@@ -31,7 +31,7 @@ VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "j
 
 # By path: the file's state when it was read or written, and the fingerprint in it.
 _FINGERPRINTS: dict[Path, tuple[tuple[int, ...], str | None]] = {}
-_FIRST_KINDS = ("runs", "telemetry")  # of which every data folder has a file
+_FIRST_KINDS = ("runs", "telemetry")  # every data folder has a file of these
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
     pa.bool_(): "BOOLEAN",

@@ -40,7 +40,7 @@ from warehouse.tables.schema import (
 REQUIRED = ("run_id", "family", "status", "source")
 RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
 TELEMETRY_RATIOS = tuple(name for name, (unit, _) in METRICS.items() if unit == "ratio")
-WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # of telemetry
+WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # closed lists of telemetry's text columns
 
 
 class RunWriter:
@@ -93,7 +93,7 @@ class RunWriter:
             path = self._folder.partition(kind, family) / name
             if own_rows is not None and own_rows.num_rows:
                 write_parquet(path, own_rows)
-            else:  # of an earlier execution, which was killed before its run landed
+            else:  # left by an earlier execution, which was killed before its run landed
                 path.unlink(missing_ok=True)
         write_parquet(runs / name, run_row)
         return runs / name
@@ -308,9 +308,9 @@ class MergedIndex:
                     if merged_damage(path) is not None:
                         continue
                     self._files[family, name] = _MergedFile(path)
-                except FileNotFoundError:  # of another family: a merged file is there before its listing
+                except FileNotFoundError:  # another family's: a merged file is there before its listing
                     self._files[family, name] = None
-                except (pa.ArrowException, OSError):  # of the disk, or of its load: looked at again next time
+                except (pa.ArrowException, OSError):  # an error of the disk, or of its load: looked at again next time
                     continue
             file = self._files[family, name]
             if file is not None:

@@ -83,7 +83,7 @@ class Shift:
     largest: float
     beyond: int
     equal: int
-    examples: tuple[str, ...]  # of the first column of the key, the largest differences first
+    examples: tuple[str, ...]  # values of the key's first column, the largest differences first
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the shift as JSON has it, the group's columns beside the others."""
@@ -208,14 +208,14 @@ class Difference:
 
     before: str
     after: str
-    rows_before: Mapping[str, int]  # of each view
+    rows_before: Mapping[str, int]  # view -> rows
     rows_after: Mapping[str, int]
     added: tuple[RunCount, ...]
     removed: tuple[RunCount, ...]
     changed: tuple[RunCount, ...]  # same run_id, other content
     changed_columns: Mapping[str, int]  # column -> runs in which it changed
-    shifts: tuple[Shift, ...]  # of labels that were measured again, by family and device
-    kernel_shifts: tuple[Shift, ...]  # of kernels that were timed again, by operator and device
+    shifts: tuple[Shift, ...]  # shifts of labels that were measured again, by family and device
+    kernel_shifts: tuple[Shift, ...]  # shifts of kernels that were timed again, by operator and device
     tolerance: float
     schema: tuple[SchemaChange, ...]
 

@@ -83,7 +83,7 @@ def _attached(path: Path, mode: str) -> Iterator[duckdb.DuckDBPyConnection]:
 
 def _new_instance() -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect()
-    connection.execute("SET GLOBAL TimeZone = 'UTC'")  # of the timestamps that Arrow gets
+    connection.execute("SET GLOBAL TimeZone = 'UTC'")  # time zone of the timestamps that Arrow gets
     # DuckDB's own threads cost a fifth on small files and gain nothing there; and no thread is lost in a fork.
     connection.execute("SET threads = 1")
     if has_setting("async_threads"):  # since DuckDB 2.0

@@ -18,7 +18,7 @@ from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import Nvml, as_text, initialise, open_nvml
 
 _BYTES_PER_MIB = 1024**2
-_MUCH_SMALLER = 0.25  # of the main model's memory: a display adapter next to compute GPUs, not another compute GPU
+_MUCH_SMALLER = 0.25  # share of the main model's memory: a display adapter beside compute GPUs, not another of these
 _MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service, without CUDA_MPS_PIPE_DIRECTORY
 _PROFILE = re.compile(r"\bMIG\s+(\S+)")
 

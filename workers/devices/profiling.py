@@ -18,7 +18,7 @@ from typing import Any
 
 from workers.devices import Link
 
-_BUDGET_MS = 10_000.0  # of profiled steps; the worker waits for half a minute after the labels
+_BUDGET_MS = 10_000.0  # time of profiled steps; the worker waits for half a minute after the labels
 _ROWS_A_REPORT = 100
 _MOST_ROWS = 20_000
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from featurize.timing.overlap import RankStep, SimulatedStep
     from workers.settings import TrialSettings
 
-_SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
+_SAMPLE_PERIOD_S = 0.1  # virtual time, as a real device is sampled by default
 
 
 class SimulatedDevice:
@@ -153,7 +153,7 @@ class SimulatedDevice:
     ) -> None:
         """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean.
 
-        `shown` is what the device shows, to which the partners of a trial beside others add.
+        `step` has the trial's own figures, `shown` those of the whole device, partners included.
         """
         steady = {
             "memory_used_mib": shown.peak_memory_mib,

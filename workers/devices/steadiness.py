@@ -106,7 +106,7 @@ class _Series:
     last_value: float = 0.0
     gaps_ns: list[int] = field(default_factory=list)
     knots: list[tuple[int, float]] = field(default_factory=list)  # (time, integral) at the ends of readings
-    values: list[float] = field(default_factory=list)  # of the readings between the knots
+    values: list[float] = field(default_factory=list)  # readings between the knots
     # step ends: (time, integral there, how far inside a reading, as a share of it)
     cuts: list[tuple[int, float, float]] = field(default_factory=list)
     next_step: int = 0  # the first step end that has not been looked at

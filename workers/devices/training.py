@@ -428,8 +428,8 @@ class Lockstep:
     """Joins the trial's process group, which needs all of its ranks.
 
     Args:
-        place: Of this rank.
-        device: On which it trains: nccl joins the ranks on GPUs, gloo those on the CPU.
+        place: This rank's place.
+        device: The device that it trains on: nccl joins the ranks on GPUs, gloo those on the CPU.
     """
 
     def __init__(self, place: Place, device: torch.device) -> None:

@@ -19,7 +19,8 @@ from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
 from workers.task import AloneRun, RunResult, Task
 from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean
-from workers.trial.outcome import Observed, failed_rank
+from workers.trial.outcome import failed_rank
+from workers.trial.reports import Observed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,8 +33,8 @@ MEANS = {
 }
 _ENERGY_SENSORS = ("nvml", "dcgm")
 _GROWTH = "growth of the device's memory in use, as NVML charges none to the trial"
-_SHOWN = 0.98  # of what the allocator holds that such growth must show, or it is not the trial's
-_COUNTER_STEPS = 8  # of the energy counter that a window must hold for its mean power to be taken from there
+_SHOWN = 0.98  # share of what the allocator holds that such growth must show, or it is not the trial's
+_COUNTER_STEPS = 8  # steps of the energy counter that a window must hold for its mean power to be taken from there
 _STOPPED = "stopped"
 _PARTNER_ENDED = "partner_ended"
 _OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # the writer's to give
@@ -339,7 +340,7 @@ def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[
     alone_ms = None if member.alone is None else member.alone.step_ms
     values: dict[str, Any] = {"status": run.status}
     if run.status == "oom" and run.oom_kind == "device":
-        values["died_of"] = _died_of(members, place)
+        values["died_of"] = _memory_culprit(members, place)
     if ended:
         values["doubt"] = "; ".join(_how_ended(members, other) for other in ended)
     elif not alone_ms or not run.step_time_ms:
@@ -352,9 +353,9 @@ def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[
     return values
 
 
-def _died_of(members: Sequence[EndedMember], place: int) -> int:
-    """Return the member whose allocation exhausted the memory: the one itself where it ran out alone as well, else the
-    partner that held the most."""
+def _memory_culprit(members: Sequence[EndedMember], place: int) -> int:
+    """Return the member whose allocations exhausted the memory: the member itself if it ran out alone as well, else
+    the partner that held the most."""
     alone = members[place].alone
     if alone is not None and alone.status == "oom":
         return place
@@ -381,7 +382,7 @@ def _joint(members: Sequence[EndedMember]) -> dict[str, Any]:
     if len(begins) < len(members) or len(ends) < len(members):
         return {}
     start_ns, end_ns = max(begins), max(ends)
-    if backend == "simulated":  # of virtual time, in which each has its own
+    if backend == "simulated":  # virtual time, in which each has its own
         start_ns, end_ns = begins[0], ends[0]
     samples: Samples = first.samples
     if backend != "simulated":

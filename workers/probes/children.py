@@ -20,9 +20,9 @@ from conf.plain_text import exception_line, one_line
 from workers.devices import DeviceChoice, DeviceUnavailable, Slot, make_device
 
 _CHILD = Path(__file__).with_name("child.py")
-_MOST_S = 60.0  # of one measurement
+_MOST_S = 60.0  # longest measurement
 _LEAST_S = 15.0  # with less left, none begins
-_HOST_SHARE = 0.5  # of the machine's memory, for one child
+_HOST_SHARE = 0.5  # share of the machine's memory for one child
 DEVICES = ("cuda", "cpu")
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -34,9 +34,9 @@ class Measurement:
     """One child process.
 
     Args:
-        name: Of it, unique within a probe; its rows carry it.
+        name: Its name, unique within a probe; its rows carry it.
         function: `module:function` that the child calls; it yields rows.
-        arguments: Of the function.
+        arguments: Arguments of the function.
         environment: Variables on top of this process's.
     """
 

@@ -44,7 +44,7 @@ class Sample:
     quality: str = "measured"
     reasons: tuple[str, ...] = ()
     since_ns: int | None = None
-    rank: int | None = None  # of a trial of several that the reading is of; None: of the whole trial
+    rank: int | None = None  # the rank that the reading is of, in a trial of several; None: the whole trial
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ NO_HOST_PIDS = (
     "(--pid=host)"
 )
 _BYTES_PER_MIB = 1024**2
-_SLOW_PERIOD_NS = 1_000_000_000  # of what rarely changes: ECC counts, processes that draw
+_SLOW_PERIOD_NS = 1_000_000_000  # period of what rarely changes: ECC counts, processes that draw
 _MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer give more noise than figure
 # NVML's return codes (nvml.h). What a device or driver cannot do it never will: asking again only costs time.
 _NEVER = {
@@ -182,7 +182,7 @@ class GpuHandles:
 
     device: Any
     gpu: Any
-    instance_id: int | None = None  # of the MIG GPU instance; None: a whole GPU
+    instance_id: int | None = None  # id of the MIG GPU instance; None: a whole GPU
     shares_instance: bool = False  # with other compute instances: what is counted per GPU instance is not its alone
 
 

@@ -139,7 +139,7 @@ class TelemetrySampler:
         self._sensors = tuple(sensors)
         self._period_s = period_s
         self._threads: list[threading.Thread] = []
-        self._common: threading.Thread | None = None  # of the sensors that do not wait for a network
+        self._common: threading.Thread | None = None  # thread of the sensors that do not wait for a network
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._samples: list[tuple[str, Sample]] = []

@@ -38,10 +38,10 @@ from conf.errors import CommandError
 from conf.plain_text import shortened
 from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
 
-LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
+LINE_BYTES = 1 << 20  # longest report; an error's text is cut to far less before it is sent
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
 _WORD_BYTES = 256
-_SETTLE_S = 1.0  # for the other ranks to say why, where one says that it lost them
+_SETTLE_S = 1.0  # when one rank reports losing its peers, wait this long for a peer to report the cause
 _GOODBYE_S = 5.0
 _PAUSE_S = 0.005
 _RECEIVE_BYTES = 1 << 16
@@ -282,7 +282,7 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         finally:
             os.close(store)
         link.report("ranks", pids=[rank.pid for rank in ranks])
-        _Chorus(ranks, link).listen()
+        _RankMonitor(ranks, link).listen()
         link.labels_taken()  # until then they hold their memory, so that a last sample sees it
         _dismiss(ranks)
     finally:
@@ -324,7 +324,7 @@ def _surroundings(place: Place) -> dict[str, str]:
 
 
 @dataclass
-class _Chorus:
+class _RankMonitor:
     """Listens to the ranks until all have a result, or one fails."""
 
     ranks: list[_Rank]
@@ -349,7 +349,7 @@ class _Chorus:
                     self._hear(rank)
 
     def _over(self) -> bool:
-        """Return whether all is reported that will be."""
+        """Return whether everything that will be reported has been."""
         for rank in self.ranks:
             if rank.silent:  # it said goodbye, and takes its time to end
                 _reap(rank, 0)
