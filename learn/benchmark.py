@@ -11,13 +11,27 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from conf.cli.command_line import command
 from conf.errors import UsageError
-from learn.commands.benchmark_rows import STEP_FORMULAS, BenchmarkSettings
+from conf.files.disk_cache import user_folder
+from conf.reports.blocks import write_page
+from learn.commands.benchmark_rows import (
+    STEP_FORMULAS,
+    BenchmarkSettings,
+    RowSelection,
+    Tally,
+    ask_free,
+    ask_learned,
+    of_published,
+    of_runs,
+)
+from learn.estimators.protocol import TRAINING_FREE, get_estimator
+from learn.judging.benchmark_view import OTHERS, BenchmarkProgress, benchmark_page, print_benchmark, write_json
+from learn.judging.evaluate import Part, classes_of, keys_of, parts_of
 from learn.judging.scores import (
     TRUSTED_ALONE,
     Asked,
@@ -27,14 +41,11 @@ from learn.judging.scores import (
     Scored,
     described,
     judged,
+    published_figures,
 )
-from learn.rows.data import SLOWDOWN, get_target
-from learn.rows.step_store import StepStore
-
-if TYPE_CHECKING:
-    from learn.commands.benchmark_rows import RowSelection
-    from learn.judging.evaluate import Part
-    from warehouse.files.folder import DataFolder
+from learn.rows.data import SLOWDOWN, get_target, make_bins
+from learn.rows.step_store import StepStore, with_suspects
+from warehouse.files.folder import DataFolder
 
 
 def benchmark(
@@ -63,10 +74,6 @@ def benchmark(
             f"estimators={', '.join(formulas)}: for measured or imported steps only; pass source=measured or "
             "source=imported"
         )
-    from learn.commands.benchmark_rows import Tally, ask_free, ask_learned, of_published, of_runs
-    from learn.estimators.protocol import TRAINING_FREE, get_estimator
-    from learn.judging.scores import published_figures
-
     names = settings.names
     free = [name for name in names if name in TRAINING_FREE]
     learned = [name for name in names if name not in TRAINING_FREE]
@@ -124,9 +131,6 @@ def benchmark(
 
 
 def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping[str, Any]) -> tuple[Part, ...]:
-    from learn.judging.evaluate import classes_of, parts_of
-    from learn.rows.data import make_bins
-
     rows = selection.rows
     if settings.split == "holdout":  # the very rows that learn.fit holds out
         exact = rows.exact if len(rows.exact) else rows
@@ -152,9 +156,6 @@ def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping[s
 def cache_folder(settings: BenchmarkSettings) -> DataFolder:
     """Return where features are kept: the data folder. For published files one is made only if it is named; without
     one, `gpufarm` in the user's cache folder serves."""
-    from conf.files.disk_cache import user_folder
-    from warehouse.files.folder import DataFolder
-
     folder = DataFolder.resolve(settings.data)
     if settings.data is not None and settings.published is not None:
         folder.create()
@@ -165,8 +166,6 @@ def cache_folder(settings: BenchmarkSettings) -> DataFolder:
 
 def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, Asked]:
     """Return other people's estimates of these very rows, where a file holds them."""
-    from learn.judging.benchmark_view import OTHERS
-
     estimates: dict[str, Asked] = {}
     for name in sorted({name for i in index for name in selection.estimates[i]}):
         with_it = {selection.file[i] for i in index if name in selection.estimates[i]}
@@ -181,8 +180,6 @@ def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str
 
 def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSelection, list[str]]:
     """Return the selection with the doubts of `learn.rows.step_store`, and a note of how many there are."""
-    from learn.rows.step_store import with_suspects
-
     rows = with_suspects(selection.rows, steps)
     counts = Counter(selection.file[rows.doubt != selection.rows.doubt].tolist())
     notes = [
@@ -223,8 +220,6 @@ def _sets(
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """Return title -> row -> what `Scored` says of it: each file, and where some of its rows are in doubt also the
     others alone."""
-    from learn.judging.evaluate import keys_of
-
     rows = selection.rows
     groups = keys_of(rows, settings.by or "module")
     sets: dict[str, dict[int, dict[str, Any]]] = {}
@@ -249,8 +244,6 @@ def entry(settings: BenchmarkSettings) -> int:
         from learn.sharing.command import benchmark_entry
 
         return benchmark_entry(settings)
-    from conf.reports.blocks import write_page
-    from learn.judging.benchmark_view import BenchmarkProgress, benchmark_page, print_benchmark, write_json
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
         with BenchmarkProgress(settings.target) as progress:

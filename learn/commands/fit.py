@@ -17,8 +17,9 @@ from conf.cli.command_line import StepBar
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError
 from featurize.job.code_names import parse_trust
-from learn.estimators.protocol import ESTIMATORS
-from learn.rows.data import BIN_WIDTHS_GB, SLOWDOWN, TARGETS, get_target
+from learn.estimators.protocol import ESTIMATORS, PREFERRED, default_estimator, get_estimator, require_target
+from learn.rows.data import BIN_WIDTHS_GB, SLOWDOWN, TARGETS, get_target, load_rows, make_bins
+from learn.rows.step_store import StepStore, with_suspects
 
 if TYPE_CHECKING:
     from learn.judging.evaluate import Evaluation
@@ -123,11 +124,8 @@ def fit(
     """
     if settings.target == SLOWDOWN:
         raise UsageError("target=slowdown: call learn.fit_slowdowns, which fits to groups of jobs")
-    from learn.estimators.protocol import PREFERRED, default_estimator, get_estimator, require_target
     from learn.fitting.artifacts import save_judged
     from learn.judging.evaluate import CV_FOLDS, evaluate, remarks
-    from learn.rows.data import load_rows, make_bins
-    from learn.rows.step_store import StepStore, with_suspects
 
     now = now or datetime.now(UTC)
     if settings.estimator is not None:
