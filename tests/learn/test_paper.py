@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+import learn.benchmark as paper
 from conf.cli import command_line as cli
 from learn import benchmark as benchmark_module
-from learn.commands import paper
 from learn.estimators import protocol as estimators
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
