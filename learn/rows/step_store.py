@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
@@ -158,7 +158,6 @@ _START_S = 5.0  # time that a process takes to start: it imports torch
 _WRITTEN_EVERY_S = 20.0
 FEW = 16  # cases that are not worth other processes
 _KEPT = 100_000
-_MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
 
 
 class StepStore:
@@ -172,9 +171,8 @@ class StepStore:
 
     def __init__(self, data: DataFolder | str | os.PathLike[str] | None = None) -> None:
         self._data = data
-        self._records: dict[str, StepRecord] = {}
-        # Of modules, by identity and device, oldest first, each with its module, which keeps the identity its own.
-        self._of_modules: dict[tuple[int, DeviceSpec | None], tuple[TrainingJob | None, StepRecord]] = {}
+        # Each record stands with its case's module, if it has one: while that is kept, the identity is its own.
+        self._records: dict[Hashable, tuple[StepRecord, TrainingJob | None]] = {}
 
     def record(self, case: Case) -> StepRecord:
         """Return the case's record, which is computed where `prepare`, `recall` or an earlier call left none."""
@@ -200,7 +198,7 @@ class StepStore:
         wanted = {case.key for case in cases if case.key is not None and self._at_hand(case) is None}
         for key, content in self._file.read(wanted).items() if wanted else ():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                self._records[key] = StepRecord.from_bytes(content)
+                self._records[key] = StepRecord.from_bytes(content), None
 
     def prepare(
         self,
@@ -230,7 +228,7 @@ class StepStore:
         try:
             computed = _computed(list(missing.items()), workers)
             for done, (key, record) in enumerate(computed, start=1):
-                self._records[key] = record
+                self._records[key] = record, None
                 waiting.append((key, record))
                 progress(done, len(missing))
                 if time.monotonic() - written_s > _WRITTEN_EVERY_S:
@@ -242,15 +240,9 @@ class StepStore:
 
     def keep(self, case: Case, record: StepRecord) -> None:
         """Have this record at hand, in place of what was known of the case."""
-        if case.key is None:
-            self._of_modules.pop(_identity(case), None)
-            self._of_modules[_identity(case)] = case.module, record
-            if len(self._of_modules) > _MODULES_KEPT:
-                del self._of_modules[next(iter(self._of_modules))]
-        else:
-            if len(self._records) >= _KEPT:
-                self._records.clear()
-            self._records[case.key] = record
+        if len(self._records) >= _KEPT:
+            self._records.clear()
+        self._records[_key(case)] = record, case.module
 
     @contextlib.contextmanager
     def override(self, case: Case, traced: TracedStep | None) -> Iterator[None]:
@@ -267,9 +259,8 @@ class StepStore:
             yield
         finally:
             if case.key is None:
-                kept = self._of_modules.items()
-                self._of_modules = {key: known for key, known in kept if known[0] is not case.module}
-            elif overriding is not None and self._records.get(case.key) is overriding:
+                self._records = {key: kept for key, kept in self._records.items() if kept[1] is not case.module}
+            elif overriding is not None and self._records.get(case.key) == (overriding, None):
                 del self._records[case.key]
 
     @cached_property
@@ -285,16 +276,14 @@ class StepStore:
 
     def _at_hand(self, case: Case) -> StepRecord | None:
         """Return a record that is still true: code that was refused when it was computed may be allowed by now."""
-        if case.key is None:
-            return self._of_modules.get(_identity(case), (None, None))[1]
-        record = self._records.get(case.key)
+        record, _ = self._records.get(_key(case), (None, None))
         if record is not None and record.passing and case.config is not None and refusal(case.config) is None:
             return None
         return record
 
 
-def _identity(case: Case) -> tuple[int, DeviceSpec | None]:
-    return id(case.module), case.spec
+def _key(case: Case) -> Hashable:
+    return (id(case.module), case.spec) if case.key is None else case.key
 
 
 def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
