@@ -87,7 +87,7 @@ def error_line(text: str) -> str:
     that is not blank. The output of a trial, which may follow, is left out. Empty where the text is.
     """
     lines = [line for line in text.partition(OUTPUT_STARTS)[0].splitlines() if line.strip()]
-    traced = [at for at, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
+    traced = [number for number, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
     if not traced and lines and lines[0].startswith("Traceback"):  # a shortened one
         traced = [0]
     if traced:  # source lines and their markers are indented, the exception is not
@@ -116,7 +116,7 @@ def _spelled(character: str) -> str:
 
 
 def safe_text(text: str, limit: int = ERROR_CHARACTERS) -> str:
-    """Return `text` escaped as `printable` does, but for tabs, cut to about `limit` characters.
+    """Return `text` escaped as `printable` does, except tabs, cut to about `limit` characters.
 
     The beginning and the end are kept; a line between them says how many characters were left out.
     """

@@ -80,7 +80,7 @@ class KueueApi:
         self.workload = create_namespaced_resource(_GROUP, self._version, "Workload", "workloads")
 
     def objects(self, resource: Any) -> Iterator[dict[str, Any]]:
-        """Yield all checks or workloads, page by page; an empty one in place of what is no object."""
+        """Yield all checks or workloads, page by page; an empty one in place of anything but an object."""
 
         class Item(resource):  # type: ignore[misc]
             def __init__(self, value: object) -> None:

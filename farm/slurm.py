@@ -146,7 +146,7 @@ def row_of(directive: str, devices: Mapping[str, str], service: Client) -> Direc
 
 
 def _job_of(directive: str) -> dict[str, Any]:
-    """Return a directive's request. Raises `UsageError` where it is none."""
+    """Return a directive's request. Raises `UsageError` where it is not one."""
     problem, body = "a JSON object without a device", None
     try:
         directive.encode()

@@ -295,7 +295,7 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure; 130 where it was told to stop before all was done, but for the end of its minutes."""
+    """Measure; 130 where it was told to stop before all was done, except by the end of its minutes."""
 
     def collected() -> int:
         settings = settings_of(argv)

@@ -54,7 +54,7 @@ class Block:
     command   as it is shown and run by bash; `the sql above` and `the python above` run the fenced code before it
     code      that code, or None
     hide      lines of the output that match are left out; `[...]` stands for each group of them
-    rewrite   (pattern, text): what is rewritten besides `VOLATILE`
+    rewrite   (pattern, text): what is rewritten in addition to `VOLATILE`
     body      what stands in the page now
     """
 

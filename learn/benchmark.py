@@ -78,7 +78,7 @@ def benchmark(
 
     Estimators that learn answer for rows that they, and near-copies, were not fitted on: `split` says which. Same
     settings and rows, same figures, times aside. Raises `UsageError` for settings that fit no rows. `progress(done,
-    of)` hears of every traced step that is computed, every fit and every answer. `finished(figures)` hears of each
+    of)` is called for every traced step that is computed, every fit and every answer, `finished(figures)` for each
     estimator's figures, one for each file, when it has answered; the slowest ones come last. `widths_gb` are widths of
     further memory classes.
     """
@@ -99,7 +99,7 @@ def benchmark(
     runs = settings.published is None
     selection = of_runs(settings) if runs else of_published(settings, learned=bool(learned))
     bins = {file: selection.bins(file, widths_gb) for file in dict.fromkeys(selection.file.tolist())}
-    # The held-out rows are the same whoever is asked; else what learns nothing is asked of all, however few there are.
+    # All estimators are asked about the same held-out rows; else those that learn nothing are asked about all rows.
     parts = _parts(settings, selection, bins) if learned or settings.split == "holdout" else ()
     index = np.sort(np.concatenate([part.outside for part in parts])) if parts else np.flatnonzero(selection.asked)
 
@@ -184,7 +184,7 @@ def cache_folder(settings: BenchmarkSettings) -> DataFolder:
 
 
 def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, Asked]:
-    """Return other people's estimates of these very rows, where a file holds them."""
+    """Return published estimates of exactly these rows, where a file holds them."""
     estimates: dict[str, Asked] = {}
     for name in sorted({name for i in index for name in selection.estimates[i]}):
         with_it = {selection.file[i] for i in index if name in selection.estimates[i]}

@@ -81,7 +81,7 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
         _fit(data, settings.seed, building, progress)
         size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
         if size_mib > LIMIT_MIB:
-            raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that come along")
+            raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that are packaged")
         os.replace(building, home)
 
 

@@ -55,7 +55,7 @@ class Client:
         timeout_s: Seconds that one call may take, traces included.
 
     Raises:
-        UsageError: The URL is none. Calls raise `Refused`, and `EnvironmentProblem` where no answer comes in time.
+        UsageError: The URL is invalid. Calls raise `Refused`, and `EnvironmentProblem` where no answer comes in time.
 
     Example:
         >>> with Client("http://127.0.0.1:8350") as service:

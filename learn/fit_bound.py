@@ -96,7 +96,7 @@ class Answers:
 
 
 def read_answers(path: Path) -> Answers:
-    """Return the rows of a file. Raises `UsageError` that names the first line that is none, or for too few."""
+    """Return the rows of a file. Raises `UsageError` that names the first invalid line, or for too few."""
     rows: list[Mapping[str, Any]] = []
     refused = 0
     for number, line in enumerate(path.read_text().splitlines(), start=1):

@@ -42,7 +42,7 @@ class FitKernelsSettings(Checked):
 
     Power is fitted to Zeus' jobs, measured under several power limits on at least two GPU models.
 
-    `python -m learn.benchmark target=step_time data=steps` judges other people's formulas on the same rows.
+    `python -m learn.benchmark target=step_time data=steps` judges published formulas on the same rows.
     """
 
     data: str | None = data_key()

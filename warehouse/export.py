@@ -127,7 +127,7 @@ def export(settings: ExportSettings) -> ExportReport:
         for part, rows in sorted(runs.items()):
             before = read_part(report.root, part, "runs")
             known = set(before.column("run_id").to_pylist())
-            new = [(own, row) for own, row in rows if row["run_id"] not in known]
+            new = [(own_id, row) for own_id, row in rows if row["run_id"] not in known]
             report.there += len(rows) - len(new)
             if not new:
                 continue

@@ -286,7 +286,7 @@ _TEXT_FORMATS: dict[str, Callable[[WarehouseRelation, TextIO, QuerySettings], No
 
 
 def arrow_batches(relation: WarehouseRelation, rows: int) -> pa.RecordBatchReader:
-    """Return the answer in batches of so many rows; DuckDB 2.0 renamed the method."""
+    """Return the answer in batches of this many rows; DuckDB 2.0 renamed the method."""
     start = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_arrow_reader"
     reader: pa.RecordBatchReader = getattr(relation, start)(rows)
     return reader

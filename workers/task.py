@@ -81,8 +81,8 @@ class Task(Lease):
 
     @property
     def run_id(self) -> str:
-        own = run_id_of(self.job_id, self.task_index)
-        return f"{own}-{self.part}" if self.part else own
+        task_id = run_id_of(self.job_id, self.task_index)
+        return f"{task_id}-{self.part}" if self.part else task_id
 
     @property
     def family(self) -> str:

@@ -238,7 +238,7 @@ class Worker:
         return self.start_trial(task, self.described(task))
 
     def start_trial(self, task: Task, described: dict[str, Any], *, members: int = 1) -> RunningTrial:
-        """Start a process for a task, or for one of so many `members` of a group. Raises `ServerLost`."""
+        """Start a process for a task, or for one of `members` in a group. Raises `ServerLost`."""
         limit_mib = task.settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
         reader = self.reader(task, together="together" in described)
         return self.server().start_trial(described, reader, limit_mib / members)
@@ -368,7 +368,7 @@ def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
     )
 
 
-_MEMBER_TICK_S = 0.02  # members are listened to in turns, each at most so long
+_MEMBER_TICK_S = 0.02  # longest turn in which one member is listened to
 _WARM_BY = 0.5  # share of the deadline: a member that is not warm by then holds up the others, and is killed
 
 
@@ -430,7 +430,7 @@ def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Alon
     """Return each member's run alone, and the results of those that had to be run; None after one that was lost."""
     given = task.alone or (None,) * len(specs)
     known: dict[str, AloneRun] = {
-        config_hash(spec.config): one for spec, one in zip(specs, given, strict=True) if one is not None
+        config_hash(spec.config): figures for spec, figures in zip(specs, given, strict=True) if figures is not None
     }
     results: list[RunResult] = []
     for place, spec in enumerate(specs):
@@ -515,7 +515,7 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
 
 
 def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[AloneRun | None]) -> dict[str, Any]:
-    figures = [None if one is None else _figures_alone(one) for one in alone]
+    figures = [None if member is None else _figures_alone(member) for member in alone]
     together = Together(
         member=place,
         size=len(specs),

@@ -224,7 +224,7 @@ def _begin_child(
     if group is not None:
         group.enter()
     if output is None:
-        os.dup2(2, 1)  # what it prints is no part of the caller's own output
+        os.dup2(2, 1)  # what it prints does not belong to the caller's own output
     else:
         for number in (1, 2):
             os.dup2(output.writer, number)

@@ -77,8 +77,8 @@ def command(
 ) -> NoReturn:
     """Run `entry(settings)` with the settings that the process's arguments give, then exit with its return value.
 
-    `positional` names the key of the one argument that is no override, the one with white space. Values of text keys
-    are taken as they stand, with their commas and brackets.
+    `positional` names the key of the one argument that is not an override, the one with white space. Values of text
+    keys are taken as they stand, with their commas and brackets.
     `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`. `entry_of_rest` is called in
     place of `entry` where there is a `--`, with what follows as `command`.
     Exit codes: 0, what `entry` returns, 2 for anything that the user can fix, 130 after Ctrl-C.
@@ -87,8 +87,8 @@ def command(
         sys.exit(EXIT_USAGE)
     arguments = sys.argv[1:]
     if entry_of_rest is not None and "--" in arguments:
-        at = arguments.index("--")
-        arguments, rest = arguments[:at], arguments[at + 1 :]
+        dashes = arguments.index("--")
+        arguments, rest = arguments[:dashes], arguments[dashes + 1 :]
         entry = functools.partial(entry_of_rest, command=rest)
     code = _flushed(run(name, entry, arguments, positional, rewrite))
     if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
@@ -174,7 +174,7 @@ def print_error(error: CommandError | str) -> None:
 def _standard_files() -> bool:
     """Make the standard files safe to use. Return False, and print why, where standard output is closed.
 
-    A closed one would give its number to the next file that is opened, a database say, and whoever then prints writes
+    A closed one would give its number to the next file that is opened, a database say, and a later print writes
     into that. What the terminal's encoding lacks is printed escaped.
     """
     for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
@@ -258,18 +258,18 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
     """Return whether `--cfg job`, as Hydra spells it, is among the arguments, and the other arguments."""
     if "--cfg" not in arguments:
         return False, arguments
-    at = arguments.index("--cfg")
-    if arguments[at + 1 : at + 2] != ["job"]:
-        given = shown(arguments[at + 1]) if at + 1 < len(arguments) else "nothing"
+    flag = arguments.index("--cfg")
+    if arguments[flag + 1 : flag + 2] != ["job"]:
+        given = shown(arguments[flag + 1]) if flag + 1 < len(arguments) else "nothing"
         raise UsageError(f"--cfg takes job, got {given}; `--cfg job` prints the composed configuration")
-    return True, arguments[:at] + arguments[at + 2 :]
+    return True, arguments[:flag] + arguments[flag + 2 :]
 
 
 def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split off the positional argument: the first with white space that is no `KEY=...`; SQL may hold `=`."""
-    for at, item in enumerate(arguments):
+    for place, item in enumerate(arguments):
         if any(character.isspace() for character in item) and not re.match(r"[+~]*[\w.@/]+=", item):
-            return item, arguments[:at] + arguments[at + 1 :]
+            return item, arguments[:place] + arguments[place + 1 :]
     return None, arguments
 
 

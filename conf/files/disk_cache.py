@@ -41,7 +41,7 @@ def code_version() -> str:
     digest = hashlib.sha256(f"{sys.version} {libraries()}".encode())
     folders = [str(resources.files(package)) for package in PACKAGES]
     while folders:
-        for entry in sorted(os.scandir(folders.pop()), key=lambda one: one.name):
+        for entry in sorted(os.scandir(folders.pop()), key=lambda source_file: source_file.name):
             if entry.is_dir():
                 folders += [entry.path] if entry.name != "__pycache__" else []
             else:
@@ -126,15 +126,19 @@ def user_cache() -> DiskCache | None:
     return None
 
 
-def recall(name: str) -> Any:
-    """Return the value that this code left in the user's cache under this name; None where there is none."""
-    key, cache = f"{code_version()} {name}", user_cache()
-    content = None if cache is None else cache.read([key]).get(key)
+def recall(*names: str) -> list[Any]:
+    """Return the values that this code left in the user's cache under these names; None where there is none."""
+    keys, cache = [f"{code_version()} {name}" for name in names], user_cache()
+    stored = {} if cache is None else cache.read(keys)
+    return [_value(stored.get(key, b"null")) for key in keys]
+
+
+def _value(content: bytes) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
-        return None if content is None else json.loads(content)
+        return json.loads(content)
 
 
 def keep(values: Mapping[str, Any]) -> None:
     """Leave values, of which JSON can be made, in the user's cache."""
-    if (cache := user_cache()) is not None:
+    if values and (cache := user_cache()) is not None:
         cache.write((f"{code_version()} {name}", json.dumps(value).encode()) for name, value in values.items())

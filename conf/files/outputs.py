@@ -229,8 +229,8 @@ def _followed(path: str) -> tuple[Path, int | None]:
 
 
 def _is_own(path: str) -> bool:
-    own = ("/proc/self/", "/proc/thread-self/", f"/proc/{os.getpid()}/")
-    return not path.startswith("/proc/") or path.startswith(own)
+    own_folders = ("/proc/self/", "/proc/thread-self/", f"/proc/{os.getpid()}/")
+    return not path.startswith("/proc/") or path.startswith(own_folders)
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -193,12 +193,12 @@ def _changes(
     totals: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
     differing: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for key, pair in compared.items():
-        own: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
+        figures_by_name: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
         for side, record in enumerate(pair):
             for name, figures in record[part].items():
                 for figure in FIGURES:
-                    own[named(name)][side][figure] += figures[figure]
-        for name, (old, new) in own.items():
+                    figures_by_name[named(name)][side][figure] += figures[figure]
+        for name, (old, new) in figures_by_name.items():
             for side, figures in enumerate((old, new)):
                 for figure in FIGURES:
                     totals[name][side][figure] += figures[figure]

@@ -92,7 +92,7 @@ Side = Environment | Recorded
 def side_of(key: str, text: str, code: Path) -> Side:
     """Return the side that `key=text` names: an environment's Python or folder, a data folder, or DATA@SNAPSHOT.
 
-    `code` is a folder of `code_folder`. Raises `UsageError` for what is none of these, and for an environment whose
+    `code` is a folder of `code_folder`. Raises `UsageError` for anything else, and for an environment whose
     Python cannot run a trial.
     """
     path = Path(os.path.abspath(os.path.expanduser(text)))
@@ -101,9 +101,9 @@ def side_of(key: str, text: str, code: Path) -> Side:
     python = _python_of(text, path)
     if python is not None:
         return _environment(key, text, python, code)
-    data, at, snapshot = text.rpartition("@")
+    data, separator, snapshot = text.rpartition("@")
     folder = Path(os.path.abspath(os.path.expanduser(data)))
-    if at and snapshot and (folder / "format.json").is_file():
+    if separator and snapshot and (folder / "format.json").is_file():
         from warehouse.files.snapshots import find_snapshot
 
         find_snapshot(DataFolder(folder).open(), snapshot)
@@ -146,7 +146,7 @@ def trial_environment(environment: Environment, code: Path) -> dict[str, str]:
 
 def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [str(python), "-c", _PROBE],
             env={**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
@@ -159,9 +159,9 @@ def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
         raise UsageError(f"{key}={text}: {python} does not answer within {_PROBE_TIMEOUT_S:.0f} s") from error
     except OSError as error:
         raise UsageError(f"{key}={text}: {python} cannot be run: {error.strerror or error}") from error
-    line = next((line for line in done.stdout.splitlines() if line.startswith("PROBE")), None)
-    if done.returncode or line is None:
-        error_lines = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
+    line = next((line for line in completed.stdout.splitlines() if line.startswith("PROBE")), None)
+    if completed.returncode or line is None:
+        error_lines = completed.stderr.strip().splitlines() or [f"it ended with exit code {completed.returncode}"]
         missing = error_lines[-1].partition("No module named ")[2].strip("'").partition(".")[0]
         hint = f"; install it there: {python} -m pip install {missing}" if missing else ""
         raise UsageError(f"{key}={text}: {python} cannot run a trial: {error_lines[-1]}{hint}")
@@ -365,9 +365,13 @@ def _families(pairs: Sequence[Pair], tolerance: float) -> tuple[OperatorFamily, 
         for name in names:
             pairs_of[name].append(pair)
     families = []
-    for name, own in pairs_of.items():
-        shifts = {label: shift for label in (MEMORY, STEP_TIME) for shift in summed_up(own, label, tolerance)}
+    for name, pairs_of_family in pairs_of.items():
+        shifts = {
+            label: shift for label in (MEMORY, STEP_TIME) for shift in summed_up(pairs_of_family, label, tolerance)
+        }
         memory, step_time = (shifts[label].median if label in shifts else None for label in (MEMORY, STEP_TIME))
         largest = max((shift.largest for shift in shifts.values()), key=abs)
-        families.append(OperatorFamily(name=name, pairs=len(own), memory=memory, step_time=step_time, largest=largest))
+        families.append(
+            OperatorFamily(name=name, pairs=len(pairs_of_family), memory=memory, step_time=step_time, largest=largest)
+        )
     return tuple(sorted(families, key=lambda f: (-max(abs(f.memory or 0), abs(f.step_time or 0)), f.name)))

@@ -202,7 +202,7 @@ class Pulse:
 
 
 _RATE_WINDOW_S = 300.0
-_RATE_RUNS = 4096  # at most so many of the window's runs are remembered: memory stays bounded at any rate
+_RATE_RUNS = 4096  # most runs of the window that are remembered: memory stays bounded at any rate
 _MIB = 2**20
 # column of `telemetry` -> (metric, help, factor to Prometheus's base unit); the first column with a value counts
 _GPU = (
@@ -325,7 +325,7 @@ class FarmMetrics:
             yield tasks
         with self._guard:
             now, out = self._clock(), list(self._out.values())
-            recent = sum(at > now - _RATE_WINDOW_S for at in self._landed_at)
+            recent = sum(landed_s > now - _RATE_WINDOW_S for landed_s in self._landed_at)
             last, wall_s = self._landed_at[-1] if self._landed_at else None, self._last_wall_s
         for name, text, value in (
             ("runs_per_second", "Runs landed a second, over five minutes.", recent / _RATE_WINDOW_S),

@@ -336,7 +336,7 @@ RATIO = 0.05
 TIME_AND_POWER_SHARE = 0.10
 _OF_SHARED = (MEMORY,)  # what is compared on a device that serves other programs too
 UNKNOWN = "unknown: neither the runs' quality nor their telemetry says why"
-DEVIATIONS = 4.0  # robust standard deviations of the history that are no move, whatever the tolerance
+DEVIATIONS = 4.0  # robust standard deviations of the history that are not a move, whatever the tolerance
 _TO_DEVIATION = 1.4826  # factor of a median absolute deviation, for normal noise
 _LEAST_FOR_DEVIATION = 3  # runs: of two, one that was off would hide the next
 
@@ -415,8 +415,8 @@ def compare(
 
     The history is that of the very same environment, however long ago, else that of the newest night. Compared are
     the median of all GPUs, and each GPU for itself, since one of several may be sick. A canary that fails has moved,
-    also where it has no history; failed runs are no history.
-    `forget`: earlier jobs that are no history, as those of nights that were sick. Untrusted runs never are.
+    also where it has no history; failed runs do not count as history.
+    `forget`: earlier jobs that do not count as history, such as those of sick nights. Untrusted runs never are.
     `shared`: the device serves other programs too, as a CPU does, whose times say nothing of it.
     `accepted`: hashes of the canaries that the user lets fail, until they run to their end once.
     """

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from learn.fitting.promotion import Promotion
 
 
-GRACE_S = 3.0  # what runs at a Ctrl-C may take so long to end; then it is given back, and measured again
+GRACE_S = 3.0  # what runs at a Ctrl-C may take this long to end; then it is given back, and measured again
 
 
 class NightStop(TimedStop):
@@ -120,7 +120,7 @@ class NightStop(TimedStop):
 _FAILURES_AT_MOST = 3  # failures of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
 _PAIRS_AT_MOST = 5_000  # pairs of a night without a number
-_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress meanwhile
+_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress while it runs
 
 
 class Left(Exception):

@@ -339,7 +339,7 @@ class Step:
 
     @property
     def seconds(self) -> float | None:
-        """Return the seconds of the last attempt, if it ended; 0 if the clock was set back meanwhile."""
+        """Return the seconds of the last attempt, if it ended; 0 if the clock was set back since."""
         return None if self.ended_at is None else max(0.0, (self.ended_at - self.started_at).total_seconds())
 
 

@@ -39,8 +39,8 @@ _TRIED = 200  # candidates whose expected times show how many runs fit
 class Plan:
     """Tonight's configurations in the order in which they run.
 
-    places  of each: (what it is a sequence of, index in it); None for those that are measured again
-    choice  the plan as the journal stores it, but for its file
+    places  a configuration's (sequence, index in it); None for those that are measured again
+    choice  the plan as the journal stores it, except its file
     """
 
     configs: tuple[TrialConfig, ...]

@@ -1,6 +1,6 @@
 """The page of a growth cycle's report. Start reading at `report_page`; `conf.reports` draws it.
 
-Labels and errors come from other people's code.
+Labels and errors come from third-party code.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ _STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
 _CELLS_SHOWN = 10
 _WHY = 1000  # characters of a decision's reason
 _SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
-_COUNTS = ("rows", "out_of_memory")  # which hold whoever made the labels
+_COUNTS = ("rows", "out_of_memory")  # which hold for labels from any source
 _NO_FIGURE = ("rows", "own_labels")
 _OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # the shares of a whole: an error may be more than 100 %
 _FIGURES = {

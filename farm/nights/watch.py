@@ -334,7 +334,7 @@ def watch(
 ) -> CanariesPayload:
     """Run the canaries on every GPU, compare them with the nights before, and mark rows that drift made stale.
 
-    A canary that moved and ran only once runs again: one odd run is no verdict. May be killed and called again.
+    A canary that moved and ran only once runs again: one odd run is not a verdict. May be killed and called again.
 
     Args:
         measure: runs `(kind, configs, shares)` as a job of the cycle; returns its id, or None where the time was up.
@@ -412,7 +412,7 @@ def _accepted_failures(earlier: Sequence[Cycle]) -> set[str]:
 
 
 def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
-    """Return the canary jobs that are no history: those of sick nights, and all before accepted new labels."""
+    """Return the canary jobs that do not count as history: those of sick nights, and all before accepted new labels."""
     accepted = [place for place, cycle in enumerate(earlier) if cycle.settings.get("canaries") == ACCEPT]
     from_here = len(earlier) if accept else accepted[-1] if accepted else 0
     forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or _was_sick(cycle)]

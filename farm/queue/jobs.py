@@ -89,7 +89,7 @@ class Queue:
     ) -> Queue:
         """Open the file, creating it if there is none. Its folder has to exist.
 
-        Raises `UsageError` for a file that is no queue, or one written by a newer version.
+        Raises `UsageError` for a file that is not a queue, or one written by a newer version.
         """
         if max_attempts < 1:
             raise UsageError(f"max_attempts must be >= 1, got {max_attempts}")
@@ -111,7 +111,7 @@ class Queue:
 
         The same submission again adds nothing; a larger n adds the difference; cancelled tasks are revived. Killed
         in the middle, it leaves the tasks of whole chunks, and the same call completes it. Ctrl-C takes out what it
-        added behind the job's earlier tasks, but for tasks that were started meanwhile; a job without any stays, as
+        added behind the job's earlier tasks, except for tasks that have started since; a job without any stays, as
         cancelled. `configs` is read lazily and may start at `next_index`.
         """
         with self._file.transaction(durable=True):
@@ -131,7 +131,7 @@ class Queue:
         try:
             while chunk := list(islice(pairs, SUBMIT_CHUNK)):
                 with self._file.transaction(durable=True):
-                    # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
+                    # Cancelled since by another command? Then the rest is cancelled, too.
                     (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                     state = "queued" if runs else "cancelled"
                     new = self._file.many(
@@ -396,14 +396,14 @@ class Queue:
 
     def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
         """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not yet."""
-        seq, done = self._seq(job_id), 0
+        seq, marked = self._seq(job_id), 0
         with self._file.transaction():
             for index, status in statuses.items():
                 changed = self._file.change(_FINISH, (status, None, None, None, seq, index))
                 if changed and doubts and index in doubts:
                     self._tally(seq, doubts[index])
-                done += changed
-        return done
+                marked += changed
+        return marked
 
     def cap_waits(self, now: float) -> int:
         """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number.

@@ -22,7 +22,7 @@ class DispatcherBusy(EnvironmentProblem):
 class DispatcherLock:
     """One dispatcher for a data folder: an advisory lock that the kernel drops with the process, however it ends.
 
-    The file says who holds it, for messages only: whoever may write to the folder may write anything there.
+    The file says who holds it, for messages only: any process that may write to the folder may write anything there.
     """
 
     def __init__(self, path: Path):

@@ -137,7 +137,7 @@ class Standing:
 
     @property
     def crashes(self) -> int:
-        """Crashes for want of memory, of all seeds."""
+        """Crashes for lack of memory, of all seeds."""
         return sum(result.crashes for result in self.results)
 
     def interval(self, figure: Callable[[ReplayResult], float]) -> Interval:
@@ -191,7 +191,7 @@ def run_crossing(
             estimator=estimator,
             results=tuple(of_pair),
             over_exclusive=tuple(
-                one.makespan_s / base if base else math.nan for one, base in zip(of_pair, baselines, strict=True)
+                result.makespan_s / base if base else math.nan for result, base in zip(of_pair, baselines, strict=True)
             ),
         )
         for (policy, estimator), of_pair in results.items()

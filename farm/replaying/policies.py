@@ -145,8 +145,8 @@ class ExpectedSpeedPolicy(_FittingPolicy):
                 slowdowns = self.estimator.slowdowns([self.profiles[kind] for kind in kinds])
             except NoUtilization:
                 slowdowns = []
-            slow = not slowdowns or max(one.median for one in slowdowns) > self.most_slowdown
-            total = self._speed[kinds] = -math.inf if slow else sum(1.0 / one.median for one in slowdowns)
+            slow = not slowdowns or max(slowdown.median for slowdown in slowdowns) > self.most_slowdown
+            total = self._speed[kinds] = -math.inf if slow else sum(1.0 / slowdown.median for slowdown in slowdowns)
         return total
 
 

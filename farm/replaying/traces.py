@@ -86,7 +86,7 @@ class JobType:
 
 @cache
 def load_catalogue() -> tuple[JobType, ...]:
-    """Return the job types that come along, in the order of the published table."""
+    """Return the packaged job types, in the order of the published table."""
     computed = {row["name"]: row for row in _rows(JOBS_FILE)}
     published = _rows(PUBLISHED_FILE)
     usual = _usual_shares(published, computed)
@@ -195,7 +195,7 @@ def read_trace(path: str, n: int | None, seed: int) -> ClusterTrace:
 
     Args:
         path: the file.
-        n: the first so many jobs; None: all.
+        n: how many jobs, the first ones; None: all.
         seed: draws the job types.
 
     Raises:
@@ -282,7 +282,7 @@ def _philly_row(job: dict[str, Any]) -> _TraceRow | None:
 
 
 def _mappings(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _philly_time(text: object) -> float | None:

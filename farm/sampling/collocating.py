@@ -59,7 +59,7 @@ class Groups:
         self._drawn = random.Random(f"groups of {size}, seed {seed}")
         self._used: Counter[int] = Counter()
         self._cells: Counter[tuple[int, ...]] = Counter()
-        smallest = sorted(one.memory_mib for one in pool)[:size]
+        smallest = sorted(member.memory_mib for member in pool)[:size]
         if len(smallest) < size or not self._fits(smallest):
             raise UsageError(
                 f"no {size} sampled configurations fit on the device together: the smallest take "

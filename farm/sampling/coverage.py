@@ -134,7 +134,7 @@ def known_runs(
 
 
 def thinned(known: Known, at_most: int, seed: int = 0) -> Known:
-    """Keep at most so many rows: all rows of rare kinds, and equally many of each common kind.
+    """Keep at most this many rows: all rows of rare kinds, and equally many of each common kind.
 
     Kinds are families by octave of memory and tenth of `smact`; out of memory is one of its own. What was measured
     stays measured.
@@ -286,6 +286,6 @@ def _memory_cells(families: Sequence[str], memory_mib: np.ndarray, capacity_mib:
 def _level_cells(families: Sequence[str], values: np.ndarray, target: str) -> list[str]:
     level = utilization_bins(get_target(target)).classify(values, families)
     return [
-        f"{family} {target} {LEVELS[at] if value == value else NO_FIGURE}"
-        for family, at, value in zip(families, level.tolist(), values.tolist(), strict=True)
+        f"{family} {target} {LEVELS[bin_index] if value == value else NO_FIGURE}"
+        for family, bin_index, value in zip(families, level.tolist(), values.tolist(), strict=True)
     ]

@@ -61,9 +61,9 @@ def _stratified_points(space: Space, key: bytes, indices: range) -> list[list[fl
     keys = np.frombuffer(digests, "<u8").astype(np.uint64)
     index = np.arange(indices.start, indices.stop, dtype=np.uint64)
     points = (_stratified_digits(keys, index) + 0.5) / 2**_DIGITS  # the middle of the cell
-    sizes = {at: len(d.choices) for at, d in enumerate(space.varied) if isinstance(d, Choice)}
-    for at, places in _choice_places(sizes, keys, index).items():
-        points[at] = (places + 0.5) / sizes[at]
+    sizes = {axis: len(d.choices) for axis, d in enumerate(space.varied) if isinstance(d, Choice)}
+    for axis, places in _choice_places(sizes, keys, index).items():
+        points[axis] = (places + 0.5) / sizes[axis]
     of_index: list[list[float]] = points.T.tolist()
     return of_index
 
@@ -95,9 +95,9 @@ def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -
             period = _MANY * size
         shared = math.gcd(period, size)
         joint = period // shared * size
-        at = index % np.uint64(min(total, _MANY))
-        block, place = (at % np.uint64(joint)) // np.uint64(size), at % np.uint64(size)
-        shift = (at // np.uint64(joint)) % np.uint64(shared)
+        turn_index = index % np.uint64(min(total, _MANY))
+        block, place = (turn_index % np.uint64(joint)) // np.uint64(size), turn_index % np.uint64(size)
+        shift = (turn_index // np.uint64(joint)) % np.uint64(shared)
         of_block = _mix(_mix(keys[row] ^ _mix(turn)) ^ block)
         kind, rest = place % np.uint64(shared), place // np.uint64(shared)
         kind = _permuted(of_block, kind, shared) + _permuted(_mix(of_block), shift, shared)
@@ -176,7 +176,7 @@ _POINTS_AT_ONCE = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Checked, section="limits"):
-    """Ceilings that a config must stay under, computed from its layer plan; None is no limit."""
+    """Ceilings that a config must stay under, computed from its layer plan; None: no limit."""
 
     max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
     max_memory_mib: float | None = key(
@@ -233,7 +233,7 @@ def sample_range(
     A space of no more than `SMALL_SPACE` points gives no config twice while it has others.
 
     With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space says of batch
-    sizes: the very same trial but for that. A point is taken only if its configs are valid at all of them.
+    sizes: the same trial except for that. A point is taken only if its configs are valid at all of them.
     `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
     config drawn.
     """
@@ -274,7 +274,7 @@ def _configs(
 
 
 class _Drawn:
-    """Values and configs that a space of so many points gave so far; empty again once all points were drawn."""
+    """Values and configs so far of a space with this many points; empty again once all points were drawn."""
 
     def __init__(self, points: int) -> None:
         self.points = points
@@ -372,11 +372,11 @@ def _search(
     values = space.values(point)
     searched = [d for d in space.varied if d.name not in kept]
     points = math.prod(dimension.count or 1 for dimension in searched)
-    at, stride = int(draw("start") * points), int(draw("stride") * points) + 1
+    cell, stride = int(draw("start") * points), int(draw("stride") * points) + 1
     while math.gcd(stride, points) != 1:
         stride += 1
     for _ in range(points):
-        at, rest = (at + stride) % points, at
+        cell, rest = (cell + stride) % points, cell
         for dimension in searched:
             rest, place = divmod(rest, dimension.count or 1)
             values[dimension.name] = dimension.at(place)

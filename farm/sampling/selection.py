@@ -340,12 +340,12 @@ def _chosen(
     memory = doubts.get("memory")
     chosen = []
     for rank, place in enumerate(places.tolist()):
-        at = fresh[place]
+        candidate = fresh[place]
         chosen.append(
             Chosen(
-                index=pool.indices[at],
-                config=pool.configs[at],
-                config_hash=pool.hashes[at],
+                index=pool.indices[candidate],
+                config=pool.configs[candidate],
+                config_hash=pool.hashes[candidate],
                 bins={name: cells.cell(place, name) for name in DIMENSIONS},
                 rows={name: int(before[k][cells.codes[place, k]]) for k, name in enumerate(DIMENSIONS)},
                 figures={name: float(column[place]) for name, column in figures.items()},

@@ -239,8 +239,8 @@ def _own_points(family: str) -> tuple[dict[str, Scalar], ...]:
     space = own_space(family)
     golden = 0.6180339887498949
     return tuple(
-        space.values([((at + 0.5) * golden + place / (place + 2)) % 1.0 for place in range(len(space.varied))])
-        for at in range(_TRIED_ON)
+        space.values([((point + 0.5) * golden + place / (place + 2)) % 1.0 for place in range(len(space.varied))])
+        for point in range(_TRIED_ON)
     )
 
 

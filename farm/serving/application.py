@@ -178,9 +178,9 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
         """Return the GPU models that are described."""
         from featurize.device.device_spec import describe_device, device_names
 
-        specs = sorted(map(describe_device, device_names()), key=lambda one: (one.memory_mib, one.name))
+        specs = sorted(map(describe_device, device_names()), key=lambda spec: (spec.memory_mib, spec.name))
         fields = [
-            DeviceFields(name=one.name, memory_mib=one.memory_mib, vendor=one.architecture.vendor) for one in specs
+            DeviceFields(name=spec.name, memory_mib=spec.memory_mib, vendor=spec.architecture.vendor) for spec in specs
         ]
         return DevicesAnswer(devices=fields)
 
@@ -239,7 +239,7 @@ _LOOK_EVERY_S, _LOOK_SELDOM_S = 0.05, 0.5
 _FORGET_EVERY_S = 10.0
 _LARGEST_QUESTION = 320 * 1024  # characters of JSON: questions are stored
 _TOGETHER = 32  # jobs of a batch at a time: others have their turns in between
-_CONFIG_WAIT_S = 5.0  # in which most trial configs are traced: without `Prefer`, a request waits so long for one
+_CONFIG_WAIT_S = 5.0  # most trial configs are traced in this time; without `Prefer`, a request waits this long
 _REVIEW_WAIT_S = 1.0  # part of the two seconds that Kubernetes gives the webhook
 _OLD_PULSE_S = 10.0
 
@@ -315,7 +315,9 @@ class EstimationService:
         device = device_at(request.gpu.device, "/gpu/device")
         given = [request.job, *request.gpu.jobs]
         questions = []
-        for job, pointer in zip(given, ["/job", *(f"/gpu/jobs/{at}" for at in range(len(given) - 1))], strict=True):
+        for job, pointer in zip(
+            given, ["/job", *(f"/gpu/jobs/{place}" for place in range(len(given) - 1))], strict=True
+        ):
             if job.config is not None:
                 config_at(job.config, f"{pointer}/config", self.policy.trust)
                 asked = EstimateRequest.model_validate({"config": job.config, "device": device.name})
@@ -338,8 +340,8 @@ class EstimationService:
         """
 
         async def answer(request: EstimateRequest) -> Estimate:
-            (done,) = await self._known([estimate_question(request, Policy())], replace(caller, wait_s=_REVIEW_WAIT_S))
-            return done
+            (state,) = await self._known([estimate_question(request, Policy())], replace(caller, wait_s=_REVIEW_WAIT_S))
+            return state
 
         return _json(await reviewed(review, answer))
 
@@ -417,14 +419,14 @@ class EstimationService:
 
         values, config = question.values, question.config
         assert config is not None
-        done = await self._in_thread(
+        answer = await self._in_thread(
             lambda: estimate(
                 config, device=values["device"], machine=values["machine"], data=self.data, method="fast"
             ).to_mapping()
         )
         self.metrics.answered("fast")
         key = question.key(self._state.text)
-        return {"id": key, "status": "done", "method": "fast", "estimate": self.scrubber.values(done)}
+        return {"id": key, "status": "done", "method": "fast", "estimate": self.scrubber.values(answer)}
 
     async def _of_batch(self, job: dict[str, Any], place: int, caller: Caller) -> dict[str, Any]:
         try:

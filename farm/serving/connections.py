@@ -58,7 +58,7 @@ class GuardedServer(uvicorn.Server):
 
 
 class Listener:
-    """Accepts one process's connections, at most so many in all and from one peer."""
+    """Accepts one process's connections, up to a limit in all and from one peer."""
 
     def __init__(self, server: uvicorn.Server, listening: socket.socket, limits: LimitSettings) -> None:
         self.server, self.limits = server, limits
@@ -143,7 +143,7 @@ class Listener:
 
     def _end_late_ones(self) -> None:
         now = self._loop.time()
-        for connection in [one for one in self._open if one.is_late(now)]:
+        for connection in [connection for connection in self._open if connection.is_late(now)]:
             connection.end()
         self._timer = self._loop.call_later(_LOOK_EVERY_S, self._end_late_ones)
 

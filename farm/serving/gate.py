@@ -35,8 +35,8 @@ from farm.serving.problems import PROBLEM_TYPE, Problem, busy
 def is_within_share(held: float, wanted: float, held_by_all: float, limit: float) -> bool:
     """Return whether a client that holds `held` of `limit` may hold `wanted` more.
 
-    A client leaves as much free as it holds: one alone gets half, n busy ones get 1/(n + 1) each, and whoever comes
-    next finds a place.
+    A client leaves as much free as it holds: one alone gets half, n busy ones get 1/(n + 1) each, and a client that
+    comes next finds a place.
     """
     return not wanted or held + 2 * wanted <= limit - held_by_all + 1
 
@@ -82,7 +82,7 @@ OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token and neve
 _API, _METRICS, _WEBHOOK = "/v1/", "/metrics", "/v1/kubernetes/mutate"
 _UNCOUNTED = (*OPEN_PATHS, _METRICS)
 _NO_TOKEN = "webhook"  # API servers without a token: they are one client, with few places
-_WEBHOOK_SHARE = 16  # one place of so many
+_WEBHOOK_SHARE = 16  # the share of a webhook: one place in 16
 _CLIENT_GONE = 499  # in log and metrics, as nginx has it
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JSON = "application/json"

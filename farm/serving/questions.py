@@ -87,10 +87,10 @@ def fit_question(request: FitRequest, policy: Policy) -> ClientQuestion:
         from featurize.device.device_spec import device_names
 
         names = device_names() if request.devices is None else request.devices
-        devices = [device_at(name, f"/devices/{at}") for at, name in enumerate(names)]
+        devices = [device_at(name, f"/devices/{place}") for place, name in enumerate(names)]
         if not devices:
             raise invalid("devices must name a GPU model", "/devices")
-        values["devices"] = sorted({one.name for one in devices})
+        values["devices"] = sorted({device.name for device in devices})
     else:
         values["device"] = device_at(request.device or DEFAULT_DEVICE, "/device").name
     return ClientQuestion("fit", values, config)
@@ -186,7 +186,7 @@ def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
 
 
 def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return what a job of a module has besides; `quantized` are training settings that its configuration means."""
+    """Return what else a job of a module has; `quantized` are training settings that its configuration means."""
     from featurize.job.training_settings import Training
     from learn.estimation.requests import training_settings
 
@@ -250,7 +250,7 @@ def _as_problem(pointer: str) -> Iterator[None]:
 
 
 class ServiceState:
-    """The state that answers depend on besides the question: the code, and the models in the data folder.
+    """The state besides the question that answers depend on: the code, and the models in the data folder.
 
     The names of the fitted models are read anew every few seconds.
     """
@@ -271,6 +271,6 @@ class ServiceState:
     def _fitted(self) -> list[str]:
         try:
             targets = sorted(entry.path for entry in os.scandir(self._models) if entry.is_dir())
-            return [f"{os.path.basename(one)}/{name}" for one in targets for name in sorted(os.listdir(one))]
+            return [f"{os.path.basename(folder)}/{name}" for folder in targets for name in sorted(os.listdir(folder))]
         except OSError:
             return []

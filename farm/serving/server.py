@@ -136,7 +136,7 @@ class _Answering:
         self._processes[process] = time.monotonic()
 
     def _replace_ended(self) -> None:
-        for process in [one for one in self._processes if not one.is_alive()]:
+        for process in [process for process in self._processes if not process.is_alive()]:
             lived_s = time.monotonic() - self._processes.pop(process)
             self._log.event("process_ended", ended=process.pid, exit_code=process.exitcode, lived_s=round(lived_s, 1))
             self._failed_starts = (

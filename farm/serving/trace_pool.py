@@ -244,9 +244,11 @@ def _estimate(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any
 
     if "script" in question:
         return _of_script(question, limits)
-    done = estimate(_job(question, limits), _inputs(question), device=question["device"], **_options(question, limits))
+    estimated = estimate(
+        _job(question, limits), _inputs(question), device=question["device"], **_options(question, limits)
+    )
     notes = (Note("hf-config", INFO, text) for text in question.get("notes", ()))
-    return replace(done, notes=(*done.notes, *notes)).to_mapping()
+    return replace(estimated, notes=(*estimated.notes, *notes)).to_mapping()
 
 
 def _fit(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
@@ -256,7 +258,7 @@ def _fit(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     options = {**_options(question, limits), "by": question["by"]}
     if question["find"] == "devices":
         fits = devices_that_fit(job, inputs, devices=question["devices"], **options)
-        return {"find": "devices", "devices": [one.to_mapping() for one in fits]}
+        return {"find": "devices", "devices": [device_fit.to_mapping() for device_fit in fits]}
     return {"find": "largest_batch", **largest_batch(job, inputs, device=question["device"], **options).to_mapping()}
 
 
@@ -266,7 +268,7 @@ def _plan(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     training = {name: value for name, value in question["training"].items() if name != "checkpointing"}
     job = _job(question, limits)
     assert not isinstance(job, Mapping)
-    done = plan(
+    planned = plan(
         job,
         _inputs(question),
         gpus=question["gpus"],
@@ -280,7 +282,7 @@ def _plan(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
         data=limits.data,
         **training,
     )
-    return done.to_mapping()
+    return planned.to_mapping()
 
 
 def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
@@ -290,7 +292,7 @@ def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, An
         Path(folder, _SCRIPT).write_text(question["script"], encoding="utf-8")
         os.chdir(folder)
         how = {name: question[name] for name in ("coverage", "machine", "loop", "allocator", "workspaces")}
-        done = estimate_script(
+        estimated = estimate_script(
             ["python", _SCRIPT, *question["script_arguments"]],
             device=question["device"],
             data=limits.data,
@@ -299,7 +301,7 @@ def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, An
             **how,
         )
     os.chdir("/")
-    return done.to_mapping()
+    return estimated.to_mapping()
 
 
 def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:

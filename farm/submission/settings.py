@@ -51,7 +51,7 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
     if "backend" not in values:
         count = values.pop("count", None)
         return DeviceChoice(backend="simulated", count=count, spec=_described(device_from_mapping(values)))
-    known = [one.name for one in keys_of(DeviceKeys)]
+    known = [key.name for key in keys_of(DeviceKeys)]
     if unknown := sorted(set(values) - set(known)):
         raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     model = values.pop("model", None)
@@ -233,15 +233,15 @@ def with_layouts(space: Space, given: Any) -> Space:
         given: A layout as `parse_parallel` takes it, or a list of them, of which None is one GPU.
 
     Raises:
-        UsageError: Something that is no layout.
+        UsageError: An invalid layout.
     """
     several = isinstance(given, Sequence) and not isinstance(given, str)
-    layouts = [parse_parallel(one) for one in (given if several else [given])]
+    layouts = [parse_parallel(text) for text in (given if several else [given])]
     if not layouts:
         raise UsageError("parallel: the list of layouts is empty")
     texts = tuple(None if layout is None else layout.text() for layout in layouts)
     dimension: Dimension = Choice(DIMENSION, texts) if several else Constant(DIMENSION, texts[0])
-    others = tuple(one for one in space.dimensions if one.name != DIMENSION)
+    others = tuple(other for other in space.dimensions if other.name != DIMENSION)
     # One GPU is what a space without the dimension means, and its jobs keep their ids.
     return replace(space, dimensions=others if texts == (None,) else (*others, dimension))
 

@@ -187,7 +187,7 @@ def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
 
 
 def queue_bytes(trials: int, example_texts: Iterable[str]) -> int:
-    """Estimate the size in bytes of so many trials in the queue's file, from the texts of a few."""
+    """Estimate the size in bytes of this many trials in the queue's file, from the texts of a few."""
     lengths = [len(text.encode()) for text in example_texts]
     return round(trials * (sum(lengths) / max(1, len(lengths)) + _BYTES_BESIDE))
 

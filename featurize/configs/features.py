@@ -68,8 +68,8 @@ def scalar_features(config: TrialConfig) -> dict[str, float | str]:
 def feature_columns(configs: Sequence[TrialConfig]) -> dict[str, np.ndarray]:
     """Return name -> (n,) floats, or words, of n configs of one family. Raises what the family's `layers` does.
 
-    The configs' own fields under their own names (a field that the family lacks, or that is no scalar, is absent; NaN
-    or None in a column where others have it), and
+    The configs' own fields under their own names (a field that the family lacks, or that is not a scalar, is absent;
+    NaN or None in a column where others have it), and
 
     layers, parameters, output_elements, flops    totals of the plan, per sample; `batch_*` for the batch
     max_*, mean_*                                 the largest and the mean of a single layer

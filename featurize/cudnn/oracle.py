@@ -185,7 +185,7 @@ class _CudnnProcess:
 
         Raises:
             _NoAnswer: It ended, or took longer.
-            ValueError: A line that is no answer.
+            ValueError: A line that is not an answer.
             EnvironmentProblem: Its libraries cannot be loaded.
         """
         if not self._opened:
@@ -244,7 +244,7 @@ def cache_path() -> Path:
 
 class AnswerCache:
     """A file of answers, for all processes of this user: an answer never changes. One that cannot be opened or read is
-    as none. `asked` is all that an answer depends on besides its signature: cuDNN's version, the device
+    as none. `asked` is everything besides the signature that an answer depends on: cuDNN's version, the device
     and how PyTorch searches."""
 
     def __init__(self, path: Path) -> None:

@@ -119,7 +119,7 @@ def tensor_problems(text: Any, single: bool) -> list[str]:
 
 
 def canonical_arguments(value: Any) -> Any:
-    """The same arguments as canonical JSON; what is no mapping as it is."""
+    """Return the same arguments as canonical JSON; anything but a mapping unchanged."""
     arguments = parse_arguments({} if value is None else value)
     try:
         return value if arguments is None else canonical_json(arguments)
@@ -139,7 +139,7 @@ def parse_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def _yaml(text: str) -> Any:
-    """`{n_layer: 4}`: JSON whose quotes a shell has eaten. Nothing at all is no arguments."""
+    """`{n_layer: 4}`: JSON whose quotes a shell has eaten. An empty text means no arguments."""
     if not text.strip().startswith("{"):  # YAML would take a bare word for a mapping
         return None if text.strip() else {}
     from omegaconf import OmegaConf
@@ -155,7 +155,7 @@ def _yaml(text: str) -> Any:
 CODE_FIELDS = ("model",)  # what of a config names code: see `featurize.configs.trial`
 LIBRARIES = ("timm", "torchvision", "transformers")  # whose models `kind` groups; pip install "gpufarm[zoo]"
 _MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
-# What a factory says to arguments or a Python that do not suit it. Memory that runs out is none of these.
+# Errors of a factory whose arguments or Python do not suit it. Running out of memory is not one of these.
 _MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)
 
 
@@ -263,7 +263,7 @@ def build(config: Config) -> torch.nn.Module:
     """A module that takes the positional inputs of `batch` and gives logits, or an object or a tuple that holds them.
 
     It is the library's own module with hooks, so that modules keep their names. Raises `UsageError` as `layers` does,
-    but for the inputs; and for a model that cannot checkpoint its activations where that is asked for.
+    except for the inputs; and for a model that cannot checkpoint its activations where that is asked for.
     """
     import torch
 

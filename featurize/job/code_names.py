@@ -64,7 +64,8 @@ class TrustedName(str):
 
 
 def parse_trust(value: object) -> tuple[str, ...]:
-    """The modules of a `trust=` option: a name, or several. `UsageError` for what is no name of a module."""
+    """The modules of a `trust=` option: a name, or several. Raises `UsageError` for anything that is not a module's
+    name."""
     given = () if value is None else (value,) if isinstance(value, str) else value
     names = tuple(given) if isinstance(given, Sequence) else (given,)
     wrong = [one for one in names if not isinstance(one, str) or not _MODULE_NAME.fullmatch(one)]

@@ -142,7 +142,7 @@ class Parallel:
         find_unused_parameters: Parameters may go without a gradient. Buckets then keep the order of the parameters.
         broadcast_buffers: Buffers of the first rank are sent to all others before each step.
         reshard_after_forward: Gathered parameters are freed after the forward pass and gathered again for the backward
-            pass; a number: they are spread over so many ranks meanwhile. None is FSDP2's choice: all but the root's.
+            pass; a number: they are spread over this many ranks in between. None is FSDP2's choice: all but the root's.
         param_dtype: Type in which FSDP2 gathers parameters and computes, of `DTYPES`. None: their own.
         reduce_dtype: Type in which it reduces gradients. None: `param_dtype`.
         cpu_offload: Shards, their gradients and the optimizer are in host memory.
@@ -155,7 +155,7 @@ class Parallel:
         limit_all_gathers: The host waits before it gathers more than two units ahead of FSDP1's kernels.
         use_orig_params: FSDP1 keeps the original parameters; false: the optimizer gets flat ones, and each unit's
             parameters all train or are all frozen. Lightning, Composer and accelerate set true, torch's own is false.
-        no_sync: Micro-steps but the last run under FSDP1's `no_sync`: each rank keeps whole gradients meanwhile.
+        no_sync: Micro-steps but the last run under FSDP1's `no_sync`: each rank keeps whole gradients during them.
         cp_rotate: How keys and values go around, of `ROTATIONS`. None is PyTorch's choice, allgather.
         cp_load_balance: Each rank has a part of the sequence's head and one of its tail, so that all have as much of a
             causal mask. None is PyTorch's choice, true; false is for attention without a causal mask.
@@ -172,7 +172,7 @@ class Parallel:
         sub_group_size: Elements of a partition that stage 3 updates at a time.
         stage3_prefetch_bucket_size: Elements that stage 3 gathers ahead of use.
         stage3_max_live_parameters: Gathered elements beyond which it frees parameters and gathers no more ahead.
-        stage3_max_reuse_distance: It keeps gathered parameters that are used again within so many elements.
+        stage3_max_reuse_distance: It keeps gathered parameters that are used again within this many elements.
         stage3_param_persistence_threshold: It keeps smaller parameters gathered.
         deepspeed: What DeepSpeed's own file says, of which `parse_parallel` made this layout.
         schedule: Order in which a rank of a pipeline runs its micro-batches, of `SCHEDULES`. None: 1f1b.
@@ -322,7 +322,7 @@ class Parallel:
 
     @property
     def shards(self) -> bool:
-        """PyTorch's own wrappers spread tensors over ranks, but for what a pipeline does."""
+        """PyTorch's own wrappers spread tensors over ranks, except what a pipeline does."""
         return self.fsdp > 1 or self.cp > 1 or self.tp > 1 or self.own > 1
 
     @property
@@ -504,7 +504,8 @@ def names_network_only(given: object) -> bool:
 
 
 def named_settings(given: str | Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return settings by name, as a text or a mapping has them. Raises `UsageError` for text that is none."""
+    """Return settings by name, as a text or a mapping has them. Raises `UsageError` for text that is not such a
+    list."""
     return dict(_pairs(given) if isinstance(given, str) else given)
 
 

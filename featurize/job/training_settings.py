@@ -200,7 +200,7 @@ QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Training settings by themselves, for a model that is no family's.
+    """Training settings by themselves, for a model that is not a family's.
 
     Args:
         optimizer: One of `OPTIMIZERS`.
@@ -232,7 +232,7 @@ class Training:
         framework: What launches the kernels, one of `FRAMEWORKS`: it decides how long the host takes. None: `compiled`
             with `compile`, else `megatron` where modules or stages are split over ranks, else `eager`.
         float8: Linear layers multiply 8-bit floats, as torchao's `convert_to_float8_training` makes them: one of its
-            recipes. Layers of which a size is no multiple of 16 stay as they are.
+            recipes. Layers one of whose sizes is not a multiple of 16 stay as they are.
         float8_skip: Names of the linear layers that are not converted. None: the output layer.
         float8_all_gather: FSDP2 casts weights before it gathers them, torchao's `enable_fsdp_float8_all_gather`.
         quantize: Frozen weights of linear layers are stored in 4 or 8 bits; `-dq` quantizes the block constants too.

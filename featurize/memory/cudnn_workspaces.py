@@ -173,7 +173,7 @@ def for_release(
     """Return the workspaces as the cuDNN of a release of PyTorch takes them.
 
     cuDNN before 9.8 cannot be asked. Jobs that ran with 9.1 (fp32, A100) leave no room for what later versions take for
-    1x1 kernels: channels-last copies of input and output. So those stay guessed for such a release, which is none.
+    1x1 kernels: channels-last copies of input and output. So those stay guessed for such a release, which is not one.
 
     Args:
         workspaces: The answers of a cuDNN that can be asked.

@@ -42,7 +42,7 @@ class MemoryProfile:
     fits            False: the step needs more than the capacity even after cached memory was given back, and the
                     peaks are those of a device without limit
     peak_parts      block kind -> bytes at the moment of the most allocated bytes, workspaces included; they sum to
-                    `peak_allocated`, but for rounding: to 512 bytes, or up to a whole cached block where it is at
+                    `peak_allocated`, except for rounding: to 512 bytes, or up to a whole cached block where it is at
                     most 1 MiB larger and is not split
     peak_modules    module -> bytes of the activations alive then that its operators made
     peak_operator, peak_module   what took memory at that moment
@@ -469,7 +469,7 @@ def replay_history(
     live: dict[int, int | None] = {}
     recorded = []
     unmatched = 0
-    pending: list[int] = []  # addresses given back since the last entry that was none of a segment
+    pending: list[int] = []  # addresses given back since the last entry that was not a segment's
     for entry in entries:
         action, size = str(entry["action"]), int(entry.get("size", 0))
         stream, address = int(entry.get("stream", 0)), int(entry.get("addr", 0))

@@ -90,7 +90,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _tunes_a_prefix(module: nn.Module) -> bool:
     configs = getattr(module, "peft_config", None)  # a peft model has it, by the adapter's name
     adapters = configs.values() if isinstance(configs, dict) else ()
-    return any(getattr(one, "peft_type", None) == "PREFIX_TUNING" for one in adapters)
+    return any(getattr(adapter, "peft_type", None) == "PREFIX_TUNING" for adapter in adapters)
 
 
 def _blocks(module: nn.Module, *, nested: bool) -> list[nn.Module]:

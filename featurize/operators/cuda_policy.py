@@ -37,7 +37,7 @@ _EVERY = 2
 @contextlib.contextmanager
 def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[None]:
     """Within, torchvision's detectors run on meta tensors, if torchvision's operators are imported at all. `assume`
-    hears what is taken for granted."""
+    is notified of what is taken for granted."""
     instead: list[tuple[str, str, Callable[[Any], Any]]] = [
         *((one, "nms", lambda original: functools.partial(_nms, original, assume)) for one in ("ops.boxes", "ops")),
         *(
@@ -148,9 +148,10 @@ def as_on_cuda(
     assume: Callable[[str], None] = lambda text: None,
     attends: Callable[[int], None] = lambda width: None,
 ) -> Iterator[Callable[[str], None]]:
-    """Within, meta tensors take CUDA's paths, which are ROCm's but for attention. Yields a function to call with each
-    phase that begins. `kernels` are PyTorch's for fused attention. `assume` hears what is taken for granted of values
-    that only computing the step would give, `attends` the width of a head of each call of attention."""
+    """Within, meta tensors take CUDA's paths, which are ROCm's too, except attention. Yields a function to call with
+    each phase that begins. `kernels` are PyTorch's for fused attention. `assume` is notified of what is taken for
+    granted of values that only computing the step would give, `attends` the width of a head of each call of
+    attention."""
     with (
         casting(autocast_dtype) as autocast,  # holds a lock: one trace at a time
         fused_kernels(),

@@ -407,7 +407,7 @@ def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *,
         keeps_inputs: Each 4-bit layer keeps its input for the backward pass, as bitsandbytes did before 0.43.2.
 
     Raises:
-        UsageError: The model is not on meta, a name of `skip` is no linear layer's, or nothing is left to quantize.
+        UsageError: The model is not on meta, a name of `skip` is not a linear layer's, or nothing is left to quantize.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if any(not layer.weight.is_meta for layer in layers.values()):

@@ -436,7 +436,7 @@ class AttributeReads:
 
 
 def _bound(function: FunctionType) -> tuple[object, ...]:
-    """Return what a function computes with besides its code: a factory makes another one for each layer."""
+    """Return what a function computes with apart from its code: a factory makes another one for each layer."""
     cells = []
     for cell in function.__closure__ or ():
         try:
@@ -483,7 +483,7 @@ def in_pieces(
         weights: How many of them are parameters and buffers.
         limits: Bytes of the first bucket and of all later ones, as `limits_of` of
             `featurize.training.data_parallel` gives them.
-        compiled: Compiles a function of which so many first arguments are parameters and buffers.
+        compiled: Compiles a function of which this many first arguments are parameters and buffers.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.passes.split_module import split_module

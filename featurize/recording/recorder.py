@@ -36,7 +36,7 @@ _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
 )
 _UNKNOWN = object()
-_ITSELF = object()  # the first argument, which stays as it is but for its values
+_ITSELF = object()  # the first argument, of which only the values change
 _PLAIN = frozenset({type(None), bool, str, int, float})
 _NUMBERS = frozenset({bool, int, float})
 _META = torch.device("meta")
@@ -52,8 +52,8 @@ _MOST_KNOWN = 20_000  # some 20 MB
 
 
 def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return `func(*args, **kwargs)`, below autograd, of an operator that is no view. New tensors are remembered, and
-    that an operator gives its first argument back. Raises what the operator raises."""
+    """Return `func(*args, **kwargs)`, below autograd, of an operator that is not a view. New tensors are remembered,
+    and that an operator gives its first argument back. Raises what the operator raises."""
     # In place, a for-each operator and a whole step of an optimizer have nothing to compute and nothing to return.
     if name.endswith("_") and name.startswith(MULTI_TENSOR) and all(t.is_meta for t in args[0]):
         return None  # but of an optimizer's step counters, which are not on meta
@@ -82,7 +82,7 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
 
 
 def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Return whether a result is the first argument, as it was before the call but for its values."""
+    """Return whether a result is the first argument, as it was before the call except for its values."""
     if not (isinstance(out, Tensor) and out.is_meta and args and out is args[0]):
         return False
     # Others, as `set_`, may point the argument to other memory under the same shape.
@@ -326,7 +326,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        """Note what an operator has read, made and taken besides."""
+        """Note what an operator has read, made and taken in addition."""
         outputs, inputs = meta_tensors((out,)), meta_tensors(args)
         if kwargs:
             inputs += meta_tensors(kwargs.values())
@@ -383,7 +383,7 @@ def in_place_overload(
 def taken_over(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
     """A tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the parameter's,
     takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of autograd/functions/accumulate_grad.h).
-    None if this call of `func`, made during a backward pass, is no such copy."""
+    None if this call of `func`, made during a backward pass, is not such a copy."""
     if func is not _CLONE or not args[0].is_sparse or torch.is_grad_enabled():
         return None
     indices, values = args[0]._indices(), args[0]._values()

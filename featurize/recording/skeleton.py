@@ -63,7 +63,7 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
     between parameters are kept. Modules that existed before the call are copied, not changed. Tensors that a module
     keeps as plain attributes stay where they are, as they would in training. Lazy parameters stay lazy.
 
-    A default device that the caller has set, and models that other threads build meanwhile, have no part in it.
+    A default device that the caller has set, and models that other threads build in the meantime, are not involved.
     Raises what the factory raises.
     """
     try:

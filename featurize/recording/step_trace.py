@@ -189,7 +189,7 @@ class StepTrace:
     assumed: tuple[str, ...] = ()  # values that the model reads and only computing the step would give
     notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
     mix: BatchMix | None = None
-    # Of calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
+    # Calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
     widest_head: int | None = None
     graph_input_bytes: int | None = None  # inputs that are copied into CUDA graphs; None: none run
     collectives: tuple[Collective, ...] = ()
@@ -202,7 +202,7 @@ class StepTrace:
         """Return what `compute` gave for this key, or call it now.
 
         Args:
-            key: All that the value depends on besides the trace; a tuple that begins with the value's name.
+            key: Everything besides the trace that the value depends on; a tuple that begins with the value's name.
             compute: Gives the value, which nobody may change afterwards.
         """
         if key not in self._computed:

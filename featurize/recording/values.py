@@ -50,7 +50,7 @@ _FILLED = {
     "aten::empty_strided": 0,
 }
 _OURS = Path(__file__).resolve().parents[1]
-# Whose lines are no model's code.
+# Files whose lines are not a model's code.
 _NOT_THE_MODELS = tuple(f"{place}{os.sep}" for place in (Path(torch.__file__).parent, _OURS, _OURS.parent / "learn"))
 
 _NO_VALUE = "the model reads a value that only computing the step would give: meta tensors have none"
@@ -245,7 +245,7 @@ class Values:
     def follow(
         self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, traits: Traits
     ) -> None:
-        """Note what an operator, which is no view, has given, and forget what it overwrites with unknown numbers."""
+        """Note the results of an operator that is not a view, and forget what it overwrites with unknown numbers."""
         if traits.mutates:
             self._follow_writes(func, args, kwargs, traits)
             return

@@ -30,7 +30,7 @@ PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
 )
 _MOST_PLACES = 49  # largest depthwise kernel for which fast ones exist
 _USUAL_WIDTHS = (4, 8, 16, 32)
-_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
+_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies this much less (Lavin and Gray, CVPR 2016)
 _NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels
 
 _ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
@@ -143,7 +143,7 @@ def as_calls(counts: Counter[KernelCall], launches: float, updates: float = 0.0)
 
 
 def stream(kind: str, nbytes: float, units: float, flops: float = 0.0) -> KernelCall:
-    """Return a kernel that only moves its tensors through the GPU: of so many elements, rows or channels."""
+    """Return a kernel that only moves its tensors through the GPU: of this many elements, rows or channels."""
     return KernelCall(kind, STREAM, FP32, flops, nbytes, units, 1, 0, 1, True)
 
 

@@ -21,7 +21,8 @@ _RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 
 
 def model_flops(op: Operator) -> int:
-    """Return an operator's share of the step's model FLOPs: 0 for what is no matrix product, convolution or attention.
+    """Return an operator's share of the step's model FLOPs: 0 for anything but a matrix product, convolution or
+    attention.
 
     A multiply-add counts as 2. Nothing counts of the optimizer, of what a checkpoint computes again, and of the scores
     that fused attention computes again in its backward pass. Attention counts all pairs of query and key, also where

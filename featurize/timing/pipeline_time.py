@@ -131,7 +131,7 @@ def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[I
 
 
 def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, set[int]]:
-    """Return micro-batches of each stage of a rank whose passes show what all others do, but for the first one's.
+    """Return micro-batches of each stage of a rank whose passes show what all others do, except the first one's.
 
     Args:
         order: The rank's order.
@@ -302,7 +302,7 @@ def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, paral
     waiting = [0.0, *(begins[edge] + late(edge) for edge in edges[1:])]
     lasting = []
     for ends_ms in ([begins[edge] for edge in edges], waiting):
-        # The host launches meanwhile: moments of the GPU's own time are later, in proportion.
+        # The host launches at the same time: moments of the GPU's own time are later, in proportion.
         slower = overlapped(ends_ms[-1], step.host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
         lasts_ms = np.diff([end * slower for end in ends_ms]).tolist()
         lasting.append(dict(zip(keys, lasts_ms, strict=True)))

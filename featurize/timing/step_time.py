@@ -88,7 +88,7 @@ class LearnedEfficiencies:
 
     @property
     def latency_s(self) -> float:
-        """The part of each kernel's time that is no work, in seconds."""
+        """The part of each kernel's time that is not work, in seconds."""
         return float(np.exp(self.parameters.single["latency_us"])) * 1e-6
 
 

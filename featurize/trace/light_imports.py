@@ -20,7 +20,7 @@ def without_compiler() -> None:
 
     torch imports `torch._dynamo` to mark functions that must not be compiled, and torchvision to ask whether it can
     compile. For processes of our own only (a command, a simulated trial server, a Ray task): functions that were marked
-    meanwhile stay unmarked. Does nothing where the compiler is imported already.
+    in the meantime stay unmarked. Does nothing where the compiler is imported already.
     """
     _stand_in("torch._dynamo", {"disable": _as_it_is, "graph_break": _nothing, "is_compiling": lambda: False})
     _stand_in("torch._dynamo.utils", {"is_compile_supported": lambda _device: False})  # asked for by torchvision

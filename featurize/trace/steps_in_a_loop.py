@@ -452,7 +452,7 @@ class State:
 
     def stays(self, later: State | None) -> bool:
         """Return whether a later state is the same."""
-        # A tensor that ended meanwhile may have left its address to another one.
+        # A tensor that has ended since may have left its address to another one.
         return later is not None and self.parts == later.parts and all(one() is not None for one in self.tensors)
 
 
@@ -517,7 +517,7 @@ def undrawn() -> Iterator[None]:
 
 
 def _held_by(value: Any, kind: type, state: State) -> list[object]:
-    """Return what an object holds, and note what it is besides."""
+    """Return what an object holds, and note what else it is."""
     parts = state.parts
     if isinstance(value, Tensor):
         return _of_tensor(value, state)

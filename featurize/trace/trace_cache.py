@@ -146,7 +146,7 @@ def _from_disk(key: str, kind: tuple[AttentionKernels, bool], traces: Traces) ->
     from featurize.device.device_spec import AttentionKernels
 
     try:
-        stored = recall(f"trace {kind[1]} {key}") or {}
+        (stored,) = recall(f"trace {kind[1]} {key}")
         traces[AttentionKernels(**stored["kernels"]), kind[1]] = trace_of_json(stored["trace"])
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None

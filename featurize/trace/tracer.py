@@ -144,7 +144,7 @@ def trace_step(
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.operators.library_calls` notes what
-    cuDNN and flash attention take besides. Of recurrent layers, `featurize.operators.cudnn_rnn` models the memory and
+    cuDNN and flash attention take on top. Of recurrent layers, `featurize.operators.cudnn_rnn` models the memory and
     counts the products; their many small kernels are one launch. Raises `TraceError`, for instance where a forward pass
     reads a value back (`.item()`), and `UsageError` for unknown names.
     """

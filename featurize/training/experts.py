@@ -38,7 +38,7 @@ _FIRST_NAME = 1 << 30  # names of groups are numbers; those of the caller's own 
 def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     """The mesh of a job's ranks, as one of them has it; nothing is sent within it.
 
-    Process groups of the caller are out of sight meanwhile, and are back afterwards.
+    Process groups of the caller are hidden inside, and are back afterwards.
 
     Args:
         parallel: The job.

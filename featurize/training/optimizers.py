@@ -262,7 +262,7 @@ def run_step(optimizer: torch.optim.Optimizer) -> None:
     """Step; also the fused implementation on meta tensors, which torch reserves for real devices.
 
     There, counters on the host, one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long
-    as all else. Both replace parts of PyTorch: no other thread may trace meanwhile.
+    as all else. Both replace parts of PyTorch: no other thread may trace at the same time.
     """
     parameters = _parameters(optimizer.param_groups)
     if not any(p.is_meta for p in parameters):

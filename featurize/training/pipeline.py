@@ -246,7 +246,7 @@ class PipelineRank(ShardedRank):
         Raises:
             UsageError: The batch does not divide, or the model cannot be cut.
         """
-        recorder = self.recorder  # which records only names of modules meanwhile
+        recorder = self.recorder  # records only names of modules inside
         recorder.values.learn(tensors_of(inputs), default=1)
         for name, tensor in named_tensors(inputs):
             if tensor.dim() == 0 or tensor.shape[0] % self.parallel.chunks:

@@ -261,7 +261,7 @@ def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, pa
 
     Args:
         inputs: The batch of the ranks that share it.
-        target: Likewise; None is none.
+        target: Likewise; None: there is none.
         mesh: As `sequence_mesh` returns it.
         parallel: The job's layout.
 
@@ -488,7 +488,7 @@ class ShardStates:
 
     Args:
         model: With modules that `fully_shard` wrapped, or none.
-        recorder: Hears nothing of what `bring_to` does.
+        recorder: Is not notified of what `bring_to` does.
         streams: Likewise.
     """
 

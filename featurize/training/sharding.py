@@ -76,7 +76,7 @@ def shard_flat(
         model: Its optimizer is made afterwards.
         parallel: The degrees and FSDP1's own settings.
         mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
-        chosen: The modules around which a wrapper goes, besides the model.
+        chosen: The modules around which a wrapper goes, in addition to the model.
         types: Those of gathered parameters and of reduced gradients.
 
     Raises:

@@ -105,8 +105,8 @@ def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
     (`generate_llm_fqn_per_model_part`): parameters used before them count as one more, those used after, too.
 
     Raises:
-        UsageError: There are fewer blocks than stages, a path that is no member's, or a stage begins with a member that
-            takes another kind of tensor than the one before gives.
+        UsageError: There are fewer blocks than stages, a path that is not a member's, or a stage begins with a member
+            that takes another kind of tensor than the one before gives.
     """
     starts = _chosen_starts(survey, parallel)
     for place in starts[1:-1]:

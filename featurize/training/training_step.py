@@ -56,7 +56,7 @@ def convert_float8(
 ) -> None:
     """Replace the model's linear layers by torchao's for float8 training. Changes the model.
 
-    Layers of which a size is no multiple of 16 stay as they are, as in torchtitan.
+    Layers one of whose sizes is not a multiple of 16 stay as they are, as in torchtitan.
 
     Args:
         model: Not yet converted.
@@ -67,7 +67,7 @@ def convert_float8(
 
     Raises:
         EnvironmentProblem: torchao is not installed.
-        UsageError: A name of `skip` is no linear layer's, the model is converted already, or nothing is left to
+        UsageError: A name of `skip` is not a linear layer's, the model is converted already, or nothing is left to
             convert.
     """
     package = _torchao()

@@ -100,7 +100,7 @@ def _require_known(parallel: Parallel, training: Training) -> None:
         "optimizer_in_backward": training.optimizer_in_backward,
         "compile": bool(training.compile),
         "float8": training.float8 is not None,
-        "quantize": training.quantize is not None and parallel.zero == 3,  # packed weights are no parameters to it
+        "quantize": training.quantize is not None and parallel.zero == 3,  # packed weights are not parameters to it
         "offload_activations": training.offload_activations and parallel.zero == 3,  # it would move gathered weights
         "grad_scaler": training.grad_scaler is True,  # DeepSpeed scales the loss itself
     }

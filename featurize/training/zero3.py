@@ -386,7 +386,7 @@ class SharedParameters:
 
     @torch.no_grad()
     def _left(self, module: nn.Module, forward: bool) -> None:
-        """Free what a module needed, but for what is used again soon."""
+        """Free what a module needed, except what is used again soon."""
         while forward and self._running and self._running.pop() is not module:
             pass  # a checkpoint left it early
         wanted = set(self._sorted(module))
@@ -433,8 +433,8 @@ class SharedParameters:
         self._uses = dict(uses)
 
     def _can_go(self, one: Shared) -> bool:
-        """Return whether a parameter may be freed: it is not used again within so many elements, nor was it passed over
-        when parameters were fetched ahead."""
+        """Return whether a parameter may be freed: it is not used again within this many elements, nor was it passed
+        over when parameters were fetched ahead."""
         if one.stays or self._fetched_for.get(one, _LONG_AGO) > self._at:
             return False
         uses = self._uses.get(one, [])

@@ -219,7 +219,7 @@ def _archive(work: Path) -> bytes:
         if (work / DATA / "format.json").is_file():
             held.enter_context(compaction_lock(DataFolder.resolve(work / DATA), wait=True))
         for name, path in _files(work, Path(held.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-pack-")))):
-            with contextlib.suppress(FileNotFoundError):  # a temporary file, or one replaced meanwhile
+            with contextlib.suppress(FileNotFoundError):  # a temporary file, or one replaced since
                 data = path.read_bytes()
                 if name.endswith(".jsonl"):  # its last line may be in the middle of being written
                     data = data[: data.rfind(b"\n") + 1]

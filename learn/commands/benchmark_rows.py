@@ -266,7 +266,7 @@ class RowSelection:
     name       for people
     asked      bool: answers are wanted; fitted_on: bool, an estimator may learn from it
     subjects   what a training-free estimator is asked about: the published row, or the case
-    estimates  other people's estimates of the row, name -> value
+    estimates  published estimates of the row, name -> value
     """
 
     rows: Rows
@@ -500,7 +500,7 @@ TIMED_CASES = 20  # a file's cases that are timed, after one that warms up
 
 
 class Tally:
-    """Count steps done and to do; whoever begins something adds its steps first."""
+    """Count steps done and to do; a caller that begins something adds its steps first."""
 
     def __init__(self, progress: Callable[[int, int], None]) -> None:
         self._progress = progress

@@ -367,7 +367,7 @@ def ask_ranks(
         rows: The measured steps.
         outside: Mask of those that are asked about.
         data: The data folder, whose column `origin` has the published cells.
-        tally: Hears of each row.
+        tally: Is called for each row.
     """
     import warehouse
 

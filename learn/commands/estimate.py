@@ -276,7 +276,7 @@ class EstimateSettings(ModelKeys):
         "number > 0 | null",
     )
     estimator: str | None = key(
-        None, "an unknown name lists them all; default the newest fitted hybrid, else the one that comes along"
+        None, "an unknown name lists them all; default the newest fitted hybrid, else the packaged one"
     )
     method: str = key(
         "full",
@@ -417,7 +417,7 @@ def entry(settings: EstimateSettings) -> int:
         input_dtype = settings.input_dtype
     if settings.arguments is not None and settings.model is None:
         raise UsageError("arguments are for model=; a trial config of the family zoo has its own")
-    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints does not belong to the output
         job = load_factory(title, settings.arguments) if config is None else config
         inputs = model_inputs(settings.input, settings.batch)
         batches = model_batches(settings.batches, settings.batch)
@@ -521,7 +521,7 @@ def print_fits(
     by, all_notes = settings.by or BOUND, settings.notes == ALL
     largest: LargestBatch | None = None
     fits: tuple[DeviceFit, ...] = ()
-    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints does not belong to the output
         if settings.find == DEVICES:
             fits = devices_that_fit(job, inputs, devices=settings.devices or None, by=by, **options)
         else:

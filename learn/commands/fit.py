@@ -216,7 +216,7 @@ def entry(settings: FitSettings) -> int:
     table.add_column("3-fold CV", justify="right")
     table.add_column(f"held out (n={rows['test']})", justify="right")
     for row in metric_rows(done.evaluation):
-        table.add_row(*map(Text, row))  # a unit in brackets is no markup
+        table.add_row(*map(Text, row))  # a unit in brackets is not markup
     screen.print(table)
     screen.print(f"bins: {done.meta['bins']['rule']}", soft_wrap=True, highlight=False)
     for note in done.meta["warnings"]:

@@ -108,7 +108,7 @@ def entry(settings: PlanSettings) -> int:
     title, gpus = settings.require_job()
     open_data(settings.data)
     training = {name: getattr(settings, name) for name in SETTINGS if name != "checkpointing"}
-    with contextlib.redirect_stdout(sys.stderr), StepBar("plan") as bar:  # what a model prints is none of the output
+    with contextlib.redirect_stdout(sys.stderr), StepBar("plan") as bar:  # a model's prints are not output
         done = plan(
             load_factory(title, settings.arguments),
             model_inputs(settings.input, None),

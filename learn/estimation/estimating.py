@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.cli.command_line import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
-from conf.files.disk_cache import keep
 from conf.plain_text import first_line
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
-from learn.estimation.platforms import platform_of
+from learn.estimation.platforms import Platform, platform_of
 from learn.estimation.requests import (
     PlatformKeywords,
     RequestKeywords,
@@ -37,7 +36,6 @@ from learn.estimators.protocol import LEVEL
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
-    from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import AnyModel, Inputs
 
 
@@ -84,7 +82,7 @@ def estimate(
             fitted on real devices), else the model that comes with the project, else the trace. The training-free
             estimators answer for memory without a fit. `xmem` runs the model for real, on the CPU.
         method: `full`, or `fast`: estimate a trial config from its features alone, by fitted trees (the data folder's
-            `lightgbm`, else those that come along). It takes about 1 ms, has no breakdown, and says how far it is off.
+            `lightgbm`, else the packaged one). It takes about 1 ms, has no breakdown, and says how far it is off.
         data: Data folder with the fitted models; None is the default folder.
         input_dtype: Type of the inputs that are given as shapes.
         target: For modules: a tensor or shape of class indices.
@@ -161,14 +159,14 @@ def estimate_many(
         method: As in `estimate`.
         progress: Is called with the number of configs done and their total, before each config that is traced. None: a
             bar on standard error, where that is a terminal.
-        **options: Further keywords of `estimate`, but for those of modules. `known` is `"runs"` or `"none"`: a list of
+        **options: Further keywords of `estimate`, except those of modules. `known` is `"runs"` or `"none"`: a list of
             runs would be of one job.
 
     Returns:
         One estimate a config.
 
     Raises:
-        UsageError: As in `estimate`. A value that is no config is named by its place: `configs[3]: ...`.
+        UsageError: As in `estimate`. A value that is not a config is named by its place: `configs[3]: ...`.
     """
     refuse_of_one_estimate(options)
     if options.get("batches") is not None:
@@ -276,7 +274,7 @@ class LargestBatch:
     batch       samples; 0 where not even one fits, or a pipeline's one for each micro-batch
     estimate    at that batch; None where it is 0
     beyond      at one sample more, or a pipeline's one more for each micro-batch, which does not fit; None where the
-                batch is the largest that is tried, so that at least so many samples fit
+                batch is the largest that is tried, so that at least this many samples fit
     by          `bound` or `point`: the figure that has to fit
     tried       batch size -> that figure in MiB, of every estimate that was made
     """
@@ -422,10 +420,11 @@ def devices_that_fit(
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
-    from learn.estimation.answers import answer, is_of_job, with_key
+    from learn.estimation.answers import answers_on, is_of_job
 
     _require_by(by)
     specs = [platform_of(one, machine=CURRENT).device for one in (device_names() if devices is None else devices)]
+    specs.sort(key=lambda one: (one.memory_mib, one.name))
     given: dict[str, Any] = dict(options)
     of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
     anywhere = {"device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None}
@@ -435,27 +434,30 @@ def devices_that_fit(
             "known: a run without a device would speak for every GPU model; name its own, as in "
             "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
         )
-    request = with_key(request)
-    traces: Traces = {}
-    kept: dict[str, Any] = {}
-    fits, problems = [], []
-    for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
+    outcomes: list[Platform | Estimate | CommandError] = []
+    for spec in specs:
         try:
-            here = replace(request, platform=platform_of(data=request.options.data, **{**of_platform, "device": spec}))
-            try:
-                done = answer(here, traces, kept)
-            finally:
-                here.platform.release_workspaces()
+            outcomes.append(platform_of(data=request.options.data, **{**of_platform, "device": spec}))
         except CommandError as error:
-            if is_of_job(error):
-                raise
-            problems.append(error)
-            problem = first_line(error)
+            outcomes.append(error)
+    platforms = {place: one for place, one in enumerate(outcomes) if isinstance(one, Platform)}
+    together = len(platforms) if request.platform.workspaces is None else 1  # a process of cuDNN speaks for one
+    for at in range(0, len(platforms), max(together, 1)):
+        places = [*platforms][at : at + together]
+        for place, done in zip(places, answers_on(request, [platforms[one] for one in places]), strict=True):
+            outcomes[place] = done
+            platforms[place].release_workspaces()
+    fits, problems = [], []
+    for spec, outcome in zip(specs, outcomes, strict=True):
+        if isinstance(outcome, CommandError):
+            if is_of_job(outcome):
+                raise outcome
+            problems.append(outcome)
+            problem = first_line(outcome)
             fits.append(DeviceFit(device=spec.name, fits=None, room_mib=None, estimate=None, problem=problem))
-        else:
-            room_mib = _limit_mib(done, spec) - needed_mib(done, by)
-            fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
-    keep(kept)
+        elif isinstance(outcome, Estimate):
+            room_mib = _limit_mib(outcome, spec) - needed_mib(outcome, by)
+            fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=outcome))
     if problems and len(problems) == len(fits):
         raise problems[0]
     return tuple(fits)

@@ -102,7 +102,7 @@ class ConfigModels:
 
     @cached_property
     def _tables(self) -> list[tuple[FeatureTable, list[str], Trees]]:
-        """Artifacts that read the same columns, as those that come along do, and the trees of all of them."""
+        """Artifacts that read the same columns, as the packaged ones do, and the trees of all of them."""
         names_of: dict[int, list[str]] = {}
         tables: list[FeatureTable] = []
         for name, artifact in self.artifacts.items():
@@ -174,7 +174,7 @@ def fast_problem(config: TrialConfig, device: DeviceSpec, data: Any = None) -> s
 
 def config_models(data: Any, family: str | None, device: DeviceSpec) -> ConfigModels | None:
     """Return the models for a family (None: any) on a GPU model: the data folder's newest of each target, else those
-    that come along; None where they have no memory."""
+    that are packaged; None where they have no memory."""
     home = models_folder(data)
     written = tuple(_changed_ns(home / target) for target in FAST_LOOPS)
     return _config_models(home, written, DEFAULT_MODELS / "fast", family, device.name)
@@ -319,7 +319,7 @@ DEVICES = (
 BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
 # Target -> the loop that a full estimate answers for: the fitted models' figures, and the trace's.
 FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
-ROUNDS = 120  # trees of a model; all that come along take less than 1.5 MB
+ROUNDS = 120  # trees of a model; all packaged ones take less than 1.5 MB
 CASES = 3360
 LIMIT_MIB = 120 * 1024  # limit of `featurize.job.layers.rough_memory_mib`
 MAX_ATTEMPTS = 1000
@@ -391,7 +391,7 @@ def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
     for target in ("memory", "smact", "smocc"):
         artifact = default_artifact(target)
         if artifact is None:
-            raise UsageError(f"no model of {target} comes along: run learn.build_defaults first")
+            raise UsageError(f"no model of {target} is packaged: run learn.build_defaults first")
         prediction = artifact.estimator.predict(traced, steps)
         labels[target] = prediction.point
         if target == "memory" and (upper := prediction.upper(LEVEL)) is not None:

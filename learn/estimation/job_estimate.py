@@ -45,7 +45,7 @@ NARROWED_BY: Mapping[str, str] = {
     NEIGHBOUR: "the nearer the measured batch is, the narrower it is",
 }
 
-# The causes that measured rows speak of. Of the others there are none, and they count as they are.
+# The causes that measured rows cover. No rows cover the others, which count as they are.
 MEASURED = (WORKSPACES, FRAGMENTATION, KERNELS, CONTEXT)
 # MiB by machine, chosen: the described one was off by up to 100 MiB in the median of one of five published files, and
 # nothing was measured on the others. The rest are calibrated profiles.
@@ -68,7 +68,7 @@ class Uncertainty:
 
     Args:
         causes_mib: Cause -> MiB of the 99 % margin.
-        needed_mib: What the job cannot do without, with its margin: it runs on a card that has so much.
+        needed_mib: What the job cannot do without, with its margin: it runs on a card that has this much.
         held: What such bounds held of left-out rows; None where no row speaks of the cause or of the GPU's vendor.
     """
 

@@ -181,7 +181,7 @@ def moved(
 
     Each run is traced at its batch. What was measured beyond the trace holds for the asked batch, too: between two
     runs by interpolation, above them with the square root of the reserved memory, below them in proportion. The
-    bound's width is never above the one without the runs, but for what runs of one batch differ by, and a job that
+    bound's width is never above the one without the runs, except for what runs of one batch differ by, and a job that
     surely fits the card is bounded by the card, as without them. Runs that contradict the trace are left out; those
     that contradict each other move the estimate and narrow nothing. A note says so.
 
@@ -311,7 +311,7 @@ def _spread(measured: Sequence[OnTrace]) -> float:
 
 
 def _difference_at(reserved_mib: float, measured: Sequence[OnTrace]) -> float:
-    """Return what is measured beyond the trace at so much reserved memory; `measured` ascends in it."""
+    """Return what is measured beyond the trace at this much reserved memory; `measured` ascends in it."""
     differences: dict[float, list[float]] = {}
     for one in measured:
         differences.setdefault(one.reserved_mib, []).append(one.difference_mib)
@@ -388,13 +388,13 @@ class OwnRuns:
 
     @property
     def changed_ns(self) -> int:
-        """When the folder of the job's family last changed, which the runs follow from; 0 where there is none."""
+        """When the folder of the job's family last changed, which the runs depend on; 0 where there is none."""
         folder, family = DataFolder.resolve(self.data), self.config.family
         return folder.partition("runs", family).stat().st_mtime_ns if family in folder.families("runs") else 0
 
     @cached_property
     def _rows(self) -> list[MeasuredRow]:
-        changed_ns = self.changed_ns  # before the query: a run that lands meanwhile is looked for the next time
+        changed_ns = self.changed_ns  # before the query: a run that lands in the meantime is looked for the next time
         if not changed_ns or not _has_measured(DataFolder.resolve(self.data), self.config.family, changed_ns):
             return []
         return _measured_rows(self.data, self.config)

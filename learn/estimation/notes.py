@@ -63,7 +63,7 @@ LEGEND = {
 
 
 def loop_of_source(source: str) -> str:
-    """Return the loop that runs of this `runs.source` were made in: other people's are of plain training scripts."""
+    """Return the loop that runs of this `runs.source` were made in: third-party runs are of plain training scripts."""
     return PIPELINE if source == "imported" else RESIDENT
 
 

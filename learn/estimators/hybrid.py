@@ -238,7 +238,8 @@ class Evidence:
 
     def share(self, axes: Collection[str]) -> float:
         """Return the share of the correction for a case that is new along these axes. Where no fit could leave out a
-        kind of an axis, nothing shows that the correction helps: the share is 0, but for the family, where it is 1."""
+        kind of an axis, nothing shows that the correction helps: the share is 0, except for the family, where it is
+        1."""
         return min((self.shares.get(axis, 1.0 if axis == FAMILY else 0.0) for axis in axes), default=1.0)
 
     def share_of_family(self, family: str) -> float:
@@ -292,7 +293,7 @@ def _by_value(values: Sequence[object]) -> dict[object, np.ndarray]:
 FOLDS = 5
 LEAST_ROWS = 10
 OWN_SCORES = 300  # held-out rows from which on a family has a bound of its own
-MANY_MODULES = 10  # a family of so many is held out by module: new ones are what it will be asked about
+MANY_MODULES = 10  # a family with this many is held out by module: new ones are what it will be asked about
 KNOTS_PER_DOUBLING = 4
 # The scale of an error is at least this share of the 90th percentile of all: a network that looks all but certain, and
 # is not, must not stretch everybody's bound.
@@ -306,7 +307,7 @@ _TORCH = "env_torch"  # a case's, not its record's
 # How much wider the bound becomes for each reason, and for a new device, where no fit could leave out a kind of that
 # axis: chosen. `learn.estimation.job_estimate` has measured ones, which `learn.estimate` takes for a traced step.
 _WIDER, _WIDER_DEVICE, _MOST_REASONS = 1.5, 2.0, 3
-# What is unfamiliar does not stretch a bound beyond so many times the point: more would say nothing.
+# What is unfamiliar does not stretch a bound beyond this many times the point: more would say nothing.
 _STRETCHED_AT_MOST = 4.0
 
 

@@ -434,7 +434,7 @@ def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
 
 
 def held_out_by(labels: np.ndarray, folds: int | None = None) -> list[np.ndarray]:
-    """Return the mask of what is left out: each label in turn, or so many parts of labels that stay together."""
+    """Return the mask of what is left out: each label in turn, or this many parts of labels that stay together."""
     if folds is None:
         return [labels == label for label in np.unique(labels)]
     part = np.array([zlib.crc32(str(label).encode()) % folds for label in labels])

@@ -69,7 +69,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """A bound that a job's memory stays below, whoever gives it.
+    """A bound that a job's memory stays below, from any estimator.
 
     Args:
         coverage: Share of jobs that stay below the bound, which is `quantiles_mib[coverage]`.

@@ -66,7 +66,7 @@ def stamped(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
         if path.is_file() and path != folder / name
     }
     kept = {**{key: value for key, value in meta.items() if key != OWN_SHA256}, FILES: files}
-    kept = json.loads(json.dumps(kept))  # as whoever reads it has it
+    kept = json.loads(json.dumps(kept))  # as a reader gets it
     return {**kept, OWN_SHA256: own_sha256(kept)}
 
 

@@ -1,7 +1,7 @@
-"""Formulas for the time of kernels and steps: the kernel model, as it comes and fitted anew, and other people's; and
+"""Formulas for the time of kernels and steps: the kernel model, packaged and fitted anew, and published ones; and
 how each is judged, on rows that were fitted on and on rows left out.
 
-Start reading at `FORMULAS`, then at `judged`. Other people's are written from their papers, on the work, bytes, tiles
+Start reading at `FORMULAS`, then at `judged`. Published ones are written from their papers, on the work, bytes, tiles
 and data-sheet rates of each kernel (`KernelSizes`); the docstring says where one differs from its paper. `left_out_by`
 and `subsets` serve `learn.benchmark`, too.
 """
@@ -342,7 +342,7 @@ def kernel_model(fit: TimeFit) -> Formula:
 
 
 def kernel_model_as_it_comes(fit: TimeFit) -> Formula:
-    """The kernel model with the efficiencies that come along. It learns nothing of the rows."""
+    """The kernel model with the packaged efficiencies. It learns nothing from the rows."""
     learned = load_efficiencies()
     leftover = dict.fromkeys(SHARDED, learned.sharded)
     ratios = fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))
@@ -444,7 +444,8 @@ def labels_by(fit: TimeFit, by: str) -> np.ndarray:
 
 
 def left_out_by(fit: TimeFit, by: str, folds: int | None = None) -> list[np.ndarray]:
-    """Return the masks of the rows that are left out in turn: those of a label, or of one of so many parts of them."""
+    """Return the masks of the rows that are left out in turn: those of a label, or of one of this many parts of
+    them."""
     return held_out_by(labels_by(fit, by), folds)
 
 

@@ -82,7 +82,7 @@ def refit(
 
     Rows (of `snapshot`, or those of now) and the current model are those of `source` and `device_name`, as in
     `learn.rows.data.load_rows`, `trust` too. Raises `UsageError` for an unknown target or estimator, an estimator
-    that cannot do the target, and no data folder; too few rows are no error (`skipped`). `now` is time-zone aware.
+    that cannot do the target, and no data folder; too few rows are not an error (`skipped`). `now` is time-zone aware.
     """
     now = now or datetime.now(UTC)
     get_target(target)
@@ -308,7 +308,7 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> Paired
     The candidate is worse unless the difference of the mean absolute errors (in the target's space, exact labels only)
     is, at its upper 95 % limit, within 5 % of the current one's error or `ALLOWED_AT_LEAST`. It is worse as well where
     significantly more labels are above its bound, out-of-memory rows counted, and more than the bound promises: a wide
-    bound that nothing exceeds is no merit that a tighter one must match.
+    bound that nothing exceeds has no merit that a tighter one must match.
     """
     theirs, ours = figures(current), figures(candidate)
     rows = current.test_rows

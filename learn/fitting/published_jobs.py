@@ -47,7 +47,7 @@ def workload_of(row: PublishedRow) -> TrainingJob:
 
     A row of a configuration gives its family's model, trained as published. A model of timm is built with random
     weights and trained on images of its own default size; the other models are those of `KNOWN_MODELS`. All in the
-    usual loop and in fp32; with Adam, but for timm's (`warehouse.exchange.published.timm_config` says why).
+    usual loop and in fp32; with Adam, except timm's (`warehouse.exchange.published.timm_config` says why).
     """
     from featurize.families import timm
 
@@ -457,7 +457,7 @@ def _images(side: int) -> Callable[[int], Any]:
 
 def _tokens(alone: int, a_doubling: int, *labels: str) -> Callable[[int], Any]:
     """Return inputs that are padded to the longest of a batch: `alone` tokens, and more with each doubling. Assumed of
-    the texts' lengths: the longest of so many."""
+    the texts' lengths: the longest of this many."""
 
     def inputs(batch: int) -> dict[str, Tensor]:
         length = min(round(alone + a_doubling * math.log2(batch)), _MOST_TOKENS)
@@ -591,8 +591,8 @@ _TOKENS = 50_368
 
 
 def mpt_config(size: str, length: int, samples: int, *, recompute: bool) -> gpt.Config:
-    """Return the model of a size of `SIZES` with a batch of so many samples of `length` tokens; `recompute`: blocks are
-    checkpointed."""
+    """Return the model of a size of `SIZES` with a batch of this many samples of `length` tokens; `recompute`: blocks
+    are checkpointed."""
     width, heads, depth = SIZES[size]
     return gpt.Config(
         vocabulary_size=_TOKENS,

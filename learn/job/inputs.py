@@ -257,7 +257,7 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
         target: With lengths: is set to each length likewise. Without: None.
 
     Raises:
-        UsageError: Anything else; a length or a share that is none.
+        UsageError: Anything else; an invalid length or share.
     """
     if isinstance(batches, str | bytes) or is_tensor(batches) or not isinstance(batches, Sequence | Mapping):
         raise UsageError(f"{_FORMS}; got {type(batches).__name__}")
@@ -348,7 +348,7 @@ def model_inputs(given: list[Any] | Mapping[str, Any] | None, batch: int | None)
         batch: Samples to scale the first dimension of every input to; None leaves the inputs as they are.
 
     Raises:
-        UsageError: A shape or a type that is none, or a first dimension that is not the batch's.
+        UsageError: An invalid shape or type, or a first dimension that is not the batch's.
     """
     return None if given is None else _in_batches_of(_typed(given, "input"), batch)
 

@@ -84,7 +84,7 @@ def step_of(
 
     `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` are those of the job that
     the caller has at hand, and keeps. Raises `CannotTrace`, and
-    `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
+    `UsageError` for an invalid job: an unknown device, a factory that returns no module, an output without logits.
     """
     from featurize.memory.replay import outside_mib, replay
     from featurize.timing.overlap import ranks_of_stages, simulate

@@ -85,7 +85,7 @@ class TrainingJob:
         return replace(self, batch=batch, batches=(), batch_size=samples_of(inputs), given=given, key=None)
 
     def with_samples(self, size: int) -> TrainingJob:
-        """Return the job with so many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
+        """Return the job with this many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
         if size == self.batch_size:
             return replace(self)
         if self.config is not None:
@@ -293,7 +293,7 @@ def _attribute(owner: object, name: str) -> Any:
 
 
 def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
-    """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for arguments that are none."""
+    """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for invalid arguments."""
     from featurize.families import zoo
     from featurize.job.code_names import CodeName
 
@@ -302,7 +302,7 @@ def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callabl
     return lambda: zoo.build(config)
 
 
-MODULE = "module"  # family of what is no family's
+MODULE = "module"  # family of models without one
 
 
 @dataclass(frozen=True)

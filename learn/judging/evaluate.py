@@ -92,7 +92,7 @@ def evaluate(
     `steps` has the records of the rows' steps (None: a new store).
 
     Raises `UsageError` where there are too few groups to split.
-    `progress` hears the name of each step before it starts.
+    `progress` is called with the name of each step before it starts.
     """
     steps = StepStore() if steps is None else steps
     classes = classes_of(rows, bins)

@@ -585,7 +585,7 @@ def told_classes(
     """Return (n,) int twice: the classes that answered rows belong to, and those that they were told to belong to.
 
     `shift` None: the classes as told; else those of the estimates with it added. A job that ran out of memory needs at
-    least so much: it belongs to any higher class that it was told to belong to.
+    least this much: it belongs to any higher class that it was told to belong to.
     """
     families = [row.family for row in rows]
     predicted = bins.classify(_values(rows, "estimate") + (shift or 0.0), families)

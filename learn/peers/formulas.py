@@ -147,9 +147,9 @@ class LLMem(Peer):
                 "training without activation checkpointing is not covered: the formula counts the layers' outputs only"
             )
         tied = any(head.weight is m.weight for m in embeddings)
-        own = 0 if tied else sum(p.numel() for p in head.parameters())
+        head_parameters = 0 if tied else sum(p.numel() for p in head.parameters())
         embedded = sum(m.weight.numel() for m in embeddings)
-        others = sum(p.numel() for p in model.parameters()) - embedded - own
+        others = sum(p.numel() for p in model.parameters()) - embedded - head_parameters
         matrices = {id(p): p.numel() for m in model.modules() if m is not head for p in _weights(m)}
         tokens, hidden, vocabulary = batch * sequence, head.in_features, head.out_features
         parts = {
@@ -158,7 +158,7 @@ class LLMem(Peer):
             "layer outputs": _pages((len(embeddings) + len(layers)) * tokens * hidden * B16),
             "language-model head": _pages(tokens * vocabulary * B16)
             + 2 * _pages((tokens - batch) * vocabulary * B16)
-            + own * B16,
+            + head_parameters * B16,
         }
         return {"context": float(device.context_mib)} | {name: nbytes / MIB for name, nbytes in parts.items()}
 
@@ -168,7 +168,7 @@ def _language_model(
 ) -> tuple[list[nn.Embedding], nn.ModuleList, nn.Linear, tuple[int, ...]]:
     """Return a transformer language model's embeddings, its layers, its head, and the shape of its logits.
 
-    Raises `CannotEstimate` that names why the model is none.
+    Raises `CannotEstimate` that names why the model is not one.
     """
 
     def refuse(why: str) -> CannotEstimate:

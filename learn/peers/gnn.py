@@ -45,7 +45,8 @@ LEAST_ROWS = 10
 CATEGORIES = 64  # categories of operators; `featurize.operators.table.VOCABULARY` may grow
 _MIB_LOG2 = 20
 
-# Features of the whole graph; besides all of the device (`gpu_*`). None is the trace's own figure of memory or time.
+# Features of the whole graph, in addition to those of the device (`gpu_*`). None is the trace's own figure of memory or
+# time.
 _SCALARS = (
     "net_states",
     "net_math_bits",
@@ -77,7 +78,7 @@ class GNNEstimator(Estimator):
 
     Out-of-memory rows count as errors where the estimate is below the device's memory. A case that cannot be traced is
     refused, and left out when fitting. Since the same held-out rows choose the epoch and calibrate the bound, the bound
-    leans a little low: it is no bound from rows that fitting never looked at.
+    leans a little low: it is not a bound from rows that fitting never looked at.
     """
 
     name: ClassVar[str] = "gnn"
@@ -92,7 +93,7 @@ class GNNEstimator(Estimator):
 
         raw = [_Raw.of(case, record) for case, record in zip(rows.cases, records, strict=True)]
         self._scaling = _learn_scaling(raw)
-        graphs = [one.scaled(self._scaling) for one in raw]
+        graphs = [graph.scaled(self._scaling) for graph in raw]
         label = to_space(rows.label, rows.target.space)
         exact = label[~rows.censored]
         kind = "sum" if rows.target.is_memory else "ratio" if rows.target.space == "ratio" else "plain"
@@ -220,9 +221,9 @@ class _Raw:
 
 
 def _learn_scaling(raw: Sequence[_Raw]) -> Scaling:
-    columns = tuple(sorted({name for one in raw for name in one.scalars}))
-    scalars = np.array([[one.scalars.get(name, 0.0) for name in columns] for one in raw])
-    nodes = np.concatenate([one.record_nodes for one in raw]).astype(float)
+    columns = tuple(sorted({name for graph in raw for name in graph.scalars}))
+    scalars = np.array([[graph.scalars.get(name, 0.0) for name in columns] for graph in raw])
+    nodes = np.concatenate([graph.record_nodes for graph in raw]).astype(float)
     return Scaling(raw[0].node_columns, columns, _mean_and_scale(nodes), _mean_and_scale(scalars))
 
 
@@ -272,21 +273,21 @@ class Batch:
     @classmethod
     def of(cls, graphs: Sequence[Graph], dtype: torch.dtype = torch.float32) -> Batch:
         """The graphs side by side, none joined to another."""
-        counts = [len(one.category_V) for one in graphs]
+        counts = [len(graph.category_V) for graph in graphs]
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        ends = [np.stack([one.source_E, one.reader_E]) + start for one, start in zip(graphs, first, strict=True)]
+        ends = [np.stack([graph.source_E, graph.reader_E]) + start for graph, start in zip(graphs, first, strict=True)]
 
         def joined(name: str) -> Tensor:
-            return torch.from_numpy(np.concatenate([getattr(one, name) for one in graphs])).to(dtype)
+            return torch.from_numpy(np.concatenate([getattr(graph, name) for graph in graphs])).to(dtype)
 
         return cls(
-            category_V=torch.from_numpy(np.concatenate([one.category_V for one in graphs])),
+            category_V=torch.from_numpy(np.concatenate([graph.category_V for graph in graphs])),
             nodes_VX=joined("nodes_VX"),
             ends_2E=torch.from_numpy(np.concatenate(ends, axis=1)),
             edges_EZ=joined("edges_EZ"),
-            scalars_GS=torch.from_numpy(np.stack([one.scalars_S for one in graphs])).to(dtype),
+            scalars_GS=torch.from_numpy(np.stack([graph.scalars_S for graph in graphs])).to(dtype),
             size_V=joined("size_V"),
-            states_G=torch.tensor([one.states for one in graphs], dtype=dtype),
+            states_G=torch.tensor([graph.states for graph in graphs], dtype=dtype),
             graph_V=torch.from_numpy(np.repeat(np.arange(len(graphs)), counts)),
         )
 

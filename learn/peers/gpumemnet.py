@@ -111,10 +111,10 @@ class Ensemble:
 
 
 class GPUMemNetEstimator(Estimator):
-    """Base of both estimators. A family that was not fitted, and what is no trial config, is refused by row.
+    """Base of both estimators. A family that was not fitted, and anything but a trial config, is refused by row.
 
     Since the rows that a member is trained without choose its epoch and calibrate the bound, the bound leans a little
-    low: it is no bound from rows that fitting never looked at.
+    low: it is not a bound from rows that fitting never looked at.
     """
 
     targets: ClassVar[tuple[str, ...] | None] = ("memory", "smact", "smocc", "drama")
@@ -166,9 +166,9 @@ class GPUMemNetEstimator(Estimator):
                 net = self._net(member, raw.shape[1], len(edges) - 1)
                 train_member(net, inputs, classes, or_above, held_out, self.training, self.seed * 1000 + member)
                 weights.append(arrays_of(net))
-            own = Ensemble(edges, mean, scale, (weights[-1],), np.empty(0))
+            candidate = Ensemble(edges, mean, scale, (weights[-1],), np.empty(0))
             held = rows.subset(held_out)
-            mass = self._probabilities(own, _configs(held.cases), first=member)
+            mass = self._probabilities(candidate, _configs(held.cases), first=member)
             bins = np.broadcast_to(edges, (len(held), len(edges)))
             score[held_out] = cumulative(bins, mass, held.label[:, None])[:, 0]
         scores = np.sort(score[~rows.censored & ~np.isnan(score)])
@@ -186,38 +186,38 @@ class GPUMemNetEstimator(Estimator):
                 refusals[i] = f"it was fitted to {', '.join(families)}, and this is of the family {case.family}"
             else:
                 kind[i] = families.index(case.family)
-        most = max(len(one.edges) for one in self._ensembles.values())
+        most = max(len(ensemble.edges) for ensemble in self._ensembles.values())
         edges, mass = np.full((len(cases), most), np.nan), np.full((len(cases), most - 1), np.nan)
         warnings = []
-        for k, (family, one) in enumerate(self._ensembles.items()):
+        for k, (family, ensemble) in enumerate(self._ensembles.items()):
             index = np.flatnonzero(kind == k)
             if not index.size:
                 continue
-            shares = self._probabilities(one, _configs([cases[i] for i in index.tolist()]))
-            edges[index] = np.pad(one.edges, (0, most - len(one.edges)), mode="edge")
+            shares = self._probabilities(ensemble, _configs([cases[i] for i in index.tolist()]))
+            edges[index] = np.pad(ensemble.edges, (0, most - len(ensemble.edges)), mode="edge")
             mass[index] = np.pad(shares, ((0, 0), (0, most - 1 - shares.shape[1])))
-            if warning := too_few_for(LEVEL, len(one.scores)):
+            if warning := too_few_for(LEVEL, len(ensemble.scores)):
                 warnings.append(f"{family}: {warning}")
         share = 1.0 if target.is_memory else 0.5
-        scores = [one.scores for one in self._ensembles.values()]
+        scores = [ensemble.scores for ensemble in self._ensembles.values()]
         return BinnedPrediction(edges, mass, share, scores, kind, tuple(warnings), refusals)
 
     def save(self, folder: Path) -> None:
         folder = Path(folder)
         arrays: dict[str, Any] = {
             f"{family}/{member}/{name}": array
-            for family, one in self._ensembles.items()
-            for member, weights in enumerate(one.weights)
+            for family, ensemble in self._ensembles.items()
+            for member, weights in enumerate(ensemble.weights)
             for name, array in weights.items()
         }
         np.savez_compressed(folder / "weights.npz", **arrays)
         state = {
             "families": {
                 family: {
-                    "members": len(one.weights),
-                    **{part: getattr(one, part).tolist() for part in ("edges", "mean", "scale", "scores")},
+                    "members": len(ensemble.weights),
+                    **{part: getattr(ensemble, part).tolist() for part in ("edges", "mean", "scale", "scores")},
                 }
-                for family, one in self._ensembles.items()
+                for family, ensemble in self._ensembles.items()
             },
         }
         write_state(folder, self, state)
@@ -239,13 +239,13 @@ class GPUMemNetEstimator(Estimator):
             loaded._ensembles[family] = Ensemble(weights=tuple(weights), **parts)
         return loaded
 
-    def _probabilities(self, one: Ensemble, configs: Sequence[TrialConfig], first: int = 0) -> np.ndarray:
+    def _probabilities(self, ensemble: Ensemble, configs: Sequence[TrialConfig], first: int = 0) -> np.ndarray:
         """Return (n, k) probabilities, the mean over the ensemble's members, of which the first has that number."""
-        inputs = self._inputs(configs, one.mean, one.scale, np.float64)
+        inputs = self._inputs(configs, ensemble.mean, ensemble.scale, np.float64)
         with quiet_torch(0):  # a net draws weights before it is given its own
             nets = [
-                with_arrays(self._net(member, len(one.mean), len(one.edges) - 1), weights)
-                for member, weights in enumerate(one.weights, start=first)
+                with_arrays(self._net(member, len(ensemble.mean), len(ensemble.edges) - 1), weights)
+                for member, weights in enumerate(ensemble.weights, start=first)
             ]
             mass = steady(np.sum([probabilities(net, inputs) for net in nets], axis=0) / len(nets))
         return np.asarray(mass / mass.sum(axis=1, keepdims=True))
@@ -257,10 +257,10 @@ class GPUMemNetEstimator(Estimator):
         if not self.reads_sequence:
             return Inputs(scalars, np.zeros((len(configs), 0, 0), dtype), np.zeros(len(configs), dtype=np.int64))
         sequences = [tokens_of(config) for config in configs]
-        length = np.array([len(one) for one in sequences], dtype=np.int64)
+        length = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
         tokens = np.zeros((len(configs), length.max(initial=0), sequences[0].shape[1]), dtype)
-        for i, one in enumerate(sequences):
-            tokens[i, : len(one)] = one
+        for i, sequence in enumerate(sequences):
+            tokens[i, : len(sequence)] = sequence
         return Inputs(scalars, tokens, length)
 
 

@@ -64,7 +64,7 @@ def modes_of(given: object, length: int = 0, experts: Iterable[int] = ()) -> Mod
     Args:
         given: Names of modes, or None: `DEFAULT_MODES`, `cp` where samples are `LONG` or longer, `ep` where the model
             has experts.
-        length: Tokens of a sample; 0: they are no sequences.
+        length: Tokens of a sample; 0: they are not sequences.
         experts: Numbers of experts of the model's mixtures.
 
     Raises:
@@ -194,7 +194,7 @@ def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parall
 
 
 def checked_gpus(given: object) -> tuple[int, ...]:
-    """Return the numbers of GPUs that are asked about, each once. Raises `UsageError` for what is none."""
+    """Return the numbers of GPUs that are asked about, each once. Raises `UsageError` for anything else."""
     several = given if isinstance(given, list | tuple) else (given,)
     for one in several:
         if not isinstance(one, int) or isinstance(one, bool) or not 2 <= one <= MOST_GPUS:
@@ -208,7 +208,7 @@ def checked_gpus(given: object) -> tuple[int, ...]:
 
 
 def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None) -> tuple[list[Parallel], list[str]]:
-    """Return the layouts of so many GPUs, in the order in which they are searched, and notes on what was left out.
+    """Return the layouts of this many GPUs, in the order in which they are searched, and notes on what was left out.
 
     Args:
         gpus: Number of the job's GPUs.
@@ -316,7 +316,7 @@ def traced_as(layout: Parallel) -> Hashable:
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all tuples of so many whole numbers that multiply to `number`."""
+    """Yield all tuples of this many whole numbers that multiply to `number`."""
     if count == 1:
         yield (number,)
         return

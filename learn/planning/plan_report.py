@@ -164,7 +164,7 @@ _LINE = 14.0  # pixels that a label is high
 
 
 def print_plan(done: LayoutPlan, most: int) -> None:
-    """Print what fits, the quickest first, at most so many rows; the nearest of each mesh that does not; notes."""
+    """Print what fits, the quickest first, at most this many rows; the nearest of each mesh that does not; notes."""
     from rich.console import Console
     from rich.table import Table
 

@@ -365,7 +365,7 @@ class LayoutSearch:
         return row
 
     def _times(self, done: Estimate, first: Estimate, size: int, count: int, alike: int) -> dict[str, Any]:
-        """Return the times of a step with so many micro-steps: those beyond `alike` are as long as the last one."""
+        """Return the times of a step with this many micro-steps: those beyond `alike` are as long as the last one."""
         more = max(count - alike, 0)
 
         def taken(name: str) -> float | None:

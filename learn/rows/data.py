@@ -261,8 +261,8 @@ def _column(name: str, kind: type) -> cached_property[np.ndarray]:
 class Rows:
     """Labelled training jobs, sorted by run_id. Each field of `LabelledRow` is also a column: an array of length n.
 
-    counts     rows of the selection by status; beside them `unreadable` (config that is none, or of unknown family or
-               fields), `absurd` (a label that is no figure), `unknown code` (see `remarks`; these are not left out),
+    counts     rows of the selection by status; beside them `unreadable` (invalid config, or of unknown family or
+               fields), `absurd` (a label that is not a figure), `unknown code` (see `remarks`; these are not left out),
                `untrusted` (`runs.quality`: the farm's own telemetry says that the labels are wrong) and `stale` (the
                view `stale`: the label moved in the environment that the device is in now), all left out.
     remarks    what is odd about single rows, a sentence each, which names some: configs that cannot be read, configs
@@ -350,7 +350,7 @@ def load_rows(
     """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
     With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change. Rows are data:
-    code that a config names is not imported (`featurize.configs.trial`), but for modules in `trust`; such a row is
+    code that a config names is not imported (`featurize.configs.trial`), except modules in `trust`; such a row is
     kept, and its features are those that are stored.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
@@ -430,7 +430,7 @@ def _is_usable(row: Mapping[str, Any], target: Target) -> bool:
         return bool(row["device_memory_mib"])
     label = row["label"]
     # A memory or time of 0 is a sensor that gave nothing, and so is a mean activity of exactly 0 beside a model that
-    # trained, in other people's files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
+    # trained, in published files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
     zero_is_a_figure = target.space == "ratio" and row["source"] != "imported"
     return row["status"] == "ok" and label is not None and (label > 0 or zero_is_a_figure)
 

@@ -1,7 +1,7 @@
 """A function over items, in processes of this machine: one that dies, hangs or runs out of memory costs its item alone.
 
-Start reading at `in_processes`. Items go one at a time to whoever is free, so that slow ones hold nobody up. As a
-program, this file is such a process. It is started by its path, so that a caller's own script is not run again.
+Start reading at `in_processes`. Items go one at a time to the next free process, so that slow ones hold nothing up. As
+a program, this file is such a process. It is started by its path, so that a caller's own script is not run again.
 """
 
 from __future__ import annotations

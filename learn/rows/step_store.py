@@ -1,7 +1,7 @@
 """Records of traced steps, the features of a job before it runs: computed once per case, in parallel, and kept in
 memory and in the data folder.
 
-Start reading at `StepStore`: whoever fits, predicts or judges makes one and passes it on. `compute` traces a case,
+Start reading at `StepStore`: callers that fit, predict or judge make one and pass it on. `compute` traces a case,
 and `StepRecord.to_bytes` is how a record is stored. `with_suspects` marks memory labels that neither the job's tensors
 nor assumed workspaces explain, told from the rows beside them: published figures are often the whole card's, polled
 once a second, so that another job on the card, or a run that never trained, is in them.
@@ -216,7 +216,7 @@ class StepStore:
             cases: cases of trial configs; those of modules are left out
             workers: processes; 0: this one; None: this one, until as many as there are CPUs would be done sooner. What
                 ends one of them is the record of its case, and not kept
-            progress: `progress(done, of)` hears of every computed case
+            progress: `progress(done, of)` is called for every computed case
         """
         self.recall(cases)
         missing = {case.key: case for case in cases if case.key is not None and self._at_hand(case) is None}

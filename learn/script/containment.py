@@ -1,6 +1,6 @@
 """Keeps a script from saving, logging to services, using the network, scripting and starting workers.
 
-Start reading at `contain`. It stops honest scripts from side effects; it is no sandbox against hostile ones.
+Start reading at `contain`. It stops honest scripts from side effects; it is not a sandbox against hostile ones.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class DeepSpeedJob:
     Args:
         rank: The process's part.
         watch: Watches the script's steps.
-        note: Hears what is taken for granted.
+        note: Is notified of what is taken for granted.
     """
 
     def __init__(self, rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
@@ -429,7 +429,7 @@ class _Part(types.ModuleType):
 
 
 def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
-    """Return module -> what is in it, besides the modules below it."""
+    """Return module -> what is in it, apart from the modules below it."""
     zero = {
         "Init": Init,
         "register_external_parameter": giving(None),

@@ -60,8 +60,8 @@ class RankZero:
         self._entered = contextlib.ExitStack()  # until the process ends
 
     def begin(self) -> None:
-        """The script's process group is there, with several ranks: from now on what they send is heard, and PyTorch's
-        own wrappers run on meta tensors where the release allows that."""
+        """The script's process group is there, with several ranks: from now on what they send is recorded, and
+        PyTorch's own wrappers run on meta tensors where the release allows that."""
         if self._streams is not None:
             return
         from featurize.training.ranks import Ranks  # their imports are heavy
@@ -87,7 +87,8 @@ class RankZero:
         self._wrapper = self._wrapper or settings
 
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
-        """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of so many elements."""
+        """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of this many
+        elements."""
         from featurize.training.play_rank import played_rank
         from featurize.training.zero import ZeroRank
 
@@ -198,7 +199,7 @@ def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
 
     Args:
         rank: The process's part.
-        note: Hears that the script uses torch.distributed.
+        note: Is notified that the script uses torch.distributed.
     """
     replace_attribute(torch.multiprocessing, "spawn", _calling_directly(rank))
     replace_attribute(torch.multiprocessing, "start_processes", _calling_directly(rank))
@@ -313,8 +314,8 @@ def _refusing(reason: str) -> Callable[..., None]:
 
 
 def _install_collectives(rank: RankZero) -> None:
-    """Run collectives of GPU tensors as they are: their group sends nothing, and the recorder hears of them. Of what is
-    on the host, and of objects, each rank is taken to have what this one has."""
+    """Run collectives of GPU tensors as they are: their group sends nothing, and the recorder is notified of them. Of
+    what is on the host, and of objects, each rank is taken to have what this one has."""
     all_reduce = dist.all_reduce
 
     def gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -385,8 +386,8 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
     """Replace what DistributedDataParallel does, in this process.
 
     Args:
-        rank: Hears of each wrapped model.
-        note: Hears what is left out.
+        rank: Is notified of each wrapped model.
+        note: Is notified of what is left out.
     """
 
     def init(

@@ -151,7 +151,7 @@ def _setting(name: str, value: Any) -> Setting:
 
 
 def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
-    """Return what tells a run from others, but for the state of what the script looks at."""
+    """Return what distinguishes a run from others, except the state of what the script looks at."""
     content = b"" if command.module else Path(command.script).read_bytes()
     variables = sorted((name, value) for name, value in command.environment.items() if name not in _NO_MATTER)
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
@@ -162,7 +162,7 @@ def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
 def find(key: str) -> ScriptRecord | None:
     """Return the record of an earlier run, without its trace. None: the script has to run."""
     try:
-        stored = recall(key)
+        (stored,) = recall(key)
         if any(_stamp(path) != stamp for path, stamp in stored["files"].items()):
             return None
         record = record_of_json({**stored, "files": None})
@@ -176,7 +176,7 @@ def with_trace(record: ScriptRecord) -> ScriptRecord | None:
     if record.trace is not None:
         return record
     try:
-        return replace(record, trace=trace_of_json(recall(f"trace of {record.key}")))
+        return replace(record, trace=trace_of_json(*recall(f"trace of {record.key}")))
     except _DAMAGED:
         return None
 

@@ -72,7 +72,7 @@ def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
 class ScriptCompiler:
     """The modules that a script has compiled.
 
-    note   hears which function was not compiled
+    note   is notified of a function that was not compiled
     """
 
     def __init__(self, recorder: ScriptRecorder, note: Callable[[str], None]) -> None:
@@ -388,7 +388,7 @@ class OwnPackages(MetaPathFinder):
 
 
 def _elsewhere(name: str) -> ModuleSpec | None:
-    """Find a module or package that is not this project's; None where there is none with code."""
+    """Find a module or package that is not this project's; None where none has code."""
     spec = PathFinder.find_spec(name, [entry for entry in sys.path if Path(entry).resolve() != ROOT.resolve()])
     if spec is None or spec.origin is not None:
         return spec

@@ -134,7 +134,7 @@ class SavedFiles:
         )
 
     def looked_at(self) -> set[str]:
-        """Return the paths that were asked for, but for what is the system's, and what has come since."""
+        """Return the paths that were asked for, except the system's, and what has come since."""
         return {
             path
             for path, was_there in self._looked_at.items()
@@ -217,7 +217,7 @@ class SavedFiles:
             function(path, *args, **kwargs)
 
     def _take_away(self, function: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        """Remove a file or folder; one that is none of those saved stays, if it is removed while saving."""
+        """Remove a file or folder; one that was not saved by the script stays, if it is removed while saving."""
         full = self._full(path)
         if full is None or not self.takes(path) or not os.path.lexists(path):
             function(path, *args, **kwargs)

@@ -24,7 +24,7 @@ from learn.script.process_group import RankZero
 from learn.script.records import Setting
 from learn.script.script_recorder import ScriptRecorder
 
-BY_HAND = "an optimizer of its own"  # the name of an optimizer that is none of torch's
+BY_HAND = "an optimizer of its own"  # the name of an optimizer that is not one of torch's
 # Classes of optimizers -> their names, where these are not the classes' own in small letters.
 _NAMES = {"adamw8bit": "adamw_8bit", "pagedadamw8bit": "paged_adamw_8bit", "pagedadamw": "paged_adamw"}
 

@@ -27,7 +27,7 @@ FAKES = ("hundreds", "endless", "hoarder")
 def fakes(monkeypatch):
     for name in FAKES:
         monkeypatch.setitem(estimators.ESTIMATORS, name, f"fake_methods:{name.capitalize()}Estimator")
-    monkeypatch.setattr(estimators, "TRAINING_FREE", (*estimators.TRAINING_FREE, *FAKES))
+    monkeypatch.setattr(benchmark_module, "TRAINING_FREE", (*estimators.TRAINING_FREE, *FAKES))
 
 
 def mlp(batch, topology="uniform"):

@@ -22,7 +22,7 @@ OK = "SUCCESSFUL"
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
     monkeypatch.setitem(estimators.ESTIMATORS, "hundreds", "fake_methods:HundredsEstimator")
-    monkeypatch.setattr(estimators, "TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
+    monkeypatch.setattr("learn.benchmark.TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
 
 
 def mlp(batch, topology="uniform", depth=1):

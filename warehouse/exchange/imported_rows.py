@@ -69,7 +69,7 @@ class ImportedFile:
     """One file's rows, in its order.
 
     rows              rows of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
-    measured_columns  how many of its columns describe the run besides its memory
+    measured_columns  how many of its columns describe the run apart from its memory
     pairs             places and cells of its rows that are two jobs on one GPU
     left_out          rows that no table keeps
     """
@@ -83,7 +83,7 @@ class ImportedFile:
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
-    """Return the header and the rows of a CSV file. Raises `UsageError` where it is none.
+    """Return the header and the rows of a CSV file. Raises `UsageError` where it is not one.
 
     Cells beyond the header are a list under the key None; those that lack are None.
     """
@@ -219,7 +219,7 @@ def imported_kernels(
             continue
         contents.append(content(cells))
     ids = run_ids(source, contents)
-    landed = (ImportedRow(at, {**row, "kernel_row": name}) for (at, row), name in zip(kept, ids, strict=True))
+    landed = (ImportedRow(number, {**row, "kernel_row": name}) for (number, row), name in zip(kept, ids, strict=True))
     return ImportedFile(path, tuple(landed), "kernels", left_out=tuple(left_out))
 
 
@@ -260,7 +260,7 @@ class PublishedTable:
 
 
 def read_table(path: Path, device_name: str | None, *, source: str, table: PublishedTable) -> ImportedFile | str:
-    """Return the runs of one published table, and the rows of pairs; or why the file is none of `source`."""
+    """Return the runs of one published table, and the rows of pairs; or why the file is not one of `source`."""
     raw = read_with_columns(path, table.names, *([] if table.pairs is None else [table.pairs]))
     if isinstance(raw, str):
         return raw
@@ -271,12 +271,12 @@ def read_table(path: Path, device_name: str | None, *, source: str, table: Publi
     other = {} if device_name is None else {"device_name": device_name, "device_memory_mib": None}
     doubts = table.doubts(lines)
     runs = [
-        (at, part, {**run, **other, **doubts.get(at - 1, {}), "origin": canonical_json(row)})
-        for at, row in places
+        (number, part, {**run, **other, **doubts.get(number - 1, {}), "origin": canonical_json(row)})
+        for number, row in places
         for part, run in enumerate(table.runs(row))
     ]
     contents = [canonical_json({"part": part, "cells": run["origin"], **other}) for _, part, run in runs]
-    rows = imported_runs(source, [(at, run) for at, _, run in runs], contents)
+    rows = imported_runs(source, [(number, run) for number, _, run in runs], contents)
     return ImportedFile(path, rows, pairs=tuple(place for place in places if table.is_pair(place[1])))
 
 
@@ -408,7 +408,9 @@ class CsvMapping:
         about = {"family": self.family, "constants": {str(k): v for k, v in self.constants.items()}}
         contents = [canonical_json({**about, "cells": {str(k): v for k, v in row.items()}}) for row in cells]
         rows = zip(cells, run_ids("csv", contents), strict=True)
-        return ImportedFile(path, tuple(run_row(at, self._run(row, id_)) for at, (row, id_) in enumerate(rows, 1)))
+        return ImportedFile(
+            path, tuple(run_row(number, self._run(row, id_)) for number, (row, id_) in enumerate(rows, 1))
+        )
 
     def _run(self, cells: Mapping[str, str | None], run_id: str) -> dict[str, Any]:
         values, problems = {}, []

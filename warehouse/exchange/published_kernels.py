@@ -7,7 +7,7 @@ kernels such a layer runs.
 nccl-tests divides the time of many all-reduces in a row by their number: `timing` is `loop`.
 
 Sailor (SOSP 2025, eth-easl/sailor): layers of a decoder of Megatron-DeepSpeed in fp32, without flash attention, forward
-and backward each timed by itself. The sizes are those of its profiling script. TF32 is on where the GPU has it, but for
+and backward each timed by itself. The sizes are those of its profiling script. TF32 is on where the GPU has it, except
 Llama on the A100-40: there the products stay below the rate of fp32 and above none of TF32's.
 
 Liger (linkedin/Liger-Kernel, benchmark/scripts): operators of plain PyTorch and transformers, the median of triton's
@@ -151,7 +151,7 @@ KERNEL_TABLES: Mapping[str, tuple[str, Callable[[Cells], Columns]]] = {
 
 
 def read_kernel_table(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
-    """Return the times of a CSV file; or why the file is none of `source`."""
+    """Return the times of a CSV file; or why the file is not one of `source`."""
     names, read = KERNEL_TABLES[source]
     lines = read_with_columns(path, names)
     if isinstance(lines, str):
@@ -244,7 +244,8 @@ _OPERATORS: Mapping[str, tuple[str, str]] = {
 
 
 def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile | str:
-    """Return the operators of a Parquet file with one row an operator and shape; or why the file is none of NeuSight's.
+    """Return the operators of a Parquet file with one row an operator and shape; or why the file is not one of
+    NeuSight's.
 
     Raises:
         EnvironmentProblem: The file cannot be read.

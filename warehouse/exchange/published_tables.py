@@ -62,7 +62,7 @@ _CLUSTERS = dict.fromkeys(("H100", "DGX-H100"), "H100-SXM5-80GB") | dict.fromkey
     ("B200", "DGX-B200"), "B200-SXM-180GB"
 )
 _ZEUS_GPUS = {"V100": "V100-PCIE-32GB", "P100": "P100-PCIE-16GB", "RTX6000": "Quadro-RTX-6000"}
-_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that agree within this are no contradiction
+_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that agree within this do not contradict each other
 _IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
 _MS = {"ms": 1.0, "s": 1e3}
 _MOST_WATTS = 2_000.0  # above any GPU's limit
@@ -235,7 +235,7 @@ def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
         ratio = max(group.values()) / min(group.values())
         if ratio > 1 + _GAVEL_SPREAD:
             reasons = json.dumps({"step_time_ms": f"the file's tables differ by a factor of {ratio:.2f}"})
-            doubts |= {at: {"error_type": DOUBT, "error": doubt, "quality_reasons": reasons} for at in group}
+            doubts |= {place: {"error_type": DOUBT, "error": doubt, "quality_reasons": reasons} for place in group}
     return doubts
 
 
@@ -500,7 +500,7 @@ def _lucid_pair_doubts(members: Sequence[Columns]) -> None:
         speeds[member["model"]].append(member["slowdown"])
     odd = {model for model, ratios in speeds.items() if len(ratios) >= _FEWEST and set(ratios) == {1.0}}
     for member, partner in _with_partners(members):
-        sizes = [one["solo_memory_mib"] for one in (member, partner) if one.get("solo_memory_mib") is not None]
+        sizes = [job["solo_memory_mib"] for job in (member, partner) if job.get("solo_memory_mib") is not None]
         joint = member["joint_memory_mib"]
         # Each has a context of its own.
         known = joint is not None and len(sizes) == 2
@@ -566,9 +566,9 @@ def _differ(figures: Sequence[float]) -> bool:
 
 
 def _with_partners(members: Sequence[Columns]) -> Iterator[tuple[Columns, Columns]]:
-    for one, other in zip(members[::2], members[1::2], strict=True):
-        yield one, other
-        yield other, one
+    for first, second in zip(members[::2], members[1::2], strict=True):
+        yield first, second
+        yield second, first
 
 
 def _share(text: str | None) -> float | None:

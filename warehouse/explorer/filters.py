@@ -233,7 +233,7 @@ class Filters:
     def toggled(self, facet: str, value: str) -> Filters:
         """Return the state with a facet's value chosen, or no longer."""
         values = self.chosen.get(facet, ())
-        changed = tuple(one for one in values if one != value) if value in values else (*values, value)
+        changed = tuple(entry for entry in values if entry != value) if value in values else (*values, value)
         chosen = {name: kept for name, kept in {**self.chosen, facet: changed}.items() if kept}
         return dataclasses.replace(self, chosen=chosen, page=1)
 
@@ -247,7 +247,7 @@ class Filters:
         return dataclasses.replace(self, page=page)
 
     def where(self, without: str | None = None) -> str:
-        """Return the condition of the chosen values, but those of the facet `without`; empty where there is none."""
+        """Return the condition of the chosen values, except those of the facet `without`; empty where there is none."""
         parts = [_condition(facet, values) for facet, values in self.chosen.items() if facet != without and values]
         parts += [f"{self.listing.keys[name]} = {sql_text(value)}" for name, value in self.equal.items()]
         return f" WHERE {' AND '.join(parts)}" if parts else ""

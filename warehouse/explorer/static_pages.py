@@ -116,7 +116,7 @@ def _lists(reader: ExplorerReader, rows: Mapping[str, int]) -> Iterator[tuple[tu
         whole = list_page(reader, Filters(listing))
         yield (f"/{name}", ""), whole
         for facet in listing.facets:
-            values = [one.value for one in whole.facets[facet] if one.value != NULL]
+            values = [entry.value for entry in whole.facets[facet] if entry.value != NULL]
             for value in values[:_FACET_VALUES] if len(values) > 1 else ():
                 filters = Filters(listing, {facet: (value,)})
                 yield (f"/{name}", filters.query()), list_page(reader, filters)

@@ -349,9 +349,9 @@ class _OpenFile:
         return self._places.get(threading.get_ident(), 0)
 
     def read(self, size: int = -1) -> bytes:
-        at = self.tell()
-        content = self._open_file().read(at, self.size - at if size < 0 else size)
-        self._places[threading.get_ident()] = at + len(content)
+        position = self.tell()
+        content = self._open_file().read(position, self.size - position if size < 0 else size)
+        self._places[threading.get_ident()] = position + len(content)
         return content
 
     def write(self, content: bytes) -> NoReturn:

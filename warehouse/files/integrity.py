@@ -81,12 +81,12 @@ class IntegrityReport:
 def examine(folder: DataFolder, *, workers: int | None = None, progress: Progress | None = None) -> IntegrityReport:
     """Verify every file of the folder in `workers` threads (default: the CPUs this process may use).
 
-    Files that a compaction deletes meanwhile are left out. Raises `UsageError` if there is no such data folder.
+    Files that a compaction deletes in the meantime are left out. Raises `UsageError` if there is no such data folder.
     """
     folder.open()
     report = IntegrityReport()
     paths = list(parquet_files(folder))
-    chunks = [paths[at : at + _CHUNK_FILES] for at in range(0, len(paths), _CHUNK_FILES)]
+    chunks = [paths[start : start + _CHUNK_FILES] for start in range(0, len(paths), _CHUNK_FILES)]
     jobs: list[Callable[[], list[_Verified]]] = [partial(_verified_parquet, chunk) for chunk in chunks]
     jobs += [partial(_verified_snapshot, path) for path in sorted(folder.snapshots.glob(f"[!.]*/{MANIFEST}"))]
     jobs += [partial(_verified_artifact, path) for path in sorted(folder.models.glob("*/*/*.json"))]
@@ -122,11 +122,11 @@ class _Verified:
 
 
 def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
-    for one in verified:
-        report.files += one.files
-        report.without_checksum += not one.has_checksum and one.problem is None
-        if one.problem is not None:
-            report.damaged.append(DamagedFile(one.path, one.problem))
+    for check in verified:
+        report.files += check.files
+        report.without_checksum += not check.has_checksum and check.problem is None
+        if check.problem is not None:
+            report.damaged.append(DamagedFile(check.path, check.problem))
 
 
 def _verified_parquet(paths: Sequence[Path]) -> list[_Verified]:

@@ -338,8 +338,8 @@ def _digest(file: BinaryIO, place: int) -> str:
     """Return the SHA-256 of a file with zeros where its digest is."""
     digest = hashlib.sha256()
     file.seek(0)
-    for at in range(0, place, _CHUNK_BYTES):
-        digest.update(file.read(min(_CHUNK_BYTES, place - at)))
+    for start in range(0, place, _CHUNK_BYTES):
+        digest.update(file.read(min(_CHUNK_BYTES, place - start)))
     digest.update(_PLACEHOLDER.encode())
     file.seek(place + _DIGEST_CHARACTERS)
     while chunk := file.read(_CHUNK_BYTES):

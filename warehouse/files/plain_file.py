@@ -139,7 +139,7 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
 
 
 def read_lock(path: Path, limit_bytes: int) -> bytes:
-    """Return the first `limit_bytes` of a lock file; empty if it does not exist or is no plain file."""
+    """Return the first `limit_bytes` of a lock file; empty if it does not exist or is not a plain file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:

@@ -174,10 +174,10 @@ def rows_of_run(kind: str, run: Mapping[str, Any], rows: pa.Table) -> pa.Table:
         raise ValueError(f"{kind} must be a pyarrow.Table, got {type(rows).__name__}")
     run_id = run["run_id"]
     of_run = (detail.row_id, "run_id", *detail.of_run)
-    own = rows.drop_columns([name for name in of_run if name in rows.column_names])
-    names = pa.array([f"{run_id}-{detail.letter}{index:05d}" for index in range(own.num_rows)], pa.string())
+    detail_rows = rows.drop_columns([name for name in of_run if name in rows.column_names])
+    names = pa.array([f"{run_id}-{detail.letter}{index:05d}" for index in range(detail_rows.num_rows)], pa.string())
     same = {"run_id": run_id, **{name: run.get(name) for name in detail.of_run}}
-    return detail_table(kind, own.append_column(detail.row_id, names), same)
+    return detail_table(kind, detail_rows.append_column(detail.row_id, names), same)
 
 
 def detail_table(kind: str, rows: pa.Table, same: Mapping[str, Any]) -> pa.Table:
@@ -278,7 +278,7 @@ class MergedIndex:
                     return file.path
             if listings == self._listings():
                 return None
-            # A compaction has merged the file once more meanwhile: the next look finds the new one.
+            # A compaction has merged the file once more since: the next look finds the new one.
         return None
 
     def holder(self, family: str) -> Callable[[str], bool]:

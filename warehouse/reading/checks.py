@@ -77,7 +77,7 @@ def check(warehouse: DataFolder | duckdb.DuckDBPyConnection | WarehouseConnectio
 
     A data folder's files are looked at too, and where one cannot be read, only they; a connection (also of a
     snapshot) is asked through its views. Runs that were not their task's last are checked as well. Raises
-    `UsageError` for a folder that is none.
+    `UsageError` for a folder that is not a data folder.
     """
     if not isinstance(warehouse, DataFolder):
         return _sorted(_findings(warehouse))
@@ -493,6 +493,6 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
             )
 
 
-def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
-    both_times = pa.types.is_timestamp(own) and pa.types.is_timestamp(wanted)
-    return bool(own == wanted or pa.types.is_null(own) or both_times)
+def _fits(stored: pa.DataType, wanted: pa.DataType) -> bool:
+    both_times = pa.types.is_timestamp(stored) and pa.types.is_timestamp(wanted)
+    return bool(stored == wanted or pa.types.is_null(stored) or both_times)

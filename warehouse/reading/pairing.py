@@ -87,8 +87,8 @@ class Shift:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the shift as JSON has it, the group's columns beside the others."""
-        own = dict(vars(self))
-        return {"label": own.pop("label"), **own.pop("group"), **own}
+        values = dict(vars(self))
+        return {"label": values.pop("label"), **values.pop("group"), **values}
 
 
 def paired(
@@ -116,7 +116,7 @@ def paired(
     side = f"(SELECT {keys}, true AS present, {shown} FROM {{}} GROUP BY {keys})"
     matched = " AND ".join(f"old.{name} IS NOT DISTINCT FROM new.{name}" for name in key)
     fields = [f"coalesce(old.{name}, new.{name})" for name in key]
-    fields += [f"{one}.{name}" for one in ("old", "new") for name in ("present", *columns)]
+    fields += [f"{when}.{name}" for when in ("old", "new") for name in ("present", *columns)]
     rows = connection.execute(
         f"SELECT {', '.join(fields)} FROM {side.format(before)} AS old {'FULL ' if alone else ''}JOIN "
         f"{side.format(after)} AS new ON {matched} ORDER BY ALL"

@@ -58,7 +58,7 @@ def new_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 @contextlib.contextmanager
 def existing_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a database file to read it. Raises `duckdb.Error` where it is none."""
+    """Open a database file to read it. Raises `duckdb.Error` where it is not one."""
     with _attached(path, " (READ_ONLY)") as cursor:
         yield cursor
 

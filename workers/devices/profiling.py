@@ -81,8 +81,8 @@ def report_rows(rows: list[dict[str, Any]], problem: str | None, link: Link) -> 
     """Report rows of `kernels` in parts, and that these are all; too many are a problem, and none are reported."""
     if len(rows) > _MOST_ROWS:
         problem, rows = f"{len(rows):,} different kernels, more than {_MOST_ROWS:,}", []
-    for at in range(0, len(rows), _ROWS_A_REPORT):
-        link.report("kernels", rows=rows[at : at + _ROWS_A_REPORT])
+    for start in range(0, len(rows), _ROWS_A_REPORT):
+        link.report("kernels", rows=rows[start : start + _ROWS_A_REPORT])
     link.report("profiled", problem=problem)
 
 

@@ -28,7 +28,7 @@ _MIN_BLOCKS = 4
 _SURE_BLOCKS = 5  # with fewer the half-width must be inside half of the tolerance
 _MANY_BLOCKS = 8  # fewer may agree by chance: their half-width counts as half of the tolerance at least
 _MAX_BLOCKS = 12
-_BLOCK_READINGS = 2  # a block lasts at least so many sampling periods of its source
+_BLOCK_READINGS = 2  # shortest block, in sampling periods of its source
 _CONSTANT_READINGS = 3
 _PATIENCE = 3  # sampling periods without a reading after which a source is not waited for ...
 _LAG_NS = 500_000_000  # ... and the time by which an exporter's values may come late
@@ -126,7 +126,7 @@ class _Series:
         if self.is_counter and previous_ns is not None and value <= previous:
             if value < previous:  # the driver was reloaded: count anew from here
                 self.last_ns, self.last_value = end_ns, value
-            return  # a counter that has not moved is no reading of its own
+            return  # a counter that has not moved is not a reading of its own
         self.last_ns, self.last_value = end_ns, value
         if previous_ns is not None and len(self.gaps_ns) < 32:
             self.gaps_ns.append(end_ns - previous_ns)

@@ -426,7 +426,7 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
         first, second = (judged.means.get(metric, {}).get(sensor) for sensor in sensors)
         if first is None or first.mean is None or second is None or second.mean is None:
             continue
-        if any(one.readings < _MIN_READINGS or one.coverage < 0.5 for one in (first, second)):
+        if any(reading.readings < _MIN_READINGS or reading.coverage < 0.5 for reading in (first, second)):
             continue
         # Readings scatter: only a difference that chance does not explain is one.
         chance = 2 * (first.standard_error**2 + second.standard_error**2) ** 0.5

@@ -217,8 +217,8 @@ def label_ranks(
         samples += of_rank
         slot = slots[rank] if len(slots) == ranks else None
         status = observed.status if failed in (None, rank) else _STOPPED
-        own = {"rank": rank, "status": status, "device_uuid": slot.device_uuid if slot else None}
-        rows.append({**observed.rank_values.get(rank, {}), **labels, **own})
+        rank_columns = {"rank": rank, "status": status, "device_uuid": slot.device_uuid if slot else None}
+        rows.append({**observed.rank_values.get(rank, {}), **labels, **rank_columns})
     columns |= _common_quality([labels for labels, _ in by_rank.values()])
     return columns, samples, _rank_table(rows)
 
@@ -227,15 +227,15 @@ def _rank_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return rows of `ranks` as a table of the columns that are not their run's."""
     import pyarrow as pa
 
-    own = [field for field in RANK_SCHEMA if field.name not in ("run_id", "rank_row", *RANK_OF_RUN)]
-    return pa.table({field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in own})
+    fields = [field for field in RANK_SCHEMA if field.name not in ("run_id", "rank_row", *RANK_OF_RUN)]
+    return pa.table({field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in fields})
 
 
 def _label_rank(observed: Observed, rank: int) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
     samples = [pair for pair in observed.samples if pair[1].rank == rank]
     reported = observed.rank_values.get(rank, {})
-    own = {name: value for name, value in reported.items() if name in RUN_SCHEMA.names}
-    return label_run(replace(observed, samples=samples, values={**observed.values, **own}))
+    known = {name: value for name, value in reported.items() if name in RUN_SCHEMA.names}
+    return label_run(replace(observed, samples=samples, values={**observed.values, **known}))
 
 
 def _rank_memory_mib(labels: Mapping[str, Any]) -> float:
@@ -244,10 +244,10 @@ def _rank_memory_mib(labels: Mapping[str, Any]) -> float:
 
 def _common_quality(labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the ranks' common quality: the lowest, with the reasons of all."""
-    quality = max((one["quality"] for one in labels), key=QUALITIES.index)
+    quality = max((label["quality"] for label in labels), key=QUALITIES.index)
     reasons: dict[str, str] = {}
-    for rank, one in enumerate(labels):
-        for name, words in (one["quality_reasons"] or {}).items():
+    for rank, label in enumerate(labels):
+        for name, words in (label["quality_reasons"] or {}).items():
             reasons[name] = f"{reasons[name]}; rank {rank}: {words}" if name in reasons else f"rank {rank}: {words}"
     return {"quality": quality, "quality_reasons": reasons or None}
 
@@ -415,7 +415,9 @@ def _joint_memory_mib(members: Sequence[EndedMember], backend: str, start_ns: in
 
 
 def _series(samples: Samples, sensor: str, metric: str) -> list[tuple[int, float]]:
-    return [(one.t_ns, one.values[metric]) for name, one in samples if name == sensor and metric in one.values]
+    return [
+        (sample.t_ns, sample.values[metric]) for name, sample in samples if name == sensor and metric in sample.values
+    ]
 
 
 def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, end_ns: int) -> float | None:
@@ -423,12 +425,12 @@ def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, e
 
     A window may be shorter than the time between two readings; what was read last before it then counts.
     """
-    times = [[t_ns for t_ns, _ in one] for one in series]
+    times = [[t_ns for t_ns, _ in points] for points in series]
     peak: float | None = None
     for t_ns in (start_ns, *(t_ns for t_ns in itertools.chain(*times) if start_ns < t_ns <= end_ns)):
-        places = [bisect.bisect_right(own, t_ns) - 1 for own in times]
+        places = [bisect.bisect_right(instants, t_ns) - 1 for instants in times]
         if min(places) >= 0:
-            total = sum(one[place][1] for one, place in zip(series, places, strict=True))
+            total = sum(points[place][1] for points, place in zip(series, places, strict=True))
             peak = total if peak is None else max(peak, total)
     return peak
 
@@ -436,5 +438,5 @@ def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, e
 def _collocation_table(row: Mapping[str, Any]) -> pa.Table:
     import pyarrow as pa
 
-    own = [column for column in COLLOCATION_SCHEMA if column.name not in _OF_RUN]
-    return pa.table({column.name: pa.array([row.get(column.name)], column.type) for column in own})
+    columns = [column for column in COLLOCATION_SCHEMA if column.name not in _OF_RUN]
+    return pa.table({column.name: pa.array([row.get(column.name)], column.type) for column in columns})

@@ -91,11 +91,11 @@ def measure_all(
         device: `cuda`, or `cpu`, on which everything gives its reason at once.
         seconds_left: Says how many seconds remain.
         kept: Returns name -> reason (None: it has figures) of what is kept already. What failed is measured again.
-        keep: Keeps a measurement's rows, and the reason why they are none, or not all.
+        keep: Keeps a measurement's rows, and the reason why there are none, or not all.
     """
     slot, variables, problem = gpu_of(device)
     before = {name for name, reason in kept().items() if reason is None}
-    missing = [one for one in measurements if one.name not in before]
+    missing = [candidate for candidate in measurements if candidate.name not in before]
     begun, left = [], []
     for measurement in missing:
         if problem is not None:
@@ -110,7 +110,7 @@ def measure_all(
     failed = {name: reason for name, reason in kept().items() if reason is not None}
     return ProbeResult(
         measured=tuple(name for name in begun if name not in failed),
-        kept=tuple(one.name for one in measurements if one.name in before),
+        kept=tuple(candidate.name for candidate in measurements if candidate.name in before),
         failed=failed,
         left=tuple(left),
         no_device=problem if missing else None,

@@ -105,12 +105,12 @@ def recorded_entries() -> list[dict[str, Any]]:
 def _plain(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
     plain = []
     for entry in snapshot["device_traces"][0]:
-        one = {"action": entry["action"], "size": entry["size"], "stream": entry["stream"]}
+        plain_entry = {"action": entry["action"], "size": entry["size"], "stream": entry["stream"]}
         if "addr" in entry:  # an out-of-memory has none
-            one["addr"] = entry["addr"]
+            plain_entry["addr"] = entry["addr"]
         if entry["action"] == "alloc" and entry.get("user_metadata"):
-            one["where"] = entry["user_metadata"]
-        plain.append(one)
+            plain_entry["where"] = entry["user_metadata"]
+        plain.append(plain_entry)
     return plain
 
 

@@ -164,7 +164,7 @@ def _measured(
     begin, given = requested[before], requested[between]  # the first one of the forward pass, and `gradient`
     return {
         "forward": requests_beside(entries[begin:given], [_nbytes(out)]),
-        "backward": requests_beside(entries[given + 1 :], [_nbytes(one) for one in gradients]),
+        "backward": requests_beside(entries[given + 1 :], [_nbytes(tensor) for tensor in gradients]),
     }
 
 
@@ -184,7 +184,7 @@ def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]
 
     Returns:
         `measured_bytes`, the most that was taken and given back during the call; `kept_bytes`, requests that outlive it
-        and are no result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
+        and are not a result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
     """
     live: dict[int, int] = {}  # address -> number of its request
     requests: list[list[Any]] = []

@@ -16,7 +16,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
-# A reading without the start of its interval stands for the time since the one before it, but for no more than this
+# A reading without the start of its interval stands for the time since the one before it, but at most for this
 # many usual intervals: longer gaps are unknown.
 REACH = 5
 # NVML's own averages, which DCGM passes on: a reading may tell of as much time before it (utilization of 1/6 to 1 s,
@@ -144,7 +144,7 @@ def window_mean(
     long = 4 * max(length_ns for _, length_ns, _ in touching) > window_ns
     used = inside if long and 2 * inside_ns >= window_ns else touching
     weight = sum(weight_ns for weight_ns, _, _ in used)
-    own = sum(length_ns for _, length_ns, _ in used)
+    seen_ns = sum(length_ns for _, length_ns, _ in used)
     mean = sum(weight_ns * value for weight_ns, _, value in used) / weight
     variance = sum(weight_ns * (value - mean) ** 2 for weight_ns, _, value in used) / weight
     return WindowMean(
@@ -152,7 +152,7 @@ def window_mean(
         coverage=coverage,
         readings=len(used),
         largest_gap_s=largest_gap_ns / 1e9,
-        outside=1 - weight / own,
+        outside=1 - weight / seen_ns,
         deviation=math.sqrt(variance),
     )
 

@@ -137,13 +137,13 @@ class PageReader:
         """Return our fields as the exporter prints them, by today's names. Torn and foreign lines are skipped."""
         fields: dict[str, float] = {}
         self.seen = self.sliced = False
-        at = 0
-        while (hit := page.find(self.uuid, at)) >= 0:
+        position = 0
+        while (hit := page.find(self.uuid, position)) >= 0:
             start = page.rfind("\n", 0, hit) + 1
-            at = page.find("\n", hit)
-            if at < 0:
-                at = len(page)
-            head, brace, tail = page[start:at].rpartition("}")
+            position = page.find("\n", hit)
+            if position < 0:
+                position = len(page)
+            head, brace, tail = page[start:position].rpartition("}")
             if not brace:
                 continue
             meaning = self._heads.get(head)
@@ -182,13 +182,13 @@ class PageReader:
 
 def _labels(text: str) -> dict[str, str] | None:
     """Return the labels by lower-case name; None if the text holds no labels."""
-    labels, at = {}, 0
-    while at < len(text):
-        match = _LABEL.match(text, at)
+    labels, position = {}, 0
+    while position < len(text):
+        match = _LABEL.match(text, position)
         if match is None:
             return None
         labels[match[1].lower()] = match[2]
-        at = match.end()
+        position = match.end()
     return labels
 
 
@@ -407,7 +407,7 @@ class DcgmSensor(Sensor):
                 status, reason, body = self._get()
             except (http.client.RemoteDisconnected, ConnectionError):
                 self._connection.close()
-                if not kept:  # only a kept connection may have been closed meanwhile
+                if not kept:  # only a kept connection may have been closed since
                     raise
                 status, reason, body = self._get()
         except TimeoutError as error:
@@ -484,7 +484,7 @@ def checked_url(url: str) -> str:
     try:
         parts = urllib.parse.urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (ValueError, AttributeError, TypeError):  # a port that is no number, a value that is no text
+    except (ValueError, AttributeError, TypeError):  # a port that is not a number, a value that is not text
         valid = False
     if not valid or any(character.isspace() for character in url):
         raise UsageError(f"telemetry.dcgm_url must be like {DEFAULT_URL}, got {url!r}")

@@ -73,16 +73,16 @@ class GpuProcesses:
         by_kind: dict[str, list[int | None]] = {}
         for pid, kind in kinds.items():
             by_kind.setdefault(kind, []).append(listed[pid])
-        own, others = by_kind.get("own", []), by_kind.get("other", [])
+        own_processes, others = by_kind.get("own", []), by_kind.get("other", [])
         self.mps = "service" in by_kind
-        self.seen_own = self.seen_own or bool(own)
+        self.seen_own = self.seen_own or bool(own_processes)
         if in_initial_pid_namespace():  # a pid that is not there has just ended
             countable = self.seen_own or not others
         else:
             countable = self.seen_own and "unknown" not in by_kind
         return Share(
-            own_bytes=_sum(own) if own else None,
-            own_seen=bool(own),
+            own_bytes=_sum(own_processes) if own_processes else None,
+            own_seen=bool(own_processes),
             others=len(others) if countable else None,
             other_bytes=_sum(others) if countable else None,
             reason=None if countable else NO_HOST_PIDS,
@@ -218,7 +218,7 @@ def memory_before(nvml: Nvml, uuid: str | None, *, clock_ns: Callable[[], int] =
 
 
 def ratio(value: float, full: float = 100.0) -> float | None:
-    """Return `value / full` in [0, 1], None if it is no share. Rounding may lift a reading slightly above full."""
+    """Return `value / full` in [0, 1], None if it is not a share. Rounding may lift a reading slightly above full."""
     share = value / full
     if not math.isfinite(share) or share < 0 or share > 1.05:
         return None
@@ -267,7 +267,7 @@ class NvmlSensor(Sensor):
         known_pids: frozenset[int] = frozenset(),
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`known_pids`: processes of the farm that may be on the GPU besides the trial's; see `ignore`."""
+        """`known_pids`: processes of the farm that may be on the GPU beside the trial's; see `ignore`."""
         if nvml is None:
             nvml = open_nvml()
         else:

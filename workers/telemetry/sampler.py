@@ -277,7 +277,7 @@ class TelemetrySampler:
 
 
 def _numbers_only(sample: Sample) -> Sample:
-    """Return the sample without values that are no finite numbers, which would spoil a mean."""
+    """Return the sample without values that are not finite numbers, which would spoil a mean."""
     if all(map(math.isfinite, sample.values.values())):
         return sample
     return dataclasses.replace(

@@ -77,7 +77,7 @@ class TrialLink:
         self.ended = False  # the worker has closed its end: no more words will come
 
     def report(self, event: str, **values: Any) -> None:
-        """Send one event. A process that the trial's model has forked exits here, since it is no trial."""
+        """Send one event. A process that the trial's model has forked exits here, since it is not a trial."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
@@ -149,7 +149,7 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
     try:
         _measure(trial, link, place)
     except BaseException as error:
-        if link.reported_result:  # what comes after it is none of the run's business
+        if link.reported_result:  # what comes after it does not concern the run
             return
         backend, error_type = trial["device"]["backend"], type(error).__name__
         status, oom_kind = classify(error, backend == "cpu", _free_device_mib(trial, place))
@@ -186,7 +186,7 @@ def together_of(mapping: dict[str, Any] | None) -> Together | None:
     """Return the group that a worker's message describes; None of a trial that has the device to itself."""
     if mapping is None:
         return None
-    alone = tuple(None if one is None else MemberAlone(**one) for one in mapping["alone"])
+    alone = tuple(None if member is None else MemberAlone(**member) for member in mapping["alone"])
     return Together(member=mapping["member"], size=mapping["size"], sharing=mapping["sharing"], alone=alone)
 
 
@@ -308,8 +308,8 @@ def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank
 
         def body(place: Place = place, channel: socket.socket = theirs, unused: Sequence[Any] = (ours, link)) -> None:
             die_with_parent(parent)
-            for one in (*unused, *(rank.channel for rank in ranks)):
-                one.close()
+            for pipe in (*unused, *(rank.channel for rank in ranks)):
+                pipe.close()
             os.environ.update(_surroundings(place))
             with channel:
                 run_rank(place, channel)
@@ -420,8 +420,8 @@ class _RankMonitor:
 
 def _root_of(failed: Iterable[_Rank]) -> _Rank | None:
     """Return the rank that failed by itself, not because it lost another one; None if none did."""
-    own = [rank for rank in failed if rank.failure is None or not _lost_another(rank.failure)]
-    return min(own, key=lambda rank: (rank.failure is not None, rank.number)) if own else None
+    causes = [rank for rank in failed if rank.failure is None or not _lost_another(rank.failure)]
+    return min(causes, key=lambda rank: (rank.failure is not None, rank.number)) if causes else None
 
 
 def _lost_another(failure: Mapping[str, Any]) -> bool:

@@ -247,9 +247,9 @@ class TrialWatch:
 
     def ranks_started(self, pids: Sequence[int]) -> None:
         """Watch the ranks' processes, as far as they are the trial's."""
-        own = set(descendants_of(self._pid)) if self._sampled else set()
+        descendants = set(descendants_of(self._pid)) if self._sampled else set()
         for rank, pid in enumerate(pids):
-            if pid not in own:  # it has ended, or is another's
+            if pid not in descendants:  # it has ended, or is another's
                 self._observed.missing["ranks"] = f"process {pid} of rank {rank} is not the trial's"
                 pid = self._pid
             uuid = self._slots[rank % len(self._slots)].device_uuid

@@ -1,6 +1,6 @@
 """Parses and checks everything that arrives on a trial's socket, and records it in the trial's `Observed`.
 
-Start reading at `ReportReader`. A trial runs other people's code, so nothing that it sends is trusted: the first breach
+Start reading at `ReportReader`. A trial runs third-party code, so nothing that it sends is trusted: the first breach
 of the rules is recorded as `Observed.broken`, and nothing more of that trial is read.
 """
 

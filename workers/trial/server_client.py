@@ -225,7 +225,7 @@ class MpsDaemon:
         output = Path(self._folder.name) / "control.log"  # no pipe, which a daemon would hold open
         try:
             with open(output, "wb") as log:
-                done = subprocess.run(
+                completed = subprocess.run(
                     [_PROGRAM, *arguments],
                     input=words.encode(),
                     env=self._surroundings,
@@ -239,6 +239,6 @@ class MpsDaemon:
             raise MpsUnavailable(f"{_PROGRAM} is not installed; it comes with NVIDIA's driver") from None
         except (OSError, subprocess.TimeoutExpired) as error:
             raise MpsUnavailable(f"{_PROGRAM}: {error}") from error
-        if done.returncode:
+        if completed.returncode:
             text = output.read_text(errors="replace").strip() or "no output"
-            raise MpsUnavailable(f"{_PROGRAM} ended with code {done.returncode}: {text[:500]}")
+            raise MpsUnavailable(f"{_PROGRAM} ended with code {completed.returncode}: {text[:500]}")
