@@ -92,7 +92,7 @@ def entry(settings: SlurmSettings) -> int:
         EnvironmentProblem: The table or the folder cannot be written; with once=true, the service does not answer.
     """
     rows = read_table(settings.path)
-    write_table(settings.path, rows)  # one that cannot be written is told at once
+    write_table(settings.path, rows)  # one that cannot be written fails at once
     return keep_asking(
         lambda service, ended: _answer_wanted(settings, rows, service, ended),
         server=settings.server,
@@ -125,7 +125,7 @@ def _forget_oldest(rows: dict[str, DirectiveRow]) -> None:
 
 
 def row_of(directive: str, devices: Mapping[str, str], service: Client) -> DirectiveRow:
-    """Return what the service says of a directive. Raises `EnvironmentProblem` where it does not answer."""
+    """Return the service's answer for a directive. Raises `EnvironmentProblem` where it does not answer."""
     try:
         body = _job_of(directive)
         gpus = _gpus_of(body.get("parallel"))

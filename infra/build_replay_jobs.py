@@ -1,4 +1,4 @@
-"""Writes `farm/replaying/carma_jobs.csv`: the job types of CARMA's traces, and what each estimator says of them.
+"""Writes `farm/replaying/carma_jobs.csv`: the job types of CARMA's traces, and each estimator's figures for them.
 
 Start reading at `main`; the figures that CARMA's authors published are in `farm/replaying/carma_published.csv`. What is
 estimated here is computed by this project without a GPU: nothing of it was measured. Needs torchvision, timm and

@@ -211,7 +211,8 @@ def rounds(n: int) -> Iterator[int]:
 def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bool:
     """Queue and run round after round until all is done or the time is up, then export; whether all is done.
 
-    A family whose space cannot be sampled here is told and left out. Raises `UsageError` where the device is not here.
+    A family whose space cannot be sampled here is reported and left out. Raises `UsageError` where the device is not
+    here.
     """
     until_s = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes - _LEAVE_S
     jobs = submissions(settings)
@@ -295,7 +296,7 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure; 130 where it was told to stop before all was done, except by the end of its minutes."""
+    """Measure; 130 where it was asked to stop before all was done, except by the end of its minutes."""
 
     def collected() -> int:
         settings = settings_of(argv)

@@ -115,7 +115,8 @@ def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]
 def main(versions: list[str]) -> int:
     """Test the given releases, else those that `golden_traces.json` names as tested; print a line for each.
 
-    Returns 1 if a release gives other figures than that file or if a command or a test fails, 2 for an invalid version.
+    Returns 1 if a release computes other figures than that file or if a command or a test fails, 2 for an invalid
+    version.
     """
     wrong = [version for version in versions if not _VERSION.fullmatch(version)]
     if wrong:

@@ -237,7 +237,7 @@ def _alike(warnings: Sequence[str]) -> list[str]:
 def _sets(
     settings: BenchmarkSettings, selection: RowSelection, index: np.ndarray, steps: StepStore
 ) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return title -> row -> what `Scored` says of it: each file, and where some of its rows are in doubt also the
+    """Return title -> row -> its entry of `Scored`: each file, and where some of its rows are in doubt also the
     others alone."""
     rows = selection.rows
     groups = keys_of(rows, settings.by or "module")
@@ -322,7 +322,7 @@ def reproduce(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, Seq
     if any(len(file.rows) > rows for file in of_families):
         notes.append(f"a sample of {rows} rows of each file, all that is fitted on; rows=N takes more")
     records: list[dict[str, Any]] = []
-    done: list[Benchmark] = []
+    benchmarks: list[Benchmark] = []
     for target, families, models, estimators in RUNS:
         asked = (of_families if families else []) + (known_models if models else [])
         learns = any(name in _LEARNED for name in estimators)
@@ -339,26 +339,26 @@ def reproduce(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, Seq
             published=tuple(str(file.path) for file in asked),
         )
         try:
-            done.append(ask(run, BIN_WIDTHS_GB))
+            benchmarks.append(ask(run, BIN_WIDTHS_GB))
         except UsageError as error:  # the files may lack a column
             notes.append(f"{target} is not judged: {str(error).partition(': ')[2] or error}")
             continue
-        records += _records(done[-1])
-        notes += [note for note in done[-1].notes if "in doubt" in note]
-    tables = [_accuracy(records), _utilization(records), _models(done), _latency(records)]
+        records += _records(benchmarks[-1])
+        notes += [note for note in benchmarks[-1].notes if "in doubt" in note]
+    tables = [_accuracy(records), _utilization(records), _models(benchmarks), _latency(records)]
     return Paper(tuple(table for table in tables if table.rows), tuple(dict.fromkeys(notes)))
 
 
-def _records(done: Benchmark) -> list[dict[str, Any]]:
+def _records(benchmark: Benchmark) -> list[dict[str, Any]]:
     """Return one record for each family and estimator. Rows in doubt count, as they do in the paper."""
     records = []
-    for figures in done.figures:
-        families = {row.family for row in done.scored[figures.file, figures.estimator]}
+    for figures in benchmark.figures:
+        families = {row.family for row in benchmark.scored[figures.file, figures.estimator]}
         if len(families) > 1 or not families <= {*FAMILIES} or figures.file.endswith(TRUSTED_ALONE):
             continue
         records.append(
             {
-                "target": done.target.name,
+                "target": benchmark.target.name,
                 "family": families.pop(),
                 "estimator": figures.estimator,
                 "n": figures.ok + figures.oom,
@@ -393,17 +393,17 @@ def _classes(
     records: Sequence[Mapping[str, Any]], target: str, family: str, about: Mapping[str, str], width: int | None = None
 ) -> dict[str, Any]:
     """Return the accuracies of one family's rows, of memory classes `width` GB wide."""
-    own = [record for record in records if (record["target"], record["family"]) == (target, family)]
-    ours = {record["estimator"]: record["accuracy"].get(about.get("bins", "published")) for record in own}
+    rows = [record for record in records if (record["target"], record["family"]) == (target, family)]
+    ours = {record["estimator"]: record["accuracy"].get(about.get("bins", "published")) for record in rows}
     of_family = [f for f in PUBLISHED_FIGURES if (f.target, f.rows, f.source) == (target, family, GPUMEMNET)]
     theirs = [figure for figure in of_family if width is None or width in figure.bin_gb]
-    return {"family": family, **about, "n": own[0]["n"] if own else None, **ours, "theirs": theirs or None}
+    return {"family": family, **about, "n": rows[0]["n"] if rows else None, **ours, "theirs": theirs or None}
 
 
-def _models(done: Sequence[Benchmark]) -> PaperTable:
+def _models(benchmarks: Sequence[Benchmark]) -> PaperTable:
     """Return signed relative errors, and their means and medians without sign, of models that are never fitted on."""
     answers: dict[str, dict[str, Scored]] = {}
-    for of_run in done:
+    for of_run in benchmarks:
         for (file, estimator), scored in of_run.scored.items():
             known = of_run.target.is_memory and not file.endswith(TRUSTED_ALONE)
             if known and not {row.family for row in scored} & {*FAMILIES} and any(row.estimate for row in scored):
@@ -429,9 +429,9 @@ def _latency(records: Sequence[Mapping[str, Any]]) -> PaperTable:
     timed = [record for record in records if record["target"] == "memory" and record["seconds"] is not None]
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(record["estimator"] for record in timed):
-        own = {record["family"]: _Time(record["seconds"]) for record in timed if record["estimator"] == name}
+        times = {record["family"]: _Time(record["seconds"]) for record in timed if record["estimator"] == name}
         rows.append(
-            {"estimator": name, **{family: own.get(family) for family in FAMILIES}, "theirs": None, "of": "here"}
+            {"estimator": name, **{family: times.get(family) for family in FAMILIES}, "theirs": None, "of": "here"}
         )
     for figure in PUBLISHED_FIGURES if rows else ():
         if figure.unit in ("s", "ms"):

@@ -80,7 +80,7 @@ def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str 
     """Return the profile that explains the numbers, as near to a typical machine as they allow.
 
     The least-squares estimate with a normal prior around `machine("current")`, no part below 0: one number moves
-    the parts that it speaks of, several tell them apart.
+    the parts that it covers, several separate them.
 
     Raises:
         UsageError: There is no number.

@@ -360,7 +360,7 @@ class Worker:
 
 
 def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
-    """Return checked rows of `kernels` as a table of the columns that a trial gives itself."""
+    """Return checked rows of `kernels` as a table of the columns that a trial sets itself."""
     import pyarrow as pa
 
     return pa.table(

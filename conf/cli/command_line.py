@@ -75,7 +75,7 @@ def command(
     rewrite: Rewrite | None = None,
     entry_of_rest: Callable[..., int | None] | None = None,
 ) -> NoReturn:
-    """Run `entry(settings)` with the settings that the process's arguments give, then exit with its return value.
+    """Run `entry(settings)` with the settings of the process's arguments, then exit with its return value.
 
     `positional` names the key of the one argument that is not an override, the one with white space. Values of text
     keys are taken as they stand, with their commas and brackets.
@@ -336,7 +336,7 @@ class StepBar:
         """Show the running step and its progress, `done` of `of`; 0 of 0 where the number is unknown."""
         if not self._console.is_terminal:
             return
-        if self._running is None:  # not before there is something to tell: another bar may be on the screen until then
+        if self._running is None:  # not before there is something to show: another bar may be on the screen until then
             from rich.progress import TimeElapsedColumn
 
             self._running = start_bar(self._console, self._label, TimeElapsedColumn())
@@ -346,7 +346,7 @@ class StepBar:
 
 @contextlib.contextmanager
 def terminal_bar(label: str, *, remaining: bool = False) -> Iterator[Callable[..., None] | None]:
-    """Show a bar on stderr and give its update function, `update(completed=, total=, description=)`.
+    """Show a bar on stderr and yield its update function, `update(completed=, total=, description=)`.
 
     The last column is the elapsed time, or with `remaining` the time left. Without a terminal there is no bar: None.
     """

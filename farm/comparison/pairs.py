@@ -34,8 +34,8 @@ from warehouse.tables.schema import ENVIRONMENT
 from workers.trial.server_client import PYTHON_VARIABLE
 
 _PROBE_TIMEOUT_S = 180.0  # importing torch from a cold disk takes long
-# What a trial server imports, and what a comparison records of the environment. The newest file of torch tells a build
-# that was made again under the same version.
+# What a trial server imports, and what a comparison records of the environment. The newest file of torch identifies a
+# build that was made again under the same version.
 _PROBE = """
 import importlib.metadata, json, os, sys
 from featurize.training.training_step import preload

@@ -138,7 +138,7 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
     """A handler that closes its own stream."""
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which has been told
+        with contextlib.suppress(OSError):  # a full disk, which has been reported
             self.stream.close()
         super().close()
 

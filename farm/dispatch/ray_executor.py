@@ -1,6 +1,7 @@
 """Ray's side of the farm: one actor per GPU, pinned by Ray, restarted by Ray, results through its object store.
 
-Start reading at `RayExecutor`. Defaults that Ray has changed between versions are set here explicitly.
+Start reading at `RayExecutor`; `PinnedWorker` is the body of an actor. Defaults that Ray has changed between versions
+are set here explicitly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from conf.cli.own_packages import SAFE_PATH
+from conf.cli.own_packages import SAFE_PATH, searching_last, working_folder
 from conf.errors import EnvironmentProblem
 from farm.dispatch.cluster_settings import ClusterSettings, plain_error
 from farm.dispatch.executors import Completion
@@ -32,10 +33,52 @@ from farm.dispatch.ray_cluster import (
     RayNode,
     own_session_environment,
 )
-from farm.dispatch.ray_worker import actor_class
 from farm.queue.leftovers import delete_folder, descendants, end_processes, make_ray_folder, record_processes
 from workers.devices import DeviceChoice, make_device
-from workers.task import Task
+from workers.task import RunResult, Task
+from workers.worker import Worker
+
+
+class PinnedWorker:
+    """The body of an actor: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
+
+    def __init__(
+        self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int, gpus: int = 1
+    ):
+        name = f"ray-{slot_key}"
+        if slot_key is None:  # Ray has pinned this process: it sees its own GPUs only
+            import ray
+
+            name = f"ray-{'+'.join(ray.get_runtime_context().get_accelerator_ids()['GPU'])}"
+            choice = {**choice, "count": None}
+        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers, gpus)
+
+    def ready(self) -> None:
+        """Start the trial server and wait until it is ready."""
+        self._worker.ready()
+
+    def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
+        return self._worker.run(task, upcoming)
+
+
+def actor_class() -> type:
+    """Return the actors' class, which is sent by value and corrects the path before any import of ours."""
+    put_last = searching_last(working_folder())
+
+    class RayWorker:
+        def __init__(self, *arguments: Any) -> None:
+            put_last()
+
+            self._pinned = PinnedWorker(*arguments)
+
+        def ready(self) -> None:
+            self._pinned.ready()
+
+        def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
+            return self._pinned.run(task, upcoming)
+
+    return RayWorker
+
 
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
 _SHUTDOWN_S = 10.0  # a Ray that has lost its head may take this long

@@ -366,8 +366,8 @@ _STYLES = {"ok": "green", "oom": "yellow", "timeout": "magenta", "crashed": "red
 
 
 class Progress:
-    """A context manager. `totals()` gives (tasks ended by their status, tasks in all) of what is being worked on, with
-    those that ended before; the rate is of what lands here.
+    """A context manager. `totals()` returns (tasks ended by their status, tasks in all) of what is being worked on,
+    with those that ended before; the rate is of what lands here.
 
     `quiet`: says nothing, where a program reads the events.
     """

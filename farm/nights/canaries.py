@@ -129,7 +129,7 @@ def _night(of_job: Sequence[tuple[CanaryRun, tuple[Any, ...]]], before: tuple[An
         return CanaryNight(environments.most_common(1)[0][0], runs)
     known = tuple(next((e[i] for _, e in of_job if e[i] is not None), None) for i in range(len(ENVIRONMENT)))
     # No run came so far as to say all of it: it is the environment before where nothing speaks against that.
-    if before is not None and all(one in (None, other) for one, other in zip(known, before, strict=True)):
+    if before is not None and all(column in (None, other) for column, other in zip(known, before, strict=True)):
         return CanaryNight(before, runs)
     return CanaryNight(known, runs)
 
@@ -232,7 +232,7 @@ def _slower(
 MEMORY = "peak_memory_mib"
 
 # Never change an entry, nor a default that it leaves open: its hash is what ties tonight to the nights before. Each is
-# small, and which operator families each has, and which not, tells later what moved (`farm.nights.watch`): batch norm
+# small, and which operator families each has, and which not, shows later what moved (`farm.nights.watch`): batch norm
 # without convolutions, convolutions without batch norm, embeddings without attention, half precision in two of them.
 _CANARIES = (
     {
@@ -581,8 +581,10 @@ def _of_single_gpus(
     known = {(entry.config_hash, entry.label) for entry in together if entry.moved}
     on_one_gpu = []
     for gpu in gpus:
-        own = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
-        entries = compare_canaries({name: of_gpu for name, of_gpu in own.items() if of_gpu}, history, shared, accepted)
+        on_gpu = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
+        entries = compare_canaries(
+            {name: of_gpu for name, of_gpu in on_gpu.items() if of_gpu}, history, shared, accepted
+        )
         on_one_gpu += [
             replace(entry, said=f"{entry.said} on {gpu} alone")
             for entry in entries

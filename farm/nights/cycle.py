@@ -1,7 +1,7 @@
 """One night: canaries, choose, run, land, learn, report. Each step is recorded, so a killed cycle resumes.
 
 Start reading at `NightWork.work`. While trials run, SIGTERM ends the night, and Ctrl-C leaves the cycle open within
-seconds (`NightStop`). `notify` tells a command or a web address how it ended.
+seconds (`NightStop`). `notify` reports to a command or a web address how it ended.
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ class NightWork:
 
     def _step(self, kind: type[P], work: Callable[[], P]) -> P:
         """Do a step unless it is done, and return its payload."""
-        done = self.cycle.payload(kind)
-        if done is not None:
-            return done
+        recorded = self.cycle.payload(kind)
+        if recorded is not None:
+            return recorded
         name = kind.step
         self.journal.start(self.cycle.name, name)
         self.cycle = self.journal.cycle(self.cycle.name)
@@ -476,8 +476,8 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
     there = {snapshot.name: snapshot for snapshot in snapshots(folder)}
     began = cycle.steps["land"].attempts[0]
     # A snapshot of the day that a user took before this step is not ours; one taken since we began is.
-    own = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
-    name = next(name for name in own if name not in there or there[name].taken_at >= began)
+    names = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
+    name = next(name for name in names if name not in there or there[name].taken_at >= began)
     if name not in there:
         tell("taking a snapshot")
         there[name] = take_snapshot(folder, name, tell=tell)

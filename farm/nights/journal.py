@@ -303,15 +303,15 @@ def _value_of(annotation: Any, value: Any, path: str) -> Any:
     if origin is types.UnionType:  # X | None
         if value is None:
             return None
-        return _value_of(next(one for one in arguments if one is not types.NoneType), value, path)
+        return _value_of(next(argument for argument in arguments if argument is not types.NoneType), value, path)
     if annotation is Any or (origin is Literal and value in arguments):
         return value
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return _dataclass_of(annotation, value, path)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_value_of(arguments[0], one, f"{path}[{place}]") for place, one in enumerate(value))
+        return tuple(_value_of(arguments[0], item, f"{path}[{place}]") for place, item in enumerate(value))
     if origin is Mapping and isinstance(value, Mapping):
-        return {key: _value_of(arguments[1], one, f"{path}.{key}") for key, one in value.items()}
+        return {key: _value_of(arguments[1], item, f"{path}.{key}") for key, item in value.items()}
     if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
         return value
     if annotation in (int, str, bool) and type(value) is annotation:
@@ -500,25 +500,25 @@ def _cut_torn_line(file: IO[bytes]) -> None:
 
 def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
     """Apply one line of the journal to the cycles so far."""
-    name, at = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
+    name, moment = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
     match entry["event"]:
         case "begin":
-            cycles[name] = Cycle(name=name, token=entry["token"], started_at=at, settings=entry["settings"])
+            cycles[name] = Cycle(name=name, token=entry["token"], started_at=moment, settings=entry["settings"])
             return
         case "end":
-            cycles[name] = replace(cycles[name], ended_at=at, outcome=entry["outcome"], said=entry["said"])
+            cycles[name] = replace(cycles[name], ended_at=moment, outcome=entry["outcome"], said=entry["said"])
             return
         case "started":
             before = cycles[name].steps.get(entry["step"])
-            attempts = (*(before.attempts if before else ()), at)
+            attempts = (*(before.attempts if before else ()), moment)
             failures = before.failures if before else 0
-            step = Step(name=entry["step"], state="started", started_at=at, attempts=attempts, failures=failures)
+            step = Step(name=entry["step"], state="started", started_at=moment, attempts=attempts, failures=failures)
         case "done" | "failed" as state:
             before = cycles[name].steps[entry["step"]]
             step = replace(
                 before,
                 state=state,
-                ended_at=at,
+                ended_at=moment,
                 payload=entry["payload"],
                 failures=before.failures + (state == "failed"),
             )

@@ -52,7 +52,7 @@ class LearnSettings(Checked, section="learn"):
 
 @dataclass(frozen=True, kw_only=True)
 class NotifySettings(Checked, section="notify"):
-    """The `notify` key: whom to tell how a cycle ended."""
+    """The `notify` key: where to report how a cycle ended."""
 
     command: str | None = key(
         None, "run in a shell when the cycle ends, with the result as JSON on its standard input", "any text"
@@ -157,11 +157,11 @@ class GrowSettings(TrialsSettings):
 def _spaces(families: Sequence[str] | None, common: Mapping[str, Any]) -> tuple[Space, ...]:
     """Return the families' search spaces, with the values of `common` where a family has the key."""
     names = families or [name for name in family_names() if name not in NEED_LIBRARIES]
-    own = {name: {key: spec for key, spec in common.items() if key in valid_keys(name)} for name in names}
-    if unused := [str(key) for key in common if not any(key in specs for specs in own.values())]:
+    specs_of = {name: {key: spec for key, spec in common.items() if key in valid_keys(name)} for name in names}
+    if unused := [str(key) for key in common if not any(key in specs for specs in specs_of.values())]:
         keys = sorted(set().union(*(valid_keys(name) for name in names)))
         raise UsageError(f"space: no family here has {', '.join(unused)}; keys: {', '.join(keys)}")
-    spaces = tuple(parse_space(name, {**(default_space(name) or {}), **specs}) for name, specs in own.items())
+    spaces = tuple(parse_space(name, {**(default_space(name) or {}), **specs}) for name, specs in specs_of.items())
     for space in spaces if common else ():
         require_within_limits(space)
     return spaces

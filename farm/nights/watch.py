@@ -314,8 +314,8 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, frozenset[_Cell
     parameters = np.array([about[key]["parameters"] or 0 for key in keys], dtype=float)
     bins = Map.of([configs[key] for key in keys], {"memory": memory}, parameters, capacity_mib)
     cells = {
-        key: frozenset((label, name, bins.cell(at, "memory")) for label, name in stale[key])
-        for at, key in enumerate(keys)
+        key: frozenset((label, name, bins.cell(row_index, "memory")) for label, name in stale[key])
+        for row_index, key in enumerate(keys)
     }
     return cells, measured, configs
 

@@ -1,7 +1,7 @@
 """Jobs of a replay: their types, and traces that say which jobs arrive when, for how long, on how many GPUs.
 
 Start reading at `read_trace` for files of public formats, `generate_trace` for traces drawn from what was published,
-and `load_catalogue` for what is true of each job type, and what each estimator says of it. `carma_published.csv` holds
+and `load_catalogue` for what is true of each job type, and each estimator's figures for it. `carma_published.csv` holds
 what CARMA's authors published of their jobs; `carma_jobs.csv`, which `infra/build_replay_jobs.py` writes, what this
 project computes of the same jobs without a GPU.
 """
@@ -51,8 +51,8 @@ class JobType:
     busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: the GPU's, over all time.
                  Simulated: the traced step's, scaled by how much of the published time the traced steps fill
     estimates    estimator -> MiB; an estimator without a figure is left out
-    need         what the default estimator says of its memory, as a distribution; None where it has no figure
-    estimated    what the default estimator says of the job alone; utilizations are None where it has no figure
+    need         the default estimator's distribution of its memory; None where it has no figure
+    estimated    the default estimator's figures of the job alone; utilizations are None where it has no figure
     """
 
     name: str

@@ -185,7 +185,7 @@ class Map:
         capacity_mib: float,
     ) -> Map:
         """`figures`: target -> (n,) in the target's unit, NaN where there is none; `parameters` (n,) of the networks.
-        Memory of the device's `capacity_mib` or more is one cell: what such runs tell is that they do not fit."""
+        Memory of the device's `capacity_mib` or more is one cell: such runs show only that they do not fit."""
         families = [config.family for config in configs]
         cells = {"memory": _memory_cells(families, figures["memory"], capacity_mib)}
         for name in UTILIZATION_EDGES:

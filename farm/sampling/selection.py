@@ -156,7 +156,7 @@ def choose(
 
     uniform, stratified  the first of the sequence
     coverage  those whose label bins and feature regions have the fewest rows (`farm.sampling.coverage.fill`)
-    active    drawn at random, the likelier the less the known rows tell of them and the rarer their bins
+    active    drawn at random, the likelier the less the known rows cover them and the rarer their bins
               (`worth`); while fewer than 20 rows are known, as `coverage`
 
     Candidates whose `config_hash` is in `known.measured` are left out, copies within the pool, and those whose network

@@ -29,6 +29,7 @@ from farm.serving.bodies import (
     AdmitRequest,
     BatchAnswer,
     BatchRequest,
+    ClientQuestion,
     DeviceFields,
     DevicesAnswer,
     EstimateAnswer,
@@ -39,15 +40,8 @@ from farm.serving.bodies import (
     Pending,
     PlanAnswer,
     PlanRequest,
-    ProblemDocument,
-)
-from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
-from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, ServiceMetrics, wait_asked
-from farm.serving.kubernetes import reviewed
-from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
-from farm.serving.questions import (
-    ClientQuestion,
     Policy,
+    ProblemDocument,
     ServiceState,
     config_at,
     device_at,
@@ -55,6 +49,10 @@ from farm.serving.questions import (
     fit_question,
     plan_question,
 )
+from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
+from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, ServiceMetrics, wait_asked
+from farm.serving.kubernetes import reviewed
+from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_store import DONE, FAILED, LocalQuestions, QuestionLimits, QuestionRow, TraceStore
 from learn.estimation.job_estimate import Estimate

@@ -111,7 +111,7 @@ class _ClientGone(Exception):
 class Gate:
     """Lets requests through to `inner`, and answers with a problem document what may not pass.
 
-    `scope[CLIENT]` tells `inner` who asks; the request holds one of that client's `places`.
+    `scope[CLIENT]` names the client to `inner`; the request holds one of that client's `places`.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ async def _whole_body(receive: Receive, most_bytes: int) -> bytes:
 
 
 def _handing_on(body: bytes, gone: asyncio.Future[Message]) -> Receive:
-    """Return what gives the application the body that was read, and then that the client is gone."""
+    """Return a `receive` that passes the application the body that was read, and then that the client is gone."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def hand_on() -> Message:
@@ -372,7 +372,7 @@ _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 
 
 class ServiceMetrics:
-    """Counts requests and answers of this process; `text` gives the figures of all."""
+    """Counts requests and answers of this process; `text` returns the figures of all."""
 
     def __init__(self) -> None:
         import prometheus_client

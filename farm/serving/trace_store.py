@@ -233,7 +233,7 @@ class TraceStore:
         ).rowcount
 
     def _begin_anew(self) -> None:
-        """Make the file one that gives space back, without what a file of another version holds."""
+        """Make the file one that frees space, without what a file of another version holds."""
         self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("DROP TABLE IF EXISTS questions")

@@ -174,7 +174,8 @@ def _kind(layer: Layer) -> int:
 def group_key(config: TrialConfig) -> str:
     """Identity of the architecture: equal for configs whose networks have the same layers of the same sizes, whatever
     the batch size, the training settings and the dropout. Near-copies share it, so that a split keeps them together:
-    `FAMILY-` and 16 hex digits. A family whose plan takes long says by `identity` what its networks are told by."""
+    `FAMILY-` and 16 hex digits. A family whose plan takes long defines by `identity` what distinguishes its
+    networks."""
     digest = hashlib.sha256()
     family = get_family(config.family)
     if hasattr(family, "identity"):

@@ -126,7 +126,7 @@ _NAME = re.compile(r"[A-Za-z_0-9][\w.-]{0,127}")
 
 
 def lora_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of peft's `LoraConfig` that an `adapter_config.json` gives, all of them plain data.
+    """Return the fields of peft's `LoraConfig` that an `adapter_config.json` sets, all of them plain data.
 
     Raises:
         UsageError: It is no LoRA, or has fields that are unknown, not followed, or no plain data; all together.
@@ -272,7 +272,7 @@ def hf_inputs(config: Mapping[str, Any], batch_size: int | None, sequence_length
         sequence_length: Tokens of a sample; of images it is left out.
 
     Raises:
-        UsageError: A size is missing, or the inputs of such a model cannot be told from its configuration.
+        UsageError: A size is missing, or the inputs of such a model do not follow from its configuration.
     """
     if batch_size is None:
         raise UsageError("batch_size is missing: samples of a batch; or give inputs, with a shape for each")

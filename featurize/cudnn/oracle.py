@@ -1,6 +1,6 @@
 """Asks cuDNN in a process of its own, and keeps what it answers on disk.
 
-Start reading at `CudnnOracle.answers`; `oracle_for` gives the one of a GPU model, which `device_properties` describes
+Start reading at `CudnnOracle.answers`; `oracle_for` returns the one of a GPU model, which `device_properties` describes
 to cuDNN. A crash or a hang of the library costs the query that caused it: the process is started anew for the next one.
 """
 

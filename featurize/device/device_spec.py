@@ -165,7 +165,7 @@ class PeakTflops:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """Links of a GPU to the others of its node, in GB/s per direction, as data sheets give it.
+    """Links of a GPU to the others of its node, in GB/s per direction, as data sheets state it.
 
     `link_gb_s`: all links of NVLink or Infinity Fabric together, where they join all GPUs of a node. None: the GPUs
     talk over PCIe.
@@ -342,7 +342,7 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
 
     `count`, how many of it the farm is to simulate, is not a property of the device and is left out. A mapping without
-    an `interconnect`, as `DeviceSpec.to_mapping` gives it, gets that of the described GPU model of its name; likewise
+    an `interconnect`, as `DeviceSpec.to_mapping` returns it, gets that of the described GPU model of its name; likewise
     one without a rate of 8-bit floats.
     """
     values = {name: value for name, value in mapping.items() if name != "count"}

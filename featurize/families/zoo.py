@@ -163,7 +163,7 @@ _MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError,
 class Config(TrialConfig):
     """A model, what one sample looks like, and with which arguments the model is made. All of it is text.
 
-    model      `MODULE:FACTORY`: a class or function that gives a `torch.nn.Module`, as `torchvision.models:resnet50`,
+    model      `MODULE:FACTORY`: a class or function that returns a `torch.nn.Module`, as `torchvision.models:resnet50`,
                `timm:create_model`, `transformers:GPT2LMHeadModel`, or one of your own that can be imported
     inputs     the tensors of one sample, `DTYPE[SIZE,...]`, of integers with a bound: `float32[3,224,224]`,
                `int64[128]<50257`, or one value, `int64[128]=1`. Several are separated by spaces and given in order;
@@ -211,7 +211,7 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what tells the network from others, without building it."""
+    """Return what distinguishes the network from others, without building it."""
     return f"{config.model} {config.inputs} {config.arguments}"
 
 
@@ -254,13 +254,13 @@ def layers(config: Config) -> list[Layer]:
     """The forward pass per sample. Builds the model on the first call for it (tenths of a second).
 
     Raises `UsageError` for a library that is not installed, a name that it does not have, a factory that refuses its
-    arguments or gives no module, inputs that the model does not take, or an output that no loss can be taken of.
+    arguments or returns no module, inputs that the model does not take, or an output that no loss can be taken of.
     """
     return list(_reading(config).plan)
 
 
 def build(config: Config) -> torch.nn.Module:
-    """A module that takes the positional inputs of `batch` and gives logits, or an object or a tuple that holds them.
+    """A module that takes the positional inputs of `batch` and returns logits, or an object or a tuple that holds them.
 
     It is the library's own module with hooks, so that modules keep their names. Raises `UsageError` as `layers` does,
     except for the inputs; and for a model that cannot checkpoint its activations where that is asked for.
@@ -380,7 +380,7 @@ def _create(model: str, arguments: str) -> torch.nn.Module:
 
 
 def _settings(model: str, config_class: type, given: Mapping[str, Any]) -> Any:
-    """An object of a transformers model's configuration, which would take any name: a mistyped one is told here."""
+    """An object of a transformers model's configuration, which would take any name: a mistyped one is found here."""
     default = config_class()
     known = sorted(
         {*vars(default), *getattr(default, "attribute_map", {}), *inspect.signature(config_class).parameters}
@@ -409,7 +409,7 @@ def _checkpoint(model: torch.nn.Module, name: str) -> None:
 
 
 def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
-    """The same module, which takes named inputs by position and gives what a loss can be taken of."""
+    """The same module, which takes named inputs by position and returns what a loss can be taken of."""
     names = [one.name for one in inputs if one.name is not None]
     if names:
         plain = len(inputs) - len(names)
@@ -459,7 +459,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
     tensors = parse_tensors(inputs)
 
     class Fed(nn.Module):
-        """Takes as many numbers as there are samples, and gives the model inputs of its own kind."""
+        """Takes as many numbers as there are samples, and passes the model inputs of its own kind."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -86,7 +86,7 @@ def granted_model(model: str, trust: Sequence[str]) -> str:
 
 
 def library_problem(model: str, arguments: str, *, advice: str | None = None) -> str | None:
-    """Return why data may not name this model with these arguments (a JSON object), as far as texts tell, or None.
+    """Return why data may not name this model with these arguments (a JSON object), as far as texts show, or None.
 
     `advice`: what the reader can do where the module is nobody's; default: what helps at a command line.
     """

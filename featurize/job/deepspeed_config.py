@@ -1,4 +1,4 @@
-"""DeepSpeed's own file of settings (ds_config.json): what it says of ZeRO, and of the training. Torch-free.
+"""DeepSpeed's own file of settings (ds_config.json): its settings of ZeRO and of the training. Torch-free.
 
 Start reading at `read_deepspeed`. Names and defaults are of DeepSpeed 0.19 (deepspeed/runtime/config.py,
 deepspeed/runtime/zero/config.py); "auto" is what Hugging Face's Trainer fills in
@@ -128,7 +128,7 @@ _KNOWN_OF_ZERO = frozenset(
         "offload_param",
     }
 )
-# DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW unless it is told otherwise.
+# DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW unless set otherwise.
 _OPTIMIZERS = {
     "adam": "adamw",
     "adamw": "adamw",
@@ -165,7 +165,7 @@ class DeepSpeedFile:
 def read_deepspeed(
     given: Mapping[str, Any] | str | Path, *, ranks: int, hidden_size: Callable[[], int | None] | None = None
 ) -> DeepSpeedFile:
-    """Return what DeepSpeed's settings say of a job.
+    """Return a job's settings from DeepSpeed's.
 
     Args:
         given: The settings, or the path of their JSON file.

@@ -82,7 +82,7 @@ class TrialConfig:
     """Base of every family's config. Raises `ValueError` naming the field, the rule and the value.
 
     A subclass sets `family`, adds its fields, and extends `problems`. `parallel` is text such as `ddp=2`, kept in the
-    one form that `Parallel.text` gives it; None, also for `ddp=1`, is one GPU.
+    one form that `Parallel.text` writes; None, also for `ddp=1`, is one GPU.
     """
 
     family: ClassVar[str]

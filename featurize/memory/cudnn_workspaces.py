@@ -338,7 +338,7 @@ class _Pool:
         (self._last if in_last else self._first).append((block, nbytes))
 
     def key(self, sizes: Sequence[int]) -> tuple[Any, ...]:
-        """Return what tells the bytes that are reserved with workspaces of these sizes, one for each call."""
+        """Return a function from workspaces of these sizes, one for each call, to the bytes reserved with them."""
         return "reserved", self._small, tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
 
     @cached_property

@@ -371,7 +371,7 @@ class RecordingAllocator(CachingAllocator):
         return {"stream": stream, "frames": _frames(block, event.step, event.phase), "category": block.kind}
 
     def _see_segments(self, shared: dict[str, Any]) -> None:
-        """Enter what the driver gave, took back or refused since the last time."""
+        """Record what the driver gave, took back or refused since the last time."""
         for seen in self.segment_events[self._segments_seen :]:
             place = {"device_free": self._free_bytes()} if seen.action == "oom" else {"addr": seen.address}
             self._entries.append(

@@ -150,7 +150,7 @@ def as_on_cuda(
 ) -> Iterator[Callable[[str], None]]:
     """Within, meta tensors take CUDA's paths, which are ROCm's too, except attention. Yields a function to call with
     each phase that begins. `kernels` are PyTorch's for fused attention. `assume` is notified of what is taken for
-    granted of values that only computing the step would give, `attends` the width of a head of each call of
+    granted of values that only computing the step would show, `attends` the width of a head of each call of
     attention."""
     with (
         casting(autocast_dtype) as autocast,  # holds a lock: one trace at a time

@@ -280,7 +280,7 @@ def _temporary(nbytes: int) -> tuple[LibraryCall, ...]:
     return (LibraryCall("temporary", nbytes=nbytes),) if nbytes else ()
 
 
-# Name of an ATen operator -> what gives its calls, in their order, by its arguments and outputs.
+# Name of an ATen operator -> a function that returns its calls, in their order, by its arguments and outputs.
 LIBRARY_CALLS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], tuple[LibraryCall, ...]]] = {
     **{name: functools.partial(_attention, one, one.workspace) for name, one in ATTENTION.items() if one.workspace},
     **{

@@ -90,7 +90,7 @@ NO_KERNEL = frozenset(
 GATHERS = frozenset(_aten("embedding index_select gather index nll_loss_forward nll_loss2d_forward _embedding_bag"))
 # Overwrite their first argument without reading it.
 WRITE_ONLY = frozenset(_aten("zero_ fill_ copy_ normal_ uniform_ random_ _foreach_copy_ _foreach_zero_"))
-# What these give, or the shape of it, depends on their arguments' values.
+# Their results, or the shapes of these, depend on their arguments' values.
 DECIDED_BY_VALUES = frozenset(
     _aten(
         "_local_scalar_dense _to_copy _unique _unique2 bincount equal is_nonzero masked_select nonzero "

@@ -1,8 +1,8 @@
 """The record of a step that is seen: its operators, and a block of memory for each storage from first sight to its end.
 
-Start reading at `BlockRecord` and `OperatorRecord`; `featurize.recording.recorder` tells them what runs. What was noted
-once can be repeated for other blocks (`BlockRecord.repeat`): passes of micro-batches, steps on batches of a shape.
-`ModuleStack` knows the module that runs, or ran for what the backward pass computes, and where a step failed.
+Start reading at `BlockRecord` and `OperatorRecord`; `featurize.recording.recorder` reports to them what runs. What was
+noted once can be repeated for other blocks (`BlockRecord.repeat`): passes of micro-batches, steps on batches of a
+shape. `ModuleStack` knows the module that runs, or ran for what the backward pass computes, and where a step failed.
 
 CUDA graphs of a compiled model (`CudaGraphs`, `compile=reduce-overhead`) are one launch each. Inputs that are no
 parameters, buffers or results of another graph are copied into them first; what lies in their pool cannot be used by
@@ -55,8 +55,8 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def replay(self, graph: Hashable, input_bytes: int) -> Iterator[None]:
-        """Run one graph within, by whatever tells it from another: its operators are launched together. `input_bytes`
-        were copied into it."""
+        """Run one graph within, by whatever distinguishes it from others: its operators are launched together.
+        `input_bytes` were copied into it."""
         self._input_bytes[graph] = input_bytes
         before, self._launched = self._launched, False
         try:
@@ -124,7 +124,7 @@ class BlockRecord:
         self._storages: list[int] = []
         self._makers: list[tuple[str, str, LibraryCall | None]] = []  # operator, module, library call
         self._streams: list[int] = []
-        # storage -> its block, and the reference whose callback tells of its end
+        # storage -> its block, and the reference whose callback runs at its end
         self.live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         # Blocks that another stream may still use when they are given back, the allocator has again when that is over
         # (c10/cuda/CUDACachingAllocator.cpp: `recordStream`, `process_events`). Moments are numbers of events. The host
@@ -134,7 +134,7 @@ class BlockRecord:
         self._until: dict[int, int] = {}  # block -> when the allocator has it again
         self._batch: list[int] = []  # its storages
 
-    # -- what the caller says of tensors
+    # -- the caller's notes on tensors
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Blocks that exist before the first step."""
@@ -168,7 +168,7 @@ class BlockRecord:
                 self.kinds[block] = kind
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Note that a storage gives its memory back, and takes as much as it is resized to: one block after another
+        """Note that a storage frees its memory, and takes as much as it is resized to: one block after another
         of the same kind."""
         key = storage._cdata
         if key not in self.live:

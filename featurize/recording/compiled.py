@@ -136,7 +136,7 @@ class CompiledRegions:
             capture = captured[key]
             if capture is None:
                 return forward(*args, **kwargs)
-            # Its graphs run without gradients and below no module's hooks: they do not tell a checkpoint's second pass.
+            # Its graphs run without gradients and below no module's hooks: they do not show a checkpoint's second pass.
             with recorder.log.computing_again(recorder.memory.phase == "backward"):
                 return capture(tensors)
 
@@ -475,14 +475,14 @@ def in_pieces(
     """Return what runs a forward pass in compiled pieces; None where it stays in one.
 
     It stays where its parameters fill one bucket, and where a part of it runs without gradients, which a graph of
-    operators does not tell.
+    operators does not show.
 
     Args:
         forward: Takes `tensors`, on the meta device, and returns tensors.
         tensors: The parameters and buffers, then the inputs.
         weights: How many of them are parameters and buffers.
         limits: Bytes of the first bucket and of all later ones, as `limits_of` of
-            `featurize.training.data_parallel` gives them.
+            `featurize.training.data_parallel` makes them.
         compiled: Compiles a function of which this many first arguments are parameters and buffers.
     """
     from torch.fx.experimental.proxy_tensor import make_fx

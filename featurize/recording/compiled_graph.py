@@ -52,7 +52,7 @@ class GraphReplay:
     def __init__(
         self, graph_module: GraphModule, recorder_now: Callable[[], Recorder | None], graphs: CudaGraphs | None
     ) -> None:
-        """`recorder_now` gives the recorder of what runs; `graphs`: what it runs as, where that is CUDA graphs."""
+        """`recorder_now` returns the recorder of what runs; `graphs`: what it runs as, where that is CUDA graphs."""
         self._constants = graph_module
         self._recorder_now, self._graphs = recorder_now, graphs
         self._nodes = list(graph_module.graph.nodes)
@@ -273,7 +273,7 @@ def _role(node: Node) -> str:
     if node.op == "output":
         return "output"
     if node.target is operator.getitem:
-        source = node.args[0]  # other results are set with the operator that gives them
+        source = node.args[0]  # other results are set with the operator that makes them
         return _VIEW if isinstance(source, torch.fx.Node) and _role(source) == _VIEW else _INPUT
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):

@@ -64,7 +64,7 @@ def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
     Args:
         shallow: Trace of a few blocks.
         longer: Trace of one period of blocks more.
-        times: Periods beyond the shallow one; 1 gives the longer trace.
+        times: Periods beyond the shallow one; 1 returns the longer trace.
 
     Raises:
         CannotDeepen: What was added does not repeat, or memory would be given back that nobody took.
@@ -161,7 +161,7 @@ def _shapes(
 
 def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Collective]:
     def items(trace: StepTrace) -> list[_Item]:
-        # What runs next tells gathers of the forward pass from those of the backward pass.
+        # What runs next distinguishes gathers of the forward pass from those of the backward pass.
         names = [(one.name, one.phase, module(one.module), one.recomputed) for one in trace.operators]
         names.append(("", "", "", False))
         made = []

@@ -186,7 +186,7 @@ class _ParametersToMeta:
         return seen is not None and seen() is model
 
     def __enter__(self) -> _ParametersToMeta:
-        # Annotated by torch as giving None: what a hook gives is registered in place of what it got.
+        # Annotated by torch as returning None: what a hook returns is registered in place of what it got.
         on_parameter: Callable[..., Any] = self._parameter
         on_buffer: Callable[..., Any] = self._buffer
         for handle in (

@@ -186,7 +186,7 @@ class StepTrace:
     parameters: int  # elements
     parameter_bytes: int
     compute_capability: tuple[int, int] | None  # an NVIDIA GPU's
-    assumed: tuple[str, ...] = ()  # values that the model reads and only computing the step would give
+    assumed: tuple[str, ...] = ()  # values that the model reads and only computing the step would show
     notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
     mix: BatchMix | None = None
     # Calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
@@ -199,7 +199,7 @@ class StepTrace:
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def remembered(self, key: Hashable, compute: Callable[[], Value]) -> Value:
-        """Return what `compute` gave for this key, or call it now.
+        """Return what `compute` returned for this key, or call it now.
 
         Args:
             key: Everything besides the trace that the value depends on; a tuple that begins with the value's name.

@@ -75,7 +75,7 @@ _ABOUT_FINITE = frozenset({*_OF_FINITE, *_OF_TRUTHS, "aten::eq", "aten::ne"})
 
 
 class UnknownValue(RuntimeError):
-    """The model reads a value that only computing the step would give."""
+    """The model reads a value that only computing the step would show."""
 
 
 def name_tensor(tensor: Tensor, name: str) -> None:
@@ -117,7 +117,7 @@ class Values:
     def __init__(self) -> None:
         self.assumed: dict[str, None] = {}  # in the order in which the step needed them
         self.module_now: Callable[[], str] = str  # path of the module that runs
-        self.keeps_masked = False  # a mask that only computing the step would give keeps everything
+        self.keeps_masked = False  # a mask that only computing the step would show keeps everything
         self._said_of: set[str] = set()  # inputs whose defaults were read
         self._draws = 0
         self._known: dict[int, _Known] = {}
@@ -179,7 +179,7 @@ class Values:
         return self._known.get(tensor.untyped_storage()._cdata)
 
     def decide(self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Return what an operator gives whose result values decide; `NotImplemented` if that is not known, or any other
+        """Return the result of an operator that values decide; `NotImplemented` if that is not known, or any other
         operator. Raises `UnknownValue` where a number is read back."""
         if name not in DECIDED_BY_VALUES:
             return NotImplemented
@@ -338,7 +338,7 @@ class Values:
         return True
 
     def _truth(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Return what an operator of `_ABOUT_FINITE` gives at all places; None where that is not known."""
+        """Return the result of an operator of `_ABOUT_FINITE` at all places; None where that is not known."""
         first = args[0]
         if not isinstance(first, Tensor) or not first.is_meta:
             return None
@@ -482,7 +482,7 @@ def arguments(value: object) -> Inputs:
 
 
 def shape_of(value: object) -> Hashable:
-    """Return what tells two batches apart for a trace: structure, shapes, types, and which masks are all ones.
+    """Return what distinguishes two batches for a trace: structure, shapes, types, and which masks are all ones.
 
     Other values decide nothing of a step's memory in most models: two batches of token ids count as one.
     """

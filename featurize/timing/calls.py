@@ -323,7 +323,7 @@ def _convolutions(op: Operator, pipe: str) -> Iterator[KernelCall]:
 def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
     """Yield a recurrent layer's products: one for all inputs, then one a time step, each with a pointwise kernel.
 
-    Backward, a step's product gives the state's gradient; inputs' and weights' gradients are products over all steps.
+    Backward, a step's product is the state's gradient; inputs' and weights' gradients are products over all steps.
     """
     x, *others = op.input_shapes
     states = next(shape for shape in others if len(shape) == 3)  # layers and directions, samples, hidden units

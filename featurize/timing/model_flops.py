@@ -58,7 +58,7 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
         settings: The trace's own.
 
     Returns:
-        None where the description gives no rate for a type that the step uses, as bf16 on GPUs without it.
+        None where the description has no rate for a type that the step uses, as bf16 on GPUs without it.
 
     Known limitations:
         Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.

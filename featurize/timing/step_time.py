@@ -1,4 +1,4 @@
-"""The time of one training step on one GPU model, by kind of kernel, with what held-out steps say of its error.
+"""The time of one training step on one GPU model, by kind of kernel, with its error on held-out steps.
 
 Start reading at `time_step`. `operator_costs` and `features` sum its kernels up by operator, and for a learner;
 `delays_ms` says how late collectives make kernels, `input_ms` what the input pipeline of a plain training loop adds.

@@ -61,7 +61,7 @@ class _Step:
 
 
 class StepsInALoop:
-    """Two steps of one recorder on one batch, which lies on the device. The steps tell of themselves as they run."""
+    """Two steps of one recorder on one batch, which lies on the device. The steps report to it as they run."""
 
     def __init__(self, recorder: BlockRecord) -> None:
         self._recorder = recorder
@@ -144,7 +144,7 @@ class StepsInALoop:
 
 
 def _is_late(step: _Step, index: int, block: int) -> bool:
-    """Return whether a loop gives back later what the step gives back at that moment."""
+    """Return whether a loop frees later what the step frees at that moment."""
     return block in step.held or any(begin <= index < end for begin, end in step.drops)
 
 
@@ -282,7 +282,7 @@ class StepSequence:
 
     A step runs once for each shape, after the first step, which makes the optimizer's state. It runs again only where
     the step before it leaves blocks of other kinds alive. What a step leaves alive (gradients, the held output, its
-    batch) has the sizes of its own shape, and ends when the next step gives it back.
+    batch) has the sizes of its own shape, and ends when the next step frees it.
     """
 
     def __init__(self, recorder: Recorder, run: Callable[[int, int], None]) -> None:
@@ -457,7 +457,7 @@ class State:
 
 
 def state_of(*roots: object) -> State | None:
-    """Return the state of objects and of all that they hold; None where it is too large, or cannot be told.
+    """Return the state of objects and of all that they hold; None where it is too large, or cannot be described.
 
     Of code that no library holds, the globals that it names count, too.
     """
@@ -493,7 +493,7 @@ def state_of(*roots: object) -> State | None:
         else:
             try:
                 held = _held_by(value, kind, state)
-            except Exception:  # somebody's object may raise anything as it tells what it holds
+            except Exception:  # somebody's object may raise anything when asked what it holds
                 return None
             made.append(held)
             waiting += held

@@ -47,7 +47,7 @@ _jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes 
 
 
 def config_key(config: TrialConfig, parallel: object = None) -> str | None:
-    """Return the text that tells a trial config's step from all others; None where it names somebody's own code, which
+    """Return the text that identifies a trial config's step; None where it names somebody's own code, which
     may change."""
     state = torch_state()
     if state is None or (code_fields(config.family) and data_refusal(config) is not None):

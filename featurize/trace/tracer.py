@@ -120,7 +120,7 @@ def trace_step(
 
     model      a module, which is left as it is, or a zero-argument factory, built without memory
     inputs     the model's arguments: a tensor, a tuple of positional ones, or a mapping of keyword ones, with tensors
-               also in lists and mappings; or a function of the device that gives `(inputs, target)`, where target may
+               also in lists and mappings; or a function of the device that returns `(inputs, target)`, where target may
                be None. Of tensors with memory, small ones keep their values (`featurize.recording.values`), which
                models read
     target     class indices; None takes the loss that the output holds, or makes indices to suit the output

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -192,13 +192,6 @@ class BlockwiseAdamW(_TensorByTensor):
         state |= {name: torch.zeros(blocks, device=p.device) for name in ("absmax1", "absmax2")}
 
 
-class HasState(Protocol):
-    """An optimizer, as far as its state is read."""
-
-    @property
-    def state(self) -> Any: ...
-
-
 class OptimizerInBackward:
     """An optimizer for each parameter, which steps in the backward pass and frees the gradient at once.
 
@@ -280,7 +273,7 @@ def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
     return ctypes.c_float.from_address(value.data_ptr()).value if counts else read(value)
 
 
-def state_tensors(optimizer: HasState) -> Iterator[Tensor]:
+def state_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Every tensor of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
@@ -312,7 +305,8 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
     ]
     total = totals[0]
     if len(totals) > 1:
-        total = torch.linalg.vector_norm(torch.stack([_whole(one) for one in totals]))
+        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in totals]
+        total = torch.linalg.vector_norm(torch.stack(whole))
     factor = torch.clamp(largest / (total + 1e-6), max=1.0)
     for group in groups:
         torch._foreach_mul_(group, factor)
@@ -347,11 +341,6 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[
     mix."""
     groups = _grouped(parameters, mesh_of)
     return [{"params": group} for group in groups] if len(groups) > 1 else [one for group in groups for one in group]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The value of a distributed tensor on each rank."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class MovingAverage:

@@ -240,7 +240,7 @@ class PipelineRank(ShardedRank):
         """Leave in a model what this rank's stages need, and wrap them as the layout says. Changes the model.
 
         Args:
-            model: What `prepare` gave, with the types that it trains with.
+            model: What `prepare` returned, with the types that it trains with.
             inputs: Inputs of the whole batch.
 
         Raises:

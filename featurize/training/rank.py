@@ -44,7 +44,7 @@ class Rank:
         return model
 
     def attach(self, recorder: Recorder) -> None:
-        """Tell a recorder of the rank from now on. None is told before."""
+        """Report to a recorder of the rank from now on; to none before."""
         self.recorder = recorder
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:

@@ -1,9 +1,9 @@
 """One rank of a job whose wrapper is PyTorch's own, in a trace: `fully_shard` itself runs, on meta tensors.
 
 Start reading at `ShardedRank`, which works within `pretended_ranks`. `shards_on_meta` lets `fully_shard` and FSDP1 work
-on meta tensors, and tells a recorder what their memory is for; what it replaces is private to PyTorch, and real ranks
-test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py). `ring_attention` is
-context parallelism, for real ranks too: keys and values are gathered or rotated, and partial outputs merged by their
+on meta tensors, and reports to a recorder what their memory is for; what it replaces is private to PyTorch, and real
+ranks test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py). `ring_attention`
+is context parallelism, for real ranks too: keys and values are gathered or rotated, and partial outputs merged by their
 log-sum-exp, by torch.distributed.tensor.experimental.
 """
 
@@ -169,7 +169,7 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide warnings that the real job gives, too: of fully_shard on outputs that are views, of DTensor on reductions
+    """Hide warnings that the real job shows, too: of fully_shard on outputs that are views, of DTensor on reductions
     one after the other."""
     logger = logging.getLogger("torch.distributed")
     level = logger.level
@@ -183,7 +183,6 @@ def _quiet() -> Iterator[None]:
 
 
 _LENGTH = 1  # the dimension of inputs and targets that holds the sequence
-_HEADS_FIRST = 2  # that of queries, keys and values [N, heads, L, E]
 _TOKENS = "input_ids"
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -222,8 +221,17 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
     ) -> Tensor:
         nonlocal calls
         calls += 1
-        _require_attention_of_a_ring(attn_mask, is_causal, balanced=_is_balanced(parallel))
-        shared = (DTensor.from_local(one, mesh, [Shard(_HEADS_FIRST)], run_check=False) for one in (query, key, value))
+        if attn_mask is not None:
+            raise UsageError(
+                "parallel: cp: attention with a mask does not run over several ranks in PyTorch, is_causal=True does; "
+                "leave the attention mask out of the inputs"
+            )
+        if _is_balanced(parallel) and not is_causal:
+            raise UsageError(
+                "parallel: cp: balanced parts of the sequence are of causal attention only; give cp_load_balance=false"
+            )
+        # Of [N, heads, L, E] each rank has a part of the sequence.
+        shared = (DTensor.from_local(one, mesh, [Shard(2)], run_check=False) for one in (query, key, value))
         more = {"enable_gqa": True} if enable_gqa else {}
         out = local(*shared, None, dropout_p, is_causal, scale=scale, **more)
         assert isinstance(out, DTensor)
@@ -290,18 +298,6 @@ def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, pa
 
 def _is_balanced(parallel: Parallel) -> bool:
     return parallel.cp_load_balance is not False
-
-
-def _require_attention_of_a_ring(mask: Tensor | None, causal: bool, *, balanced: bool) -> None:
-    if mask is not None:
-        raise UsageError(
-            "parallel: cp: attention with a mask does not run over several ranks in PyTorch, is_causal=True does; "
-            "leave the attention mask out of the inputs"
-        )
-    if balanced and not causal:
-        raise UsageError(
-            "parallel: cp: balanced parts of the sequence are of causal attention only; give cp_load_balance=false"
-        )
 
 
 _META = torch.device("meta")
@@ -498,7 +494,8 @@ class ShardStates:
 
     def now(self) -> Hashable:
         """Return the state of each module's parameters."""
-        return tuple(tuple(group._sharded_state for group in _groups(module)) for module in self._modules)
+        states = (module._get_fsdp_state() for module in self._modules)
+        return tuple(tuple(group._sharded_state for group in one._fsdp_param_groups) for one in states)
 
     def bring_to(self, state: Hashable) -> None:
         """Gather or free parameters, as they are in another state."""
@@ -515,7 +512,3 @@ class ShardStates:
                     module.reshard()
         finally:
             self._streams.recorder, self._recorder.paused = recorder, paused
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    return module._get_fsdp_state()._fsdp_param_groups

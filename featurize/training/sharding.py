@@ -357,10 +357,7 @@ def apply_plan(
     if not whole_experts:
         split_experts(model, of_experts, mesh)
     _require_whole_heads(model, styles, mesh.size())
-    done: dict[str, ParallelStyle] = {}
-    for path, style in styles.items():
-        if (made := STYLES[style]()) is not None:
-            done[path] = made
+    done = {path: made for path, style in styles.items() if (made := STYLES[style]()) is not None}
     # Without a rank whose weights the others would be sent.
     parallelize_module(model, mesh, done, src_data_rank=None)
     return model
@@ -444,25 +441,25 @@ def split_experts(model: nn.Module, rules: Mapping[str, Mapping[str, str]], mesh
     Raises:
         UsageError: The ranks do not divide a parameter.
     """
-    for path, module in model.named_modules():
-        for pattern, styles in rules.items():
-            if fnmatch.fnmatchcase(path, pattern):
-                _split(path, module, styles, mesh)
-
-
-def _split(path: str, module: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
-    for name, style in styles.items():
-        parameter = module._parameters.get(name)
-        if parameter is None:
-            continue
-        place = OF_PARAMETERS[style] % parameter.dim()
-        if parameter.shape[place] % mesh.size():
-            raise UsageError(
-                f"parallel: tp={mesh.size()} does not divide the {parameter.shape[place]} features of {path}.{name}"
-            )
-        own = distribute_tensor(parameter.detach(), mesh, [Shard(place)], src_data_rank=None)
-        setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-    vars(module)["forward"] = _summed(module, module.forward, mesh.get_group())
+    fitting = [
+        (path, module, styles)
+        for path, module in model.named_modules()
+        for pattern, styles in rules.items()
+        if fnmatch.fnmatchcase(path, pattern)
+    ]
+    for path, module, styles in fitting:
+        for name, style in styles.items():
+            parameter = module._parameters.get(name)
+            if parameter is None:
+                continue
+            place = OF_PARAMETERS[style] % parameter.dim()
+            if parameter.shape[place] % mesh.size():
+                raise UsageError(
+                    f"parallel: tp={mesh.size()} does not divide the {parameter.shape[place]} features of {path}.{name}"
+                )
+            own = distribute_tensor(parameter.detach(), mesh, [Shard(place)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        vars(module)["forward"] = _summed(module, module.forward, mesh.get_group())
 
 
 def _summed(module: nn.Module, forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:

@@ -3,13 +3,14 @@
 Start reading at `surveyed`, which looks at the whole model, and at `cut`. What runs before the blocks belongs to the
 first stage, what runs after them to the last one. `RepeatedPasses.run` runs one pass of a stage and notes its
 operators, its collectives, and when memory is taken and given back; that record stands for other micro-batches, which
-give tensors that stand for what the stage would have computed.
+return tensors that stand for what the stage would have computed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -28,6 +29,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Operator
 from featurize.recording.values import Inputs, call, mapped
 from featurize.training.streams import Moments, SentNote, Since, Streams
+from featurize.training.training_step import logits_of
 
 if TYPE_CHECKING:
     from featurize.training.sharded_rank import ShardStates
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 BEFORE = -1  # the place of what runs before the first member
 
 
-# Puts the tensor that the next member takes into the form in which a member gives it: alone, or before other things.
+# Puts the tensor that the next member takes into the form in which a member returns it: alone, or before other things.
 Form: TypeAlias = Callable[[Tensor], Any]
 
 
@@ -51,9 +53,9 @@ class Survey:
     outputs    place -> a tensor like that which the next member takes
     forms      place -> in what form it is given
     inputs     place -> a tensor like that which the member takes, where the model computes it of what the one before
-               gave
+               returned
     uses       parameter (by its id) -> places where it is used; the number of members: after all of them
-    result     the tensor among what the model gives that the loss is computed from
+    result     the tensor among the model's outputs that the loss is computed from
     """
 
     container: nn.Module
@@ -82,11 +84,15 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
             are.
 
     Raises:
-        UsageError: The model has no blocks in one container, or these give one another more than a tensor.
+        UsageError: The model has no blocks in one container, or these pass one another more than a tensor.
     """
     survey = _line_of(model, stages)
     watch = _Uses(model, survey, dtype)
-    with watch.hooks(), watch:
+    with contextlib.ExitStack() as hooks, watch:
+        for place, member in enumerate(survey.members()):
+            entered, left = functools.partial(watch.entered, place), functools.partial(watch.left, place)
+            hooks.enter_context(member.register_forward_pre_hook(entered, with_kwargs=True))
+            hooks.enter_context(member.register_forward_hook(left))
         survey.result = like(result_of(call(model, cast(Inputs, mapped(inputs, watch.cast)))))
     if lacking := [path for place, path in enumerate(survey.paths) if place not in survey.forms]:
         raise UsageError(f"parallel: pp: {lacking[0]} does not run in the forward pass, so no stage has it")
@@ -106,7 +112,7 @@ def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
 
     Raises:
         UsageError: There are fewer blocks than stages, a path that is not a member's, or a stage begins with a member
-            that takes another kind of tensor than the one before gives.
+            that takes another kind of tensor than the one before returns.
     """
     starts = _chosen_starts(survey, parallel)
     for place in starts[1:-1]:
@@ -178,7 +184,7 @@ def _line_of(model: nn.Module, stages: int) -> Survey:
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which member runs while a parameter is used, and what each one gives."""
+    """Notes which member runs while a parameter is used, and what each one returns."""
 
     def __init__(self, model: nn.Module, survey: Survey, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -193,7 +199,7 @@ class _Uses(TorchFunctionMode):
             if id(one) in self._parameters:
                 self._survey.uses.setdefault(id(one), set()).add(self._now)
         if self._dtype is not None:
-            args, kwargs = tree_map(self._gathered, (args, kwargs))
+            args, kwargs = tree_map(lambda one: self.cast(one) if id(one) in self._parameters else one, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def cast(self, value: Any) -> Any:
@@ -201,45 +207,25 @@ class _Uses(TorchFunctionMode):
         floats = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self._dtype) if floats and self._dtype is not None else value
 
-    def _gathered(self, value: Any) -> Any:
-        return self.cast(value) if id(value) in self._parameters else value
+    def entered(self, place: int, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a member's forward pass, with its inputs in the type that it computes in."""
+        if place < self._now:
+            raise UsageError(
+                f"parallel: pp: {self._survey.paths[place]} runs after {self._survey.paths[self._now]}, so that "
+                "no cut between the two is a stage's"
+            )
+        self._now = place
+        taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if taken is not None and taken is not self._given:
+            self._survey.inputs[place] = like(taken)
+        return tree_map(self.cast, (args, kwargs))
 
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """While entered, members are followed."""
-        handles = []
-        for place, member in enumerate(self._survey.members()):
-            handles.append(member.register_forward_pre_hook(self._entering(place), with_kwargs=True))
-            handles.append(member.register_forward_hook(self._leaving(place)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _entering(self, place: int) -> Callable[..., None]:
-        def entered(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if place < self._now:
-                raise UsageError(
-                    f"parallel: pp: {self._survey.paths[place]} runs after {self._survey.paths[self._now]}, so that "
-                    "no cut between the two is a stage's"
-                )
-            self._now = place
-            taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-            if taken is not None and taken is not self._given:
-                self._survey.inputs[place] = like(taken)
-            return tree_map(self.cast, (args, kwargs))
-
-        return entered
-
-    def _leaving(self, place: int) -> Callable[..., None]:
-        def left(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._survey.forms[place], self._survey.outputs[place] = _form_of(output, self._survey.paths[place])
-            self._given = tree_leaves(output)[0]
-            if place == len(self._survey.names) - 1:
-                self._now = len(self._survey.names)
-
-        return left
+    def left(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        """End a member's forward pass."""
+        self._survey.forms[place], self._survey.outputs[place] = _form_of(output, self._survey.paths[place])
+        self._given = tree_leaves(output)[0]
+        if place == len(self._survey.names) - 1:
+            self._now = len(self._survey.names)
 
 
 def _form_of(output: Any, path: str) -> tuple[Form, Tensor]:
@@ -267,10 +253,7 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def result_of(output: Any) -> Tensor:
     """Return the tensor among what a model gives that the loss is computed from. Raises `UsageError` for none."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, list | tuple) and output:
-        logits = output[0]
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits := logits_of(output), Tensor):
         raise UsageError(
             f"parallel: pp: the model's output ({type(output).__name__}) holds no logits, which the last stage returns"
         )
@@ -294,7 +277,7 @@ def _some(paths: Sequence[str]) -> str:
 
 
 class Stage:
-    """A model that runs as one stage, made by `cut`: its first argument is what the stage before gave.
+    """A model that runs as one stage, made by `cut`: its first argument is what the stage before returned.
 
     first, last   whether it is the first or the last one
     received, given   tensors like those that it receives and gives; the first stage receives none
@@ -332,12 +315,12 @@ class Stage:
             torch.set_grad_enabled(enabled)
 
     def output(self) -> Any:
-        """Return all that the last stage gave, once: schedules know tensors only."""
+        """Return all that the last stage returned, once: schedules know tensors only."""
         output, self._output = self._output, None
         return output
 
     def arrived(self) -> Tensor:
-        """Return what the stage before gave: from here on, it is this stage that runs."""
+        """Return what the stage before returned: from here on, it is this stage that runs."""
         assert self._arriving is not None, "a stage runs from its beginning"
         arriving, self._arriving = self._arriving, None
         self.pause(False)
@@ -355,7 +338,7 @@ class Stage:
 
 
 class _WithOwnHooks:
-    """A model's whole forward pass with the hooks of its own, which what a stage gives does not go through. Takes them
+    """A model's whole forward pass with the hooks of its own, which a stage's result does not go through. Takes them
     from the model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -451,7 +434,7 @@ class DoesNotRepeat(Exception):
 
 
 class _Result(NamedTuple):
-    """A tensor that a pass gives: its block, and its form."""
+    """A tensor that a pass returns: its block, and its form."""
 
     block: int
     size: torch.Size
@@ -495,7 +478,7 @@ class _Memory(NamedTuple):
     used     block that earlier passes of the micro-batch kept, and this one uses up -> its place among these
     held     storages that hold another block before each pass
     keeps    blocks that it takes for a later pass
-    results  what it gives
+    results  its results
     kept     signatures of what earlier passes of the micro-batch took for later ones
     """
 
@@ -655,7 +638,7 @@ def _memory_of(
         ends: It is the micro-batch's last one.
 
     Raises:
-        DoesNotRepeat: It gives back or returns what belongs to another pass, or leaves memory behind at the end.
+        DoesNotRepeat: It frees or returns what belongs to another pass, or leaves memory behind at the end.
     """
     kept, signatures = {block: place for place, block in enumerate(batch.kept)}, list(batch.signatures)
     placed = [one if one is None else _result_of(memory, one) for one in results]
@@ -676,7 +659,7 @@ def _memory_of(
 
 
 def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
-    """Return the storage whose block a pass gives back, with the one that it takes in its place, which is taken out
+    """Return the storage whose block a pass frees, with the one that it takes in its place, which is taken out
     of those that it leaves."""
     about, storage = memory.signature(before), memory.storage_of(before)
     resized = (one for one in left if memory.storage_of(one) == storage and memory.signature(one)[1:] == about[1:])

@@ -332,7 +332,7 @@ class TrainingStep:
         if self.settings.channels_last:
             inputs = arguments(mapped(inputs, _channels_last))
         if (dtype := self._weight_dtype) is not None:
-            inputs = arguments(mapped(inputs, lambda x: _in_dtype(x, dtype)))
+            inputs = arguments(mapped(inputs, lambda x: x.to(dtype) if x.is_floating_point() else x))
         return inputs
 
     def _forward(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
@@ -443,17 +443,20 @@ def cross_entropy(output: Any, targets: Tensor | None) -> Tensor:
     return nn.functional.cross_entropy(output, targets)
 
 
+def logits_of(output: Any) -> Any:
+    """Return the tensor among a model's output that its loss is computed from: itself, its `logits`, or the first one
+    of several. None where it holds none."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return output[0] if logits is None and isinstance(output, list | tuple) and output else logits
+
+
 def targets_for(output: Any, loss: Callable[..., Any] | None = None) -> Tensor:
     """Class indices, all 0, of the shape that `cross_entropy` wants for this output, on its device.
 
     The classes are in the last dimension of [N, C] and [N, T, C] and in the second of [N, C, H, W]. An output without
     logits is an `UsageError`, but where there is a `loss` of its own: that gets a single 0.
     """
-    logits = output
-    if not isinstance(logits, Tensor):
-        logits = getattr(output, "logits", None)
-        if logits is None and isinstance(output, list | tuple) and output:
-            logits = output[0]
+    logits = logits_of(output)
     if not isinstance(logits, Tensor) or logits.dim() == 0 or not logits.is_floating_point():
         if loss is not None:
             return torch.zeros((), dtype=torch.long)
@@ -480,10 +483,6 @@ def preload() -> None:
 
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_floating_point() else x
-
-
-def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.Size, torch.dtype]:

@@ -6,6 +6,7 @@ Start reading at `PartitionedRank`. DeepSpeed wants several processes; its rules
 
 from __future__ import annotations
 
+import abc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -69,7 +70,6 @@ class FlatPartition:
         ]
 
 
-_TRUE = {"bf16": "bf16-true", "fp16": "fp16-true"}
 # Type of the model -> precisions that say the same, or nothing
 _APT = {"bf16": ("fp32", "bf16", "bf16-true"), "fp16": ("fp32", "fp16", "fp16-true"), "fp32": ("fp32", "tf32")}
 
@@ -81,19 +81,6 @@ def settings_of_stage(parallel: Parallel, training: Training) -> Training:
     Raises:
         UsageError: `param_dtype` contradicts the precision; a setting that DeepSpeed does not have.
     """
-    _require_known(parallel, training)
-    dtype = parallel.param_dtype
-    if dtype is None:
-        return training
-    if training.precision not in _APT[dtype]:
-        raise UsageError(
-            f"parallel: param_dtype={dtype} of zero contradicts precision={training.precision}; with it precision is "
-            f"one of {', '.join(_APT[dtype])}, or left out"
-        )
-    return replace(training, precision=_TRUE.get(dtype, training.precision))
-
-
-def _require_known(parallel: Parallel, training: Training) -> None:
     others = {
         "clip_value": training.clip_value is not None,  # DeepSpeed clips the norm
         "ema": training.ema,
@@ -106,13 +93,22 @@ def _require_known(parallel: Parallel, training: Training) -> None:
     }
     if given := [name for name, is_given in others.items() if is_given]:
         raise UsageError(f"parallel: zero={parallel.zero} does not go with {', '.join(given)}; leave either out")
+    dtype = parallel.param_dtype
+    if dtype is None:
+        return training
+    if training.precision not in _APT[dtype]:
+        raise UsageError(
+            f"parallel: param_dtype={dtype} of zero contradicts precision={training.precision}; with it precision is "
+            f"one of {', '.join(_APT[dtype])}, or left out"
+        )
+    return replace(training, precision=training.precision if dtype == "fp32" else f"{dtype}-true")
 
 
 Make = Callable[..., torch.optim.Optimizer]
 NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
 
 
-class ZeroRank(Rank):
+class ZeroRank(Rank, abc.ABC):
     """A rank of any stage, which is the optimizer of its part, too: master weights in fp32 with an optimizer for each,
     none where they are in host memory.
 
@@ -129,6 +125,8 @@ class ZeroRank(Rank):
         self._in_backward = False
         # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
+        self._offloads = settings.offload_optimizer  # so do gradients
+        self._elements = 0  # of gradients that wait in the bucket
         self._masters: list[nn.Parameter] = []
         self._optimizers: list[torch.optim.Optimizer] = []
 
@@ -148,9 +146,9 @@ class ZeroRank(Rank):
         super().wrap(step, inputs)
         step.rewrap(self.wrapped, self.update)
 
+    @abc.abstractmethod
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Return the model as the rank has it from now on. Raises `UsageError` for parameters of several types."""
-        raise NotImplementedError
 
     def update(self, make: Make) -> ZeroRank:
         """Return the optimizer of the rank's part, after `wrapped`."""
@@ -182,15 +180,17 @@ class ZeroRank(Rank):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients were freed as they were reduced."""
 
+    @abc.abstractmethod
     def step(self) -> None:
         """Check the gradients, take their norm, update the rank's part, and gather parameters."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _make_masters(self, make: Make) -> None:
-        raise NotImplementedError
+        """Make master weights and their optimizers, unless they are in host memory."""
 
+    @abc.abstractmethod
     def _end_backward(self) -> None:
-        raise NotImplementedError
+        """Reduce what waits, and keep the rank's gradients."""
 
     def _add_master(self, make: Make, weights: Tensor) -> None:
         master = nn.Parameter(weights)
@@ -223,13 +223,11 @@ class PartitionedRank(ZeroRank):
         self._trained, self._places = trained, {id(p): place for place, p in enumerate(trained)}
         self._partition = FlatPartition([p.numel() for p in trained], parallel.ddp)
         self._own = self._partition.of_rank(self._rank)
-        self._offloads = self._settings.offload_optimizer  # so do gradients
         self._contiguous = parallel.contiguous_gradients or self._offloads
         self._beside: OneStream | None = streams.Stream() if parallel.overlap_comm else None
         self._buffers: list[Tensor] = []
         self._turn = 0  # in which of them the bucket is
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
-        self._elements = 0
         self._late: list[Tensor] = []  # parameters whose gradients are freed once their reduction is over
         self._kept: Tensor | None = None  # the rank's own gradients, one after the other
         self._filled = 0

@@ -39,8 +39,6 @@ class ZeroShardedRank(ZeroRank):
         overlaps = parallel.overlap_comm is not False
         gathers, self._reduces = ((streams.Stream() if overlaps else streams.main) for _ in range(2))
         self._waiting: list[Shared] = []  # parameters whose gradients wait in the bucket
-        self._elements = 0
-        self._offloads = self._settings.offload_optimizer  # so do parts of gradients
         with self.recorder:
             self._shared = SharedParameters(model, parallel, streams, gathers)
             self._trained = [one for one in self._shared.all if one.parameter.requires_grad]
@@ -258,7 +256,7 @@ class SharedParameters:
         self._order: list[nn.Module] = []  # order of the recorded pass
         self._records = self._complete = False
         self._before: list[int] = [0]  # place in the order -> elements of all modules before it
-        self._uses: dict[Shared, list[int]] = {}  # -> places of the modules that use it
+        self._uses: defaultdict[Shared, list[int]] = defaultdict(list)  # -> places of the modules that use it
         self._to_come: deque[tuple[Shared, int]] = deque()
         self._fetched_for: dict[Shared, int] = {}  # -> place of the last module that it was fetched for
         self._at = 0  # place of the next module
@@ -351,7 +349,12 @@ class SharedParameters:
         self._wait_for_rest()
         if not self._complete and self._records:
             self._complete = True
-            self._prepare()
+            of_modules = [self._sorted(module) for module in self._order]
+            self._before = [0, *accumulate(sum(one.numel for one in several) for several in of_modules)]
+            self._uses = defaultdict(list)
+            for at, several in enumerate(of_modules):
+                for one in several:
+                    self._uses[one].append(at)
         self._records = True
         self._to_come = deque((one, at) for at, m in enumerate(self._order) for one in self._sorted(m))
         self._fetched_for = {}
@@ -362,7 +365,11 @@ class SharedParameters:
         """Fetch what a module needs, and begin to fetch what comes after it."""
         if forward:
             self._running.append(module)
-        self._compare(module)
+        if self._complete and (self._at >= len(self._order) or module is not self._order[self._at]):
+            # The pass takes another order than the one that was recorded.
+            self._records = self._complete = False
+            self._order, self._to_come, self._fetched_for = [], deque(), {}
+            self._wait_for_rest()
         if self._records and not self._complete:
             self._order.append(module)
         if not forward:
@@ -416,28 +423,12 @@ class SharedParameters:
             one.users.clear()
             self._release(one)
 
-    def _compare(self, module: nn.Module) -> None:
-        """Forget the order where a pass takes another one."""
-        if self._complete and (self._at >= len(self._order) or module is not self._order[self._at]):
-            self._records = self._complete = False
-            self._order, self._to_come, self._fetched_for = [], deque(), {}
-            self._wait_for_rest()
-
-    def _prepare(self) -> None:
-        of_modules = [self._sorted(module) for module in self._order]
-        self._before = [0, *accumulate(sum(one.numel for one in several) for several in of_modules)]
-        uses: dict[Shared, list[int]] = defaultdict(list)
-        for at, several in enumerate(of_modules):
-            for one in several:
-                uses[one].append(at)
-        self._uses = dict(uses)
-
     def _can_go(self, one: Shared) -> bool:
         """Return whether a parameter may be freed: it is not used again within this many elements, nor was it passed
         over when parameters were fetched ahead."""
         if one.stays or self._fetched_for.get(one, _LONG_AGO) > self._at:
             return False
-        uses = self._uses.get(one, [])
+        uses = self._uses[one]
         following = bisect.bisect_left(uses, self._at)
         if following == len(uses):
             return True

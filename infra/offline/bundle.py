@@ -38,6 +38,7 @@ from conf.plain_text import bounded
 from infra.offline.launch import FORMAT, MANIFEST, file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
 # Of the extras, beside `warehouse` and `farm`: what a step uses.
 _ALSO_NEEDED = {"serve": ("prometheus-client",), "dev": ("pytest",)}
 # Tracked files that no step reads, and files of wheels that only programs in C++ or machines with a network load.
@@ -315,13 +316,6 @@ def _table(folder: Path, manifest: dict, archives: Sequence[Archive]) -> list[st
     ]
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
-CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
-
-
 @dataclass(frozen=True)
 class Target:
     """The machine's Python, as `3.12`."""
@@ -464,3 +458,7 @@ def _built_wheel(requirement: str, target: Target, folder: Path) -> Path:
 def _pip(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", "--no-deps"]
     return subprocess.run([*words, *map(str, arguments)], capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

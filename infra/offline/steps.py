@@ -374,7 +374,7 @@ def _place(settings: StepsSettings) -> Place:
 
 
 def _prepared(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]], str]:
-    """Make the work folder, from `previous` or as it is; return the rows of earlier calls, and what to say of it."""
+    """Make the work folder, from `previous` or as it is; return the rows of earlier calls, and what to report."""
     if Path(settings.results).resolve().is_relative_to(work):
         raise UsageError(
             f"results={settings.results} lies in work={work}, which is packed into it; name another folder"

@@ -262,7 +262,7 @@ OURS_GB = 1  # width of our own memory classes
 class RowSelection:
     """Everything that is asked or fitted on; each array has one entry a row.
 
-    file       what figures are told apart by: the published file, the warehouse's family
+    file       what separates figures: the published file, the warehouse's family
     name       for people
     asked      bool: answers are wanted; fitted_on: bool, an estimator may learn from it
     subjects   what a training-free estimator is asked about: the published row, or the case
@@ -658,7 +658,7 @@ def _ask(
         if len(rows) == 1:
             return [Given(estimate=None, reason=str(error))], ()
         alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
-        return [one for given, _ in alone for one in given], tuple(text for _, texts in alone for text in texts)
+        return [answer for given, _ in alone for answer in given], tuple(text for _, texts in alone for text in texts)
     return given_of(prediction, rows, bins), prediction.warnings
 
 

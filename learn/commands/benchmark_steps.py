@@ -177,11 +177,11 @@ def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Ta
     ratios = left_out_errors(np.empty(len(fit.rows)), masks, without)
     outside = np.any(masks, axis=0)
     answers = {
-        at: Given(estimate=row.measured_ms * math.exp(ratios[at]))
-        if math.isfinite(ratios[at])
+        place: Given(estimate=row.measured_ms * math.exp(ratios[place]))
+        if math.isfinite(ratios[place])
         else Given(estimate=None, reason="the rows that it learned from do not cover this one")
-        for at, row in enumerate(fit.rows)
-        if outside[at]
+        for place, row in enumerate(fit.rows)
+        if outside[place]
     }
     if name == AS_IT_COMES:
         return Asked(answers=answers)
@@ -214,7 +214,7 @@ def _ask_estimators(
     for name in names:
         tally.add(sum(1 + len(part.outside) for part in parts))
         learned = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
-        answers = {int(place[at]): replace(given, classes={}) for at, given in learned.answers.items()}
+        answers = {int(place[position]): replace(given, classes={}) for position, given in learned.answers.items()}
         asked[name] = replace(learned, answers=refused | answers, latency={})
     return asked
 
@@ -224,8 +224,8 @@ def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection,
     from learn.rows.data import load_rows
 
     rows = load_rows(settings.data, _TARGET, source=tuple(_OF_SOURCE), trust=settings.trust)
-    place_of = {row.run_id: at for at, row in enumerate(fit.rows) if row.run_id}
-    rows = rows.subset([at for at, run_id in enumerate(rows.run_ids) if run_id in place_of])
+    place_of = {row.run_id: position for position, row in enumerate(fit.rows) if row.run_id}
+    rows = rows.subset([position for position, run_id in enumerate(rows.run_ids) if run_id in place_of])
     if not len(rows):
         raise UsageError(_NO_CONFIG)
     place = np.array([place_of[run_id] for run_id in rows.run_ids])
@@ -237,23 +237,23 @@ def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection,
 
 
 def _sets(fit: TimeFit, asked: Mapping[str, Asked], by: str | None) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return title -> row -> what `Scored` says of it.
+    """Return title -> row -> its entry of `Scored`.
 
     Single operators are not training jobs, which is all that estimators answer for: they have no answers there.
     """
     groups = {"device": fit.devices, "source": fit.sources}.get(by or "", fit.groups)
     outside = np.zeros(len(fit.rows), dtype=bool)
-    outside[[at for of in asked.values() for at in of.answers]] = True
+    outside[[place for of in asked.values() for place in of.answers]] = True
     sets = {
         title: {
-            at: {
-                "name": fit.rows[at].run_id or fit.rows[at].name,
-                "group": str(groups[at]),
-                "label": fit.rows[at].measured_ms,
-                "family": fit.rows[at].group,
-                "source": "measured" if fit.rows[at].source == FARM else "imported",
+            place: {
+                "name": fit.rows[place].run_id or fit.rows[place].name,
+                "group": str(groups[place]),
+                "label": fit.rows[place].measured_ms,
+                "family": fit.rows[place].group,
+                "source": "measured" if fit.rows[place].source == FARM else "imported",
             }
-            for at in np.flatnonzero(mask & outside).tolist()
+            for place in np.flatnonzero(mask & outside).tolist()
         }
         for title, mask in subsets(fit)
     }
@@ -307,7 +307,7 @@ class RankJob:
         where FSDP's types alone decide: there is no autocast.
         """
         (tokens,), target = gpt.batch(self.config, "meta")
-        done = estimate(
+        answer = estimate(
             lambda: gpt.build(self.config),
             tokens,
             target=target,
@@ -318,9 +318,9 @@ class RankJob:
             accumulation=self.accumulation,
             estimator="trace",
         )
-        if done.step_time_ms is None:
+        if answer.step_time_ms is None:
             raise UsageError("the step has no time")
-        return done.step_time_ms / self.accumulation
+        return answer.step_time_ms / self.accumulation
 
 
 def rank_job_of(cells: Mapping[str, str]) -> RankJob:
@@ -377,13 +377,13 @@ def ask_ranks(
     answers = {}
     places = np.flatnonzero(outside).tolist()
     tally.add(len(places))
-    for at in places:
-        row = rows[at]
-        answers[at] = Given(estimate=None, reason="no ranks are published of the row")
+    for place in places:
+        row = rows[place]
+        answers[place] = Given(estimate=None, reason="no ranks are published of the row")
         if row.run_id in cells_of:
             try:
-                answers[at] = Given(estimate=rank_job_of(json.loads(cells_of[row.run_id])).micro_step_ms(row.device))
+                answers[place] = Given(estimate=rank_job_of(json.loads(cells_of[row.run_id])).micro_step_ms(row.device))
             except CommandError as error:
-                answers[at] = Given(estimate=None, reason=first_line(error))
+                answers[place] = Given(estimate=None, reason=first_line(error))
         tally.step()
     return answers

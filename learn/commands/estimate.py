@@ -351,9 +351,9 @@ class EstimateSettings(ModelKeys):
             raise UsageError(
                 f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}"
             )
-        own = {"input": "own inputs", "batches": "own inputs", "batch": "batch_size"}
-        if self.model is None and (of_model := [name for name in own if getattr(self, name) is not None]):
-            raise UsageError(f"{of_model[0]} is for model=; a trial config has its {own[of_model[0]]}")
+        counterparts = {"input": "own inputs", "batches": "own inputs", "batch": "batch_size"}
+        if self.model is None and (of_model := [name for name in counterparts if getattr(self, name) is not None]):
+            raise UsageError(f"{of_model[0]} is for model=; a trial config has its {counterparts[of_model[0]]}")
         if self.run is not None and self.known == RUNS:
             raise UsageError("known=runs cannot be combined with run=: the run would be used to estimate itself")
         self._require_what_find_takes()
@@ -436,7 +436,7 @@ def entry(settings: EstimateSettings) -> int:
     if settings.find is not None:
         return print_fits(settings, title, job, inputs, options)
     with contextlib.redirect_stdout(sys.stderr):
-        done = estimate(
+        answer = estimate(
             job,
             inputs,
             name=title,
@@ -446,8 +446,8 @@ def entry(settings: EstimateSettings) -> int:
             **{**options, "device": device or DEFAULT_DEVICE},
         )
     if past is not None:
-        done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
-    settings.print_answer(title, done, past)
+        answer = replace(answer, notes=(*answer.notes, *known_to(past, answer, settings.data)))
+    settings.print_answer(title, answer, past)
     for name in FILES:
         if (path := getattr(settings, name)) is not None:
             print(f"{name}: {path}", file=sys.stderr if settings.format == "json" else sys.stdout)
@@ -467,8 +467,8 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
             configs.append(config_from_mapping(config_mapping(line)))
         except CommandError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
-    for done in estimate_many(configs, method=settings.method, trust=settings.trust, **settings.how()):
-        print(json.dumps(done.to_mapping()))
+    for answer in estimate_many(configs, method=settings.method, trust=settings.trust, **settings.how()):
+        print(json.dumps(answer.to_mapping()))
     return 0
 
 
@@ -527,14 +527,18 @@ def print_fits(
         else:
             largest = largest_batch(job, inputs, by=by, **options)
     if settings.format == "json":
-        answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
+        answer = (
+            {"devices": [device_fit.to_mapping() for device_fit in fits]} if largest is None else largest.to_mapping()
+        )
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
     elif largest is None:
-        answers = [one.estimate for one in fits if one.estimate is not None]
-        of_amd = {note: None for one in answers for note in one.notes if note.code == AMD_GPU}
-        shared = {note: None for note in answers[0].notes if all(note in one.notes for one in answers)}
+        answers = [device_fit.estimate for device_fit in fits if device_fit.estimate is not None]
+        of_amd = {note: None for estimate in answers for note in estimate.notes if note.code == AMD_GPU}
+        shared = {note: None for note in answers[0].notes if all(note in estimate.notes for estimate in answers)}
         problems = [
-            Note("no-answer", PROBLEM, f"{one.device}: {one.problem}") for one in fits if one.problem is not None
+            Note("no-answer", PROBLEM, f"{device_fit.device}: {device_fit.problem}")
+            for device_fit in fits
+            if device_fit.problem is not None
         ]
         table, notes = _table_of_devices(fits, bound_name(answers[0])), [*problems, *{**of_amd, **shared}]
         _print(f"{title}, memory in MiB", table, answers, notes, all_notes)
@@ -555,23 +559,23 @@ def _print(line: str, table: Table, answers: Sequence[Estimate], notes: Collecti
     screen = Console()
     screen.print(line, soft_wrap=True, highlight=False, markup=False)
     screen.print(table)
-    checks = dict.fromkeys(text for one in answers if (text := coverage_text(one)))
+    checks = dict.fromkeys(text for answer in answers if (text := coverage_text(answer)))
     if checks:
         screen.print(f"{bound_name(answers[0])}: {'; '.join(checks)}", soft_wrap=True, highlight=False, markup=False)
     print_notes(screen, notes, all_notes=all_notes)
 
 
 def _at_limit(largest: LargestBatch) -> Estimate:
-    done = largest.estimate or largest.beyond
-    assert done is not None  # one of both batches was estimated
-    return done
+    nearest = largest.estimate or largest.beyond
+    assert nearest is not None  # one of both batches was estimated
+    return nearest
 
 
 def _table_of_batches(largest: LargestBatch) -> Table:
     table = _table("batch", "peak memory", bound_name(_at_limit(largest)), "the card", "fits")
-    for batch, done in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
-        if done is not None:
-            memory = (done.peak_memory_mib, done.upper_mib, done.device_memory_mib)
+    for batch, answer in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
+        if answer is not None:
+            memory = (answer.peak_memory_mib, answer.upper_mib, answer.device_memory_mib)
             texts = [MISSING if mib is None else f"{mib:,.0f} MiB" for mib in memory]
             table.add_row(f"{batch:,}", *texts, "yes" if batch == largest.batch else "no")
     return table
@@ -582,7 +586,7 @@ def _table_of_devices(fits: tuple[DeviceFit, ...], bound: str) -> Table:
     from rich.console import Console
 
     heads = ["device", "peak", bound.replace(" bound", "\nbound"), "may\ntake", "room", "fits", "samples/s"]
-    rows = [_row_of_device(one) for one in fits]
+    rows = [_row_of_device(device_fit) for device_fit in fits]
     if Console().width >= _WIDTH_WITH_ENERGY:
         heads.append("J a step")
     table = _table(*heads)
@@ -591,15 +595,15 @@ def _table_of_devices(fits: tuple[DeviceFit, ...], bound: str) -> Table:
     return table
 
 
-def _row_of_device(one: DeviceFit) -> list[str]:
-    if (done := one.estimate) is None:
-        return [one.device, *[MISSING] * 7]
+def _row_of_device(device_fit: DeviceFit) -> list[str]:
+    if (answer := device_fit.estimate) is None:
+        return [device_fit.device, *[MISSING] * 7]
     memory = [
         MISSING if mib is None else f"{mib:,.0f}"
-        for mib in (done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
+        for mib in (answer.peak_memory_mib, answer.upper_mib, answer.limit_mib, device_fit.room_mib)
     ]
-    time = [MISSING if value is None else rate(value) for value in (done.samples_per_s, done.energy_j)]
-    return [one.device, *memory, "yes" if one.fits else "no", *time]
+    time = [MISSING if value is None else rate(value) for value in (answer.samples_per_s, answer.energy_j)]
+    return [device_fit.device, *memory, "yes" if device_fit.fits else "no", *time]
 
 
 def _table(first: str, *others: str) -> Table:
@@ -641,9 +645,9 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     if settings.method != "full":
         raise UsageError("a script is estimated with method=full")
     open_data(settings.data)
-    own = {name: getattr(settings, name) for name in ("parallel", *FILES, *_OF_SCRIPTS)}
+    options = {name: getattr(settings, name) for name in ("parallel", *FILES, *_OF_SCRIPTS)}
     title = " ".join(command)
-    settings.print_answer(title, estimate_script(command, name=title, **settings.how(), **own))
+    settings.print_answer(title, estimate_script(command, name=title, **settings.how(), **options))
     return 0
 
 
@@ -690,8 +694,8 @@ def entry_of_server(settings: EstimateSettings) -> int:
     body = request_of(settings)
     title = settings.model or f"{body['config'].get('family')}, batch {body['config'].get('batch_size')}"
     with Client(settings.server or "", token=os.environ.get(TOKEN_VARIABLE)) as service:
-        done = service.estimate(**body)
-    settings.print_answer(title, done)
+        answer = service.estimate(**body)
+    settings.print_answer(title, answer)
     return 0
 
 

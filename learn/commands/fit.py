@@ -119,7 +119,7 @@ def fit(
         The artifact's folder, its `meta.json`, and the evaluation behind the figures.
 
     Raises:
-        UsageError: There are too few rows, rows of several sources, or an estimator that does not give the target.
+        UsageError: There are too few rows, rows of several sources, or an estimator without the target.
             Nothing is written then.
     """
     if settings.target == SLOWDOWN:
@@ -198,14 +198,14 @@ def entry(settings: FitSettings) -> int:
 
     screen = Console()
     with StepBar(settings.target) as bar:
-        done = fit(settings, progress=bar.update)
+        fitted = fit(settings, progress=bar.update)
 
     from learn.judging.report import metric_rows
 
-    rows = done.meta["rows"]
+    rows = fitted.meta["rows"]
     families = ", ".join(f"{name} {n}" for name, n in rows["family"].items())
     screen.print(
-        f"{settings.target} by {done.meta['estimator']}: {rows['train'] + rows['test']} rows ({families}), "
+        f"{settings.target} by {fitted.meta['estimator']}: {rows['train'] + rows['test']} rows ({families}), "
         f"{', '.join(rows['source'])}, {', '.join(rows['device'])}",
         soft_wrap=True,
         highlight=False,
@@ -215,11 +215,11 @@ def entry(settings: FitSettings) -> int:
     table.add_column("metric")
     table.add_column("3-fold CV", justify="right")
     table.add_column(f"held out (n={rows['test']})", justify="right")
-    for row in metric_rows(done.evaluation):
+    for row in metric_rows(fitted.evaluation):
         table.add_row(*map(Text, row))  # a unit in brackets is not markup
     screen.print(table)
-    screen.print(f"bins: {done.meta['bins']['rule']}", soft_wrap=True, highlight=False)
-    for note in done.meta["warnings"]:
+    screen.print(f"bins: {fitted.meta['bins']['rule']}", soft_wrap=True, highlight=False)
+    for note in fitted.meta["warnings"]:
         screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
-    screen.print(f"artifact: {done.path}", soft_wrap=True, highlight=False, markup=False)
+    screen.print(f"artifact: {fitted.path}", soft_wrap=True, highlight=False, markup=False)
     return 0

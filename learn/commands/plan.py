@@ -109,7 +109,7 @@ def entry(settings: PlanSettings) -> int:
     open_data(settings.data)
     training = {name: getattr(settings, name) for name in SETTINGS if name != "checkpointing"}
     with contextlib.redirect_stdout(sys.stderr), StepBar("plan") as bar:  # a model's prints are not output
-        done = plan(
+        answer = plan(
             load_factory(title, settings.arguments),
             model_inputs(settings.input, None),
             gpus=gpus,
@@ -125,9 +125,9 @@ def entry(settings: PlanSettings) -> int:
             **training,
         )
     if settings.format == "json":
-        print(json.dumps(done.to_mapping(), indent=1))
+        print(json.dumps(answer.to_mapping(), indent=1))
     else:
-        print_plan(done, settings.rows)
+        print_plan(answer, settings.rows)
     if settings.report is not None:
         print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0

@@ -170,7 +170,7 @@ class _Answer:
     case        what estimators are asked about
     memory      the figure and its bound, by whoever is asked; None: nobody has answered
     figures     column of each further target -> the figure
-    by, loops   target -> who gave it, and of which loop
+    by, loops   target -> its estimator, and its loop
     beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
     questions   which fitted models are asked between `ask` and `finish`
     estimate, error   what is gathered, or why nothing is
@@ -248,7 +248,7 @@ class _Answer:
             f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
         )
         self.notes.append(Note("batch-mix", INFO, text, ("memory",)))
-        self.notes += [Note("trace", WARNING, one) for one in mixed.trace.notes if one not in longest.trace.notes]
+        self.notes += [Note("trace", WARNING, note) for note in mixed.trace.notes if note not in longest.trace.notes]
         return longest
 
     def ask(self, overrides: contextlib.ExitStack) -> None:
@@ -439,7 +439,7 @@ class _Answer:
         return notes
 
     def place(self) -> None:
-        """Place the traced step on the machine, and bound memory that no fit can speak of by its causes."""
+        """Place the traced step on the machine, and bound memory that no fit covers by its causes."""
         if self.traced is None:
             return
         described_mib = self.traced.step.peak_memory_mib
@@ -622,11 +622,11 @@ class _Answer:
         Raises:
             UsageError: There are runs, and the job is not traced.
         """
-        own, known, device = self.request.own_runs, self.request.options.known, self.device
-        if own is not None and (self.traced is not None or own.asked_for):
-            runs, notes = own.of(self.job.batch_size, device)
+        own_runs, known, device = self.request.own_runs, self.request.options.known, self.device
+        if own_runs is not None and (self.traced is not None or own_runs.asked_for):
+            runs, notes = own_runs.of(self.job.batch_size, device)
         else:
-            own, runs, notes = None, tuple(run for run in known if run.is_of(device)), []
+            own_runs, runs, notes = None, tuple(run for run in known if run.is_of(device)), []
             if known and not runs:
                 notes.append(Note("no-known-run", WARNING, f"known: no run was measured on {device.name}"))
         if not runs:
@@ -636,12 +636,12 @@ class _Answer:
         try:
             by_runs = self._moved_by(runs, done, self.traced)
         except CommandError as error:
-            if own is None or own.asked_for:
+            if own_runs is None or own_runs.asked_for:
                 raise
-            return replace(done, notes=(*done.notes, own.left_out(error)))
-        if own is None or by_runs.answered_by == done.answered_by:
+            return replace(done, notes=(*done.notes, own_runs.left_out(error)))
+        if own_runs is None or by_runs.answered_by == done.answered_by:
             return by_runs
-        return replace(by_runs, notes=(own.note(runs), *by_runs.notes))
+        return replace(by_runs, notes=(own_runs.note(runs), *by_runs.notes))
 
     def _moved_by(self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep) -> Estimate:
         """Return the estimate moved by runs, each traced at its batch size."""
@@ -672,7 +672,7 @@ def _parameters(job: TrainingJob) -> int | None:
 
     try:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
-    except Exception:  # a model may raise anything, and the trace's reason is told already
+    except Exception:  # a model may raise anything, and the trace's reason is noted already
         return None
 
 
@@ -681,10 +681,10 @@ def _bound_of(prediction: Prediction, row: int, artifact: Artifact, coverage: fl
     none. None where it is not calibrated."""
     quantiles = {}
     for level in sorted({*COVERAGES, coverage}):
-        at = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
-        if at is None:
+        values = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
+        if values is None:
             return None
-        quantiles[level] = float(at[row])
+        quantiles[level] = float(values[row])
     held_out: Mapping[str, Any] = {}
     if coverage == LEVEL:
         held = prediction.held_of(row)
@@ -694,13 +694,13 @@ def _bound_of(prediction: Prediction, row: int, artifact: Artifact, coverage: fl
 
 
 def _of_loop(
-    target: str, own: Artifact | None, shipped: Artifact | None, loop: str | None
+    target: str, newest: Artifact | None, shipped: Artifact | None, loop: str | None
 ) -> tuple[Artifact | None, list[Note]]:
     """Return the first of the two models that knows the loop, and which model was passed over for that."""
     if loop is None or target == "memory":
-        return own or shipped, []
+        return newest or shipped, []
     passed_over: list[Note] = []
-    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the packaged model")):
+    for artifact, words in ((newest, "the newest model of the data folder"), (shipped, "the packaged model")):
         if artifact is None:
             continue
         known = loops_of_sources(artifact.meta["rows"]["source"])
@@ -769,8 +769,8 @@ def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings)
     if not groups:
         return seconds_at_peak(trace, device, settings)
     seconds = [(seconds_at_peak(group.trace, device, settings), len(group.ranks)) for group in groups]
-    known = [(one, count) for one, count in seconds if one is not None]
-    return sum(one * count for one, count in known) / sum(count for _, count in known) if known else None
+    known = [(figure, count) for figure, count in seconds if figure is not None]
+    return sum(figure * count for figure, count in known) / sum(count for _, count in known) if known else None
 
 
 def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
@@ -832,11 +832,11 @@ def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: 
     """
     began = time.monotonic_ns()
     request, notes = made()
-    done, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
-    done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
+    estimate, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
+    estimate = replace(estimate, notes=(*notes, *estimate.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if any(files):
-        files.write(request, done, traced)
-    return done
+        files.write(request, estimate, traced)
+    return estimate
 
 
 def _found(keys: Sequence[str]) -> dict[str | None, Estimate]:
@@ -856,8 +856,8 @@ def _remembered(key: str | None, known: Estimate) -> Estimate:
     _answers[key] = known
     if len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
-    own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
-    return replace(known, **own)
+    copies: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
+    return replace(known, **copies)
 
 
 def clear() -> None:
@@ -866,14 +866,14 @@ def clear() -> None:
 
 
 def _key(request: Request) -> tuple[str | None, Request]:
-    """Return what tells the answer but for its platform, and the request as it is then answered: its job is built once.
-    No key with workspaces, which depend on this process's cuDNN."""
+    """Return what identifies the answer apart from its platform, and the request as it is then answered: its job is
+    built once. No key with workspaces, which depend on this process's cuDNN."""
     from learn.job.traced import key_of
 
     if request.platform.workspaces is not None:
         return None, request
     job_key, build = key_of(request.job)
-    job, how, own = replace(request.job, build=build, key=job_key or ""), request.options, request.own_runs
+    job, how, own_runs = replace(request.job, build=build, key=job_key or ""), request.options, request.own_runs
     folder = DataFolder.resolve(how.data)
     key = job_key and _digest(
         job.key,
@@ -884,7 +884,7 @@ def _key(request: Request) -> tuple[str | None, Request]:
         how.loop,
         how.coverage,
         how.known,
-        own and (own.asked_for, own.changed_ns),
+        own_runs and (own_runs.asked_for, own_runs.changed_ns),
         str(folder.root),
         tuple(_models_of(folder)),
     )

@@ -181,8 +181,8 @@ def estimate_many(
     jobs = _configs(configs)
     estimates = []
     with contextlib.nullcontext(progress) if progress is not None else _bar(len(jobs)) as report:
-        for done, config in enumerate(jobs):
-            report(done, len(jobs))
+        for index, config in enumerate(jobs):
+            report(index, len(jobs))
             estimates.append(estimate(config, **options))
     return estimates
 
@@ -211,14 +211,14 @@ def _configs(given: object) -> list[TrialConfig]:
         kind = f"{type(given).__name__}{advice}"
         raise UsageError(f"configs is a sequence of trial configs or their mappings, got {kind}")
     configs = []
-    for at, config in enumerate(given):
+    for place, config in enumerate(given):
         if isinstance(config, Mapping):
             try:
                 config = config_from_mapping(config)
             except CommandError as error:
-                raise UsageError(f"configs[{at}]: {error}") from error
+                raise UsageError(f"configs[{place}]: {error}") from error
         if not isinstance(config, TrialConfig):
-            raise UsageError(f"configs[{at}]: a trial config or its mapping is wanted, got {type(config).__name__}")
+            raise UsageError(f"configs[{place}]: a trial config or its mapping is wanted, got {type(config).__name__}")
         configs.append(config)
     return configs
 
@@ -374,12 +374,14 @@ def largest_batch(
     def card_needed_mib(units: int) -> float:
         batch = units * unit
         try:
-            done = estimates[batch] = answer(replace(request, job=job.with_samples(batch)))
+            estimate = estimates[batch] = answer(replace(request, job=job.with_samples(batch)))
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         # The bound stays at the card's memory over many batches, and shows no slope there.
-        card_mib = needed_mib(done, by) if by == POINT or done.least_card_mib is None else done.least_card_mib
-        return card_mib + spec.memory_mib - _limit_mib(done, spec)
+        card_mib = (
+            needed_mib(estimate, by) if by == POINT or estimate.least_card_mib is None else estimate.least_card_mib
+        )
+        return card_mib + spec.memory_mib - _limit_mib(estimate, spec)
 
     start = max(given // unit, 1)
     batch = largest_fitting(card_needed_mib, spec.memory_mib, start, max(MOST_SAMPLES // unit, 1)) * unit
@@ -388,7 +390,7 @@ def largest_batch(
         estimate=estimates.get(batch),
         beyond=estimates.get(batch + unit),
         by=by,
-        tried={size: needed_mib(done, by) for size, done in estimates.items()},
+        tried={size: needed_mib(estimate, by) for size, estimate in estimates.items()},
     )
 
 
@@ -423,8 +425,11 @@ def devices_that_fit(
     from learn.estimation.answers import answers_on, is_of_job
 
     _require_by(by)
-    specs = [platform_of(one, machine=CURRENT).device for one in (device_names() if devices is None else devices)]
-    specs.sort(key=lambda one: (one.memory_mib, one.name))
+    specs = [
+        platform_of(device_name, machine=CURRENT).device
+        for device_name in (device_names() if devices is None else devices)
+    ]
+    specs.sort(key=lambda device_name: (device_name.memory_mib, device_name.name))
     given: dict[str, Any] = dict(options)
     of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
     anywhere = {"device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None}
@@ -440,12 +445,14 @@ def devices_that_fit(
             outcomes.append(platform_of(data=request.options.data, **{**of_platform, "device": spec}))
         except CommandError as error:
             outcomes.append(error)
-    platforms = {place: one for place, one in enumerate(outcomes) if isinstance(one, Platform)}
+    platforms = {place: device_name for place, device_name in enumerate(outcomes) if isinstance(device_name, Platform)}
     together = len(platforms) if request.platform.workspaces is None else 1  # a process of cuDNN speaks for one
     for at in range(0, len(platforms), max(together, 1)):
         places = [*platforms][at : at + together]
-        for place, done in zip(places, answers_on(request, [platforms[one] for one in places]), strict=True):
-            outcomes[place] = done
+        for place, estimate in zip(
+            places, answers_on(request, [platforms[device_name] for device_name in places]), strict=True
+        ):
+            outcomes[place] = estimate
             platforms[place].release_workspaces()
     fits, problems = [], []
     for spec, outcome in zip(specs, outcomes, strict=True):
@@ -477,7 +484,7 @@ def _require_by(by: str) -> None:
         raise unknown_name("by", by, BY)
 
 
-# Nothing is said of larger batches: the default estimators were fitted on batches of at most 1,023 samples.
+# Larger batches are not covered: the default estimators were fitted on batches of at most 1,023 samples.
 MOST_SAMPLES = 65_536
 _GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
 _WIDER = 4  # times as wide is each further step away from the line's prediction

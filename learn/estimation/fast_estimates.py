@@ -1,7 +1,7 @@
 """Estimates from configuration features alone (`method=fast`): fitted trees; no model is built, nothing is traced.
 
 Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
-else those that come with the project. `fit_config_models` fits the latter to what a full estimate says of sampled
+else those that come with the project. `fit_config_models` fits the latter to full estimates of sampled
 configurations: `python -m learn.fit_configs FOLDER` runs it, after `learn.build_defaults`.
 """
 
@@ -115,11 +115,11 @@ class ConfigModels:
         ]
 
     def named(self, target: str) -> str:
-        """Return what `answered_by` says of a target."""
+        """Return the entry of `answered_by` for a target."""
         return f"{OF_CONFIGS} (default)" if target in self.ours else f"{OF_CONFIGS} {self.artifacts[target].version}"
 
     def loop(self, target: str) -> str:
-        """Return the loop that a target's figure speaks of."""
+        """Return the loop that a target's figure is about."""
         meta = self.artifacts[target].meta
         return str(meta.get("loop") or loop_of_source(next(iter(meta["rows"]["source"]))))
 
@@ -162,8 +162,8 @@ def fast_estimates(
         assert models is not None
         estimates |= zip(of_family, _of_family(models, asked, device, on), strict=True)
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
-    for one in estimates.values():
-        object.__setattr__(one, "seconds", seconds)  # nobody else has it yet
+    for estimate in estimates.values():
+        object.__setattr__(estimate, "seconds", seconds)  # nobody else has it yet
     return [estimates[place] for place in range(len(configs))]
 
 
@@ -190,9 +190,9 @@ def _config_models(
     if any(written):
         data = DataFolder(home.parent)
         for target in FAST_LOOPS:
-            own = newest(data, target, estimator=OF_CONFIGS, family=family, device=device)
-            if own is not None and is_current(own.meta["feature_version"]):
-                artifacts[target] = own
+            kept = newest(data, target, estimator=OF_CONFIGS, family=family, device=device)
+            if kept is not None and is_current(kept.meta["feature_version"]):
+                artifacts[target] = kept
     ours = []
     for name in (*FAST_LOOPS, BOUND):
         needless = "memory" not in ours if name == BOUND else name in artifacts

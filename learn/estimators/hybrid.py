@@ -1,6 +1,6 @@
 """The default estimator: what the trace says, corrected by what was measured, and how far off that can be.
 
-Start reading at `HybridEstimator.fit`. `Familiarity.judge` tells cases that are unlike anything fitted on; `Evidence`
+Start reading at `HybridEstimator.fit`. `Familiarity.judge` finds cases that are unlike anything fitted on; `Evidence`
 says how much of the correction holds for them, measured by leaving out one kind of the rows after the other.
 """
 
@@ -40,7 +40,7 @@ from learn.job.training_job import Case
 from learn.rows.data import Rows, module_of
 from learn.rows.step_store import StepRecord, StepStore, traced_column
 
-# What a person can be told of: feature, in words, and how its value is written.
+# Features as a person reads them: feature, in words, and how its value is written.
 _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "job_log_batch": ("a batch of", lambda v: f"{2**v:,.0f}"),
     "net_log_parameters": ("parameters:", lambda v: f"{2**v - 1:,.0f}"),
@@ -488,7 +488,7 @@ class HybridEstimator(Estimator):
     def _calibrated(self, rows: Rows, table: np.ndarray, gap: np.ndarray) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
-        small. Rows that ran out of memory count where they were told to fit: the error is at least so large.
+        small. Rows that ran out of memory count where they were estimated to fit: the error is at least so large.
 
         Scores above the estimate are stretched until the bound holds for a group that was left out: a module, where a
         family has many, else a configuration."""
@@ -618,7 +618,7 @@ def _torch(case: Case) -> float:
 
 
 def _place(case: Case) -> tuple[str, str]:
-    """Family and device, as bounds are told apart by them."""
+    """Family and device, by which bounds are kept apart."""
     return case.family, plain_device(case.device if case.described is None else case.described.name)
 
 

@@ -117,7 +117,7 @@ def fitted_power(
 
     Args:
         rows: What `power_rows` returns.
-        learned: The efficiencies that give the kernels' times.
+        learned: The efficiencies behind the kernels' times.
         progress: Called before each fit with a text, the number done and their total.
     """
     devices = np.array([row.device.name for row in rows])
@@ -269,7 +269,7 @@ class ActivityFit:
 
     Args:
         rows: What was measured.
-        learned: The efficiencies that give the kernels' times.
+        learned: The efficiencies behind the kernels' times.
         eager: Constants of the host; None: the packaged ones.
     """
 
@@ -509,7 +509,7 @@ _REDUCED = (
 _MOST_RANKS = 8  # ranks of a node
 _FIRST_STEP = 0.3  # first step of each logarithm
 _CLOSE = 0.02  # logarithm: rows nearer than this count little
-_OF_BEGIN = 1e-4  # weight of staying where the fit begins: of what the rows do not tell
+_OF_BEGIN = 1e-4  # weight of staying where the fit begins: where the rows do not decide
 _ITERATIONS = 300
 
 

@@ -231,14 +231,14 @@ def _job_of(row: MeasuredTime) -> tuple[Any, ...]:
 
 
 class TilesAndWaves:
-    """NeuSight's form: a network gives the share of the roofline at which a tile is computed; waves do the rest.
+    """NeuSight's form: a network estimates the share of the roofline at which a tile is computed; waves do the rest.
 
     Lee, Phanishayee, Mahajan: "Forecasting GPU Performance for Deep Learning Training and Inference", ASPLOS 2025
     (arXiv 2407.13853), sections 4 and 5. A kernel takes waves x (time of a tile at one SM's share of the peak rates) /
-    utilization, utilization = alpha - beta / waves. A multilayer perceptron gives alpha and beta from a tile's FLOPs,
-    bytes and footprint over what one SM has; sigmoids keep the utilization between 0 and 1, so that no kernel is faster
-    than the roofline. It learns by the symmetric percentage error. A step is the sum of its kernels; the host does not
-    count.
+    utilization, utilization = alpha - beta / waves. A multilayer perceptron estimates alpha and beta from a tile's
+    FLOPs, bytes and footprint over what one SM has; sigmoids keep the utilization between 0 and 1, so that no kernel is
+    faster than the roofline. It learns by the symmetric percentage error. A step is the sum of its kernels; the host
+    does not count.
 
     Differences: one small network with the kernel's kind as an input, where the paper trains a large one for each of
     five operators and takes the others as bound by memory. Tiles have one size for each kind of units, where the paper
@@ -380,7 +380,7 @@ class RooflineByKind:
         return torch.log(torch.where(self.fit.one_kernel, one_kernel_ms, steps_ms) / self.fit.measured_ms)
 
 
-AS_IT_COMES = "trace"  # the estimator of that name gives the same figures
+AS_IT_COMES = "trace"  # the estimator of that name has the same figures
 FORMULAS: Mapping[str, Callable[[TimeFit], Formula]] = {
     AS_IT_COMES: kernel_model_as_it_comes,
     "kernels": kernel_model,
@@ -420,7 +420,7 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
 
 
 def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:
-    """Return the content of the file: the fit on all rows, and what families that were left out say of its error."""
+    """Return the content of the file: the fit on all rows, and its error on families that were left out."""
     longer = -held_out[np.isfinite(held_out)]  # measured over estimated
     sources, counts = np.unique(fit.sources, return_counts=True)
     fitted = fit.fitted(np.ones(len(fit.rows), dtype=bool))

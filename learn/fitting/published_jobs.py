@@ -45,7 +45,7 @@ def workload_of(row: PublishedRow) -> TrainingJob:
     """Return the job of one row. Raises `UsageError` for a row without one: no known model, fields that don't fit
     together, a model that the installed timm does not know.
 
-    A row of a configuration gives its family's model, trained as published. A model of timm is built with random
+    A row of a configuration becomes its family's model, trained as published. A model of timm is built with random
     weights and trained on images of its own default size; the other models are those of `KNOWN_MODELS`. All in the
     usual loop and in fp32; with Adam, except timm's (`warehouse.exchange.published.timm_config` says why).
     """
@@ -91,7 +91,7 @@ def _workload(
 
 
 def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
-    """Return the cross entropy of [N, classes]. Models without a head give features: their mean costs the same."""
+    """Return the cross entropy of [N, classes]. Models without a head return features: their mean costs the same."""
     import torch
     from torch.nn.functional import cross_entropy
 

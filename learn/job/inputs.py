@@ -336,9 +336,6 @@ def _shape_at(sizes: Sequence[int], length: int, given: int) -> list[int]:
     return [length if dim in dims and size == given else size for dim, size in enumerate(sizes)]
 
 
-_TYPED = {"shape", "dtype"}  # the keys of a shape with a type of its own
-
-
 def model_inputs(given: list[Any] | Mapping[str, Any] | None, batch: int | None) -> Any:
     """Return the inputs as `learn.estimate` takes them.
 
@@ -374,17 +371,14 @@ def _in_batches_of(inputs: Any, batch: int | None) -> Any:
 
 def _typed(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
-        if set(value) == _TYPED:
-            return _meta_tensor(value["shape"], value["dtype"], name)
+        if set(value) == {"shape", "dtype"}:  # a shape with a type of its own
+            import torch
+
+            if not is_shape(shape := value["shape"]):
+                raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
+            dtype = torch_dtype(value["dtype"], f"{name}.dtype")
+            return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=dtype, device="meta")
         return {key: _typed(one, f"{name}.{key}") for key, one in value.items()}
     if isinstance(value, list) and not is_shape(value):
         return [_typed(one, f"{name}[{at}]") for at, one in enumerate(value)]
     return value
-
-
-def _meta_tensor(shape: Any, dtype: Any, name: str) -> Any:
-    import torch
-
-    if not is_shape(shape):
-        raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
-    return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=torch_dtype(dtype, f"{name}.dtype"), device="meta")

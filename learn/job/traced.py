@@ -1,6 +1,6 @@
 """A training job traced, placed in a GPU's memory and priced there, without the model's memory ever being taken.
 
-Start reading at `step_of`; `key_of` tells a job from all others, by which its trace and its answers are found again.
+Start reading at `step_of`; `key_of` identifies a job, so that its trace and its answers are found again.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 
 
 def key_of(job: TrainingJob) -> tuple[str | None, Build]:
-    """Return a job's key, and what builds its model: a factory that was built to tell its key is not built again.
+    """Return a job's key, and what builds its model: a factory that was built for its key is not built again.
 
     A stale answer is worse than a slow one. So a key holds all that a trace follows from:
 

@@ -30,7 +30,7 @@ class Evaluation:
     """Held-out rows that took no part in a fit, and cross-validation inside the rows that did. Rows that the estimator
     refused are in neither, and in `warnings`.
 
-    scored    the test rows with their answers; figures: what a benchmark says of them
+    scored    the test rows with their answers; figures: a benchmark's figures of them
     refused   why other rows have no answer, a reason each
     cv        `metrics_of` each fold
     """
@@ -125,7 +125,7 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
     Args:
         prediction: Prediction of the rows.
         rows: Held-out rows.
-        bins: Classes that the rows are told apart by.
+        bins: Classes of the rows.
         estimator: Its name.
         train_rows: What it was fitted on.
     """
@@ -294,7 +294,7 @@ def parts_of(
 
 
 def keys_of(rows: Rows, by: str) -> np.ndarray:
-    """(n,) str: what each row is told apart by; spellings of one device are the same."""
+    """(n,) str: the kind that each row counts as; spellings of one device are the same."""
     if by == "device":
         return np.array([plain_device(name) for name in rows.device], dtype=object)
     names: np.ndarray = getattr(rows, by)

@@ -297,7 +297,7 @@ def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
 
 
 def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
-    """Draw how many rows of each class were told to be in which, coloured by the share of the class; a panel an
+    """Draw how many rows of each class were estimated to be in which, coloured by the share of the class; a panel an
     estimator. Nothing where there are more classes than can be read."""
     bins = done.bins[file]["published"]
     classes_of = {

@@ -53,7 +53,7 @@ class ClassScores:
 
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
-    """Score the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
+    """Score the class indices, (n,) int each, that rows belong to and are estimated to belong to; None without rows."""
     if not len(true):
         return None
     recall, support, f1 = {}, {}, []
@@ -308,7 +308,7 @@ class Asked:
 class Scored(Given):
     """One row and one estimator's answer. `label` None: out of memory, the job needs more than the card.
 
-    group   what errors are told apart by; card: the device's memory in the label's unit, where the target is memory
+    group   what errors are grouped by; card: the device's memory in the label's unit, where the target is memory
     operator  the kind that makes most of what the forward pass makes, where the step is traced
     """
 
@@ -346,7 +346,7 @@ class Figures:
     classes        name of the bins -> scores over the ok and oom rows, oom in the top class; classes_shifted with the
                    constant added
     bound          scores of the 99 % bound, over the ok rows; reliability: quantile -> share of labels at or under it
-    fit_right      share of the ok and oom rows told right whether they need more than the card, constant added;
+    fit_right      share of the ok and oom rows rightly estimated to need more than the card or not, constant added;
                    fit_right_raw without it; fit_right_oom of the oom rows alone; fit_right_bound by the bound. None
                    without a card
     median_seconds time of one answer; fit_seconds: of one fit, the median over `fits` of them
@@ -400,7 +400,7 @@ def given_of(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> li
 
 
 def described(row: LabelledRow, target: Target) -> dict[str, Any]:
-    """Return what `Scored` says of a row, under its id and by its family."""
+    """Return the entry of `Scored` for a row, under its id and by its family."""
     return {
         "name": str(row.run_id),
         "group": str(row.family),
@@ -512,7 +512,7 @@ def judged(
     bins: Mapping[str, Mapping[str, Bins]],
     space: str,
 ) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
-    """Judge every estimator on sets of rows: title -> row -> what `Scored` says of it. An estimator without an answer
+    """Judge every estimator on sets of rows: title -> row -> its entry of `Scored`. An estimator without an answer
     or a reason for any of them is left out. `bins` are by title, doubted rows apart or not."""
     figures = []
     scored = {}
@@ -582,10 +582,10 @@ def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
 def told_classes(
     rows: Sequence[Scored], name: str, bins: Bins, shift: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (n,) int twice: the classes that answered rows belong to, and those that they were told to belong to.
+    """Return (n,) int twice: the classes that answered rows belong to, and those that they are estimated to belong to.
 
-    `shift` None: the classes as told; else those of the estimates with it added. A job that ran out of memory needs at
-    least this much: it belongs to any higher class that it was told to belong to.
+    `shift` None: the classes as estimated; else those of the estimates with it added. A job that ran out of memory
+    needs at least this much: it belongs to any higher class that it is estimated to belong to.
     """
     families = [row.family for row in rows]
     predicted = bins.classify(_values(rows, "estimate") + (shift or 0.0), families)

@@ -79,7 +79,7 @@ def train_best(
     first: int = 0,
     patience: float = math.inf,
 ) -> NetT:
-    """Return the net as it was after the epoch that told the held-out rows best.
+    """Return the net as it was after the epoch that estimated the held-out rows best.
 
     Args:
         net: What is trained.
@@ -117,7 +117,7 @@ def arrays_of(net: nn.Module) -> dict[str, np.ndarray]:
 
 
 def with_arrays(net: NetT, arrays: Mapping[str, np.ndarray]) -> NetT:
-    """The net with those weights, in float64 and for predicting: what it says of a case then depends on its neighbours
+    """The net with those weights, in float64 and for predicting: its answer for a case then depends on its neighbours
     in the batch by rounding at 1e-15 only, which `steady` takes away."""
     net.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
     return net.double().eval()
@@ -140,7 +140,7 @@ class Answer:
     """Peak memory of one training job by one method, in MiB as the method defines it, or why there is none.
 
     seconds   wall time that the answer took, building the model included
-    parts     part -> MiB where the method tells its parts apart
+    parts     part -> MiB where the method distinguishes parts
     """
 
     mib: float | None

@@ -74,7 +74,7 @@ class Scaling:
 
 class GNNEstimator(Estimator):
     """Learns any target from the operator graph, of configs and modules alike. A fifth of the groups is held out (a
-    third of few): it tells which of the last epochs is kept, and its errors are the distribution and the bound.
+    third of few): it decides which of the last epochs is kept, and its errors are the distribution and the bound.
 
     Out-of-memory rows count as errors where the estimate is below the device's memory. A case that cannot be traced is
     refused, and left out when fitting. Since the same held-out rows choose the epoch and calibrate the bound, the bound
@@ -205,7 +205,7 @@ class _Raw:
         source, reader = self.edges
         written = self.record_nodes[:, self.node_columns.index("log_bytes_written")].astype(float)
         inner = written[source] / _MIB_LOG2, np.log1p(reader - source) / 4
-        # Both ways, told apart by the last feature: what an operator keeps depends on who reads it.
+        # Both ways, distinguished by the last feature: what an operator keeps depends on who reads it.
         there, back = (np.stack([*inner, np.full(len(source), way)], axis=1) for way in (0.0, 1.0))
         scalars = np.array([self.scalars.get(name, 0.0) for name in scaling.scalar_columns])
         return Graph(
@@ -354,7 +354,7 @@ def train(
     *,
     epochs: int,
 ) -> GraphNet:
-    """The net, trained on the graphs outside `held_out` (n,) bool, as it was when those were told best.
+    """The net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
 
     label (n,) is in the target's space; where censored, only what is below it is an error.
     """

@@ -180,7 +180,7 @@ _NAMED = 3  # rows that a sentence names
 _REASONS = 3  # reasons that a sentence names
 _LONGEST_NAME = 200
 _MOST_MIB = 2**40
-# Texts of a row that are printed, or that rows are told apart by.
+# Texts of a row that are printed, or that distinguish rows.
 _NAMES = ("run_id", "family", "source", "device_name", "status")
 
 
@@ -429,7 +429,7 @@ def _is_usable(row: Mapping[str, Any], target: Target) -> bool:
     if _is_censored(row, target):
         return bool(row["device_memory_mib"])
     label = row["label"]
-    # A memory or time of 0 is a sensor that gave nothing, and so is a mean activity of exactly 0 beside a model that
+    # A memory or time of 0 is a sensor that read nothing, and so is a mean activity of exactly 0 beside a model that
     # trained, in published files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
     zero_is_a_figure = target.space == "ratio" and row["source"] != "imported"
     return row["status"] == "ok" and label is not None and (label > 0 or zero_is_a_figure)

@@ -107,7 +107,7 @@ def traced_column(target: Target) -> str:
 
 
 def compute(case: Case) -> StepRecord:
-    """Trace, replay and price one case. A case that can't be traced gives a record that says why."""
+    """Trace, replay and price one case. A case that can't be traced has a record that says why."""
     from learn.job.traced import step_of
 
     began = time.monotonic_ns()

@@ -155,7 +155,7 @@ def _torchrun(launcher: str, words: list[str], before: Mapping[str, str]) -> Scr
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    is_old = launcher == "torch.distributed.launch"  # it passes `--local-rank` to the script, unless it is told not to
+    is_old = launcher == "torch.distributed.launch"  # it passes `--local-rank` to the script, unless set otherwise
     if is_old:
         parser.add_argument("--use-env", "--use_env", action="store_true")
     options = _options(parser, launcher, words)

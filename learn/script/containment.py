@@ -147,7 +147,7 @@ def leave_out_distributed() -> None:
 
 
 class SilentLoggers(MetaPathFinder, Loader):
-    """Imports of experiment loggers give a module that takes every call and does nothing.
+    """Make imports of experiment loggers return a module that takes every call and does nothing.
 
     note   called with which logger was kept from logging
     """

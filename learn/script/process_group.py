@@ -179,12 +179,9 @@ class RankZero:
 
 
 ALONE = "torch.distributed runs with one process: buffers of NCCL are not counted"
-_BETWEEN_TWO = "messages between two ranks, as pipelines send them, are not followed in scripts"
-_SHARDED_ALONE = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
 _OFFLOADED = (
     "CPU offload of shards is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
 )
-_HOOK = "assumed: a communication hook of DistributedDataParallel takes no memory, and sends what it is given"
 _MIXED = "DistributedDataParallel's mixed_precision is not followed: use torch.autocast"
 
 
@@ -252,7 +249,8 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
         begin("fake", store=FakeStore(), rank=0, world_size=ranks)
         if ranks == 1:
             note(ALONE)
-            _refuse_fully_shard(_refusing(_SHARDED_ALONE))
+            alone = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
+            _refuse_fully_shard(_refusing(alone))
         else:
             rank.begin()
             _refuse_offload()
@@ -350,7 +348,7 @@ def _install_collectives(rank: RankZero) -> None:
     def scatter(tensor: Tensor, scatter_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
         return _copied([(tensor, scatter_list[0])] if scatter_list else [], async_op)
 
-    refused = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+    refuse = _refusing("messages between two ranks, as pipelines send them, are not followed in scripts")
     for name, function in {
         "all_reduce": reduce,
         "all_gather": gathering(dist.all_gather),
@@ -362,7 +360,8 @@ def _install_collectives(rank: RankZero) -> None:
         "all_gather_object": _fill,
         "gather_object": lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
         "scatter_object_list": lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
-        **dict.fromkeys(refused, _refusing(_BETWEEN_TWO)),
+        **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), refuse),
+        **dict.fromkeys(("send_object_list", "recv_object_list"), refuse),
     }.items():
         _replace(name, function)
 
@@ -437,15 +436,17 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
         object.__setattr__(self, BUCKETS, limits_of(bucket_cap_mb))
         rank.add(replica, settings if dist.get_world_size(process_group) == rank.launched else None)
 
-    def register_comm_hook(self: Any, *_: Any, **__: Any) -> None:
-        note(_HOOK)
-
     for name, function in (
         ("__init__", init),
         ("forward", _forward),
         ("no_sync", lambda self: replaced(self, "require_backward_grad_sync", False)),
         ("join", lambda self, *args, **kwargs: contextlib.nullcontext()),
-        ("register_comm_hook", register_comm_hook),
+        (
+            "register_comm_hook",
+            lambda *_, **__: note(
+                "assumed: a communication hook of DistributedDataParallel takes no memory, and sends what it is given"
+            ),
+        ),
         ("_set_static_graph", lambda self: None),
     ):
         replace_attribute(nn.parallel.DistributedDataParallel, name, function)

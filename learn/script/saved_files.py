@@ -1,7 +1,7 @@
 """Keeps what a script saves in a folder that is removed: it is written there and read back from there.
 
 Start reading at `SavedFiles.install`. Files that the script writes by other means than saving are written where it
-says. `install_saving` has checkpoints hold the shapes of tensors that have no values: a file that is read back gives
+says. `install_saving` has checkpoints hold the shapes of tensors that have no values: a file that is read back has
 tensors of the same shapes, on the same device.
 """
 

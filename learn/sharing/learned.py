@@ -333,8 +333,8 @@ class LearnedSlowdowns:
 def _within_all_sms(group: Sequence[JobProfile], expected: Sequence[float]) -> list[float]:
     """Return the slowdowns, longer where SMs would be active for more than all of the time.
 
-    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization cannot tell, since a kernel that leaves
-    most SMs idle counts as much as any.
+    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization does not show it, since a kernel that
+    leaves most SMs idle counts as much as any.
     """
     if any(job.smact is None for job in group):
         return list(expected)

@@ -2,7 +2,7 @@
 
 Slowdowns and admissions are computed from `JobProfile`. A slowdown is the time of a step beside partners over the
 time of a step alone: 1 or more. Its inverse is the normalised speed (Hu et al., Lucid, ASPLOS 2023).
-`SlowdownEstimator` is what gives one; `PointSlowdowns` are formulas to hold learned ones against.
+`SlowdownEstimator` returns one; `PointSlowdowns` are formulas to hold learned ones against.
 """
 
 from __future__ import annotations

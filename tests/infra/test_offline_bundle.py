@@ -321,6 +321,12 @@ def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monk
     assert expected in line
 
 
+def test_make_offline_runs_it_as_a_program():
+    command = [sys.executable, "-m", "infra.offline.bundle", "python=python3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=bundles.ROOT)
+    assert "python= must be the machine's release of Python, as 3.12, got 'python3'" in refusal(done)
+
+
 def test_the_script_knows_the_steps_of_the_plan():
     assert tuple(steps.STEPS) == launch.STEPS
 

@@ -373,7 +373,7 @@ def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping
 
 
 def _public_group_id(group_id: str, device_uuid: str | None) -> str:
-    """Return a group's id, told apart by its device: two machines may run the same job."""
+    """Return a group's id, made distinct by its device: two machines may run the same job."""
     digest = hashlib.sha256(f"{group_id}\n{device_uuid or ''}".encode()).hexdigest()
     return f"{group_id}-{digest[:8]}"
 

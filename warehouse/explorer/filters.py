@@ -42,7 +42,7 @@ class ListedTable:
     row_is    what a row is
     rows_are  the same in the plural
     relation  SQL that its rows are selected from
-    row_id    column that tells rows apart; rows of equal order follow it
+    row_id    column that identifies rows; rows of equal order follow it
     facets    columns whose values can be chosen
     order     initial order: a column, with `-` before it for descending order
     keys      key of the URL -> column that must equal its value

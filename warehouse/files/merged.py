@@ -106,7 +106,7 @@ def is_merged_name(name: str) -> bool:
 
 
 def has_own_name(path: Path) -> bool:
-    """Return whether the name of a merged file or listing is of the form that `new_merged_name` gives."""
+    """Return whether the name of a merged file or listing is of the form that `new_merged_name` makes."""
     return _OWN_NAME.fullmatch(path.name) is not None
 
 

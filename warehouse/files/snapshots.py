@@ -126,8 +126,8 @@ def take_snapshot(
     """Freeze the rows that the views show now under `name`, or the UTC day (`2026-11-20`, then `2026-11-20.2`).
 
     Files are linked, not copied, so they cost no disk until compaction has replaced them; a compaction before the
-    snapshot makes them few. Waits for a compaction that is at work (`tell` says so), and none begins meanwhile; runs
-    may land. May be killed at any point: the snapshot is there whole or not at all. A damaged file is left out and
+    snapshot makes them few. Waits for a compaction that is at work (`tell` says so), and none begins in the meantime;
+    runs may land. May be killed at any point: the snapshot is there whole or not at all. A damaged file is left out and
     named, on stderr and in the manifest. Raises `UsageError` for a name that is taken or invalid, and where a merged
     file is gone.
     """

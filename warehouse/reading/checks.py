@@ -68,7 +68,7 @@ class _Rule:
     severity: str
     sentence: str
     broken: str
-    shown: str = ""  # column whose value the examples tell
+    shown: str = ""  # column whose value the examples show
     table: str = "attempts"
 
 
@@ -117,7 +117,7 @@ def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> It
                     examples=tuple(text for (text,) in rows),
                 )
     for name, severity, sentence, query in _GROUPED:
-        # `query` gives one text for each row that breaks the rule
+        # `query` selects one text for each row that breaks the rule
         ((count, examples),) = connection.execute(
             f"SELECT count(*), list(said ORDER BY said)[:{_EXAMPLES}] FROM ({query}) AS found(said)"
         ).fetchall()

@@ -99,7 +99,7 @@ RUN_SCHEMA = pa.schema(
         ("finished_at", _TIME),
         # telemetry
         ("telemetry_rows", pa.int64()),
-        ("telemetry_missing", pa.string()),  # JSON: sensor -> why it gave nothing
+        ("telemetry_missing", pa.string()),  # JSON: sensor -> why it read nothing
         # added in version 2
         ("quality", pa.string()),  # trusted | suspect | untrusted
         ("quality_reasons", pa.string()),  # JSON: reason -> what was seen, in words

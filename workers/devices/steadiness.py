@@ -15,7 +15,7 @@ from itertools import pairwise
 from workers.settings import WindowSettings
 from workers.telemetry.base import Sample, spoken_from_ns
 
-# target -> (sensor, metric) that may give it, the preferred one first, as `workers.labels.run_labels` chooses for the
+# target -> (sensor, metric) that may read it, the preferred one first, as `workers.labels.run_labels` chooses for the
 # label. Power comes from the energy counter where there is one: NVIDIA's power reading covers only a part of the time.
 TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
     **{name: (("gpm", name), ("dcgm", name)) for name in ("smact", "smocc", "drama")},
@@ -205,9 +205,9 @@ class TargetFollower:
     """Follows a run's sampled targets and says when the confidence interval of each is inside its tolerance.
 
     What a GPU does repeats with the training step, so the window is cut at step ends into blocks of whole steps (at
-    least two sampling periods long, or one step): their means scatter little, where single readings tell which part of
-    a step they met. A block's mean comes from the integral of the readings, interpolated at its ends. Readings that a
-    source repeated or could not take do not count, nor do profiling figures in a stall of the profiler.
+    least two sampling periods long, or one step): their means scatter little, where single readings depend on which
+    part of a step they met. A block's mean comes from the integral of the readings, interpolated at its ends. Readings
+    that a source repeated or could not take do not count, nor do profiling figures in a stall of the profiler.
 
     A source that has been silent for three of its own periods, or is too slow for the window's `max_seconds`, is not
     waited for. Use from one thread.
@@ -292,7 +292,7 @@ class TargetFollower:
         if series is None:
             return False  # its first reading may still come
         if series not in waiting:
-            return True  # the source ended: what it gave is what there will be
+            return True  # the source ended: there will be no more readings
         interval = self._interval(target)
         if interval is None:
             return False

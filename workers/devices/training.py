@@ -174,7 +174,7 @@ def _decided_window(
     optimizer_ready: Callable[[], bool],
     ranks: Lockstep | None,
 ) -> MeasuredWindow:
-    """Warm up and measure, deciding when either ends; tell it to the other `ranks`, if there are some."""
+    """Warm up and measure, deciding when either ends, and tell the other `ranks`, if any."""
     run = run_step if ranks is None else ranks.leading(run_step)
     warm_up(run, memory, rules, optimizer_ready)
     if link.together is not None:  # windows open when all are warm
@@ -227,7 +227,7 @@ class _StepReporter:
 class MemoryWatch:
     """Reads an allocator rarely enough not to disturb the steps, and tracks when it last grew.
 
-    `read` gives `reserved_mib` and, where the device has them, `peak_reserved_mib` or `peak_memory_mib`.
+    `read` returns `reserved_mib` and, where the device has them, `peak_reserved_mib` or `peak_memory_mib`.
     """
 
     def __init__(self, read: Callable[[], dict[str, float]]) -> None:

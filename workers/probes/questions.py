@@ -117,7 +117,7 @@ def _time_ms(call: Callable[[], Any]) -> float:
 
 
 def _kernels(call: Callable[[], Any]) -> list[str]:
-    """Return the names of the kernels, the longest first; none where CUPTI gives none."""
+    """Return the names of the kernels, the longest first; none where CUPTI has none."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -226,7 +226,7 @@ class DcgmSensor(Sensor):
     the time before the trial, and is not given.
 
     A scrape that failed comes as `unavailable`, with the reason `exporter_timeout` or `exporter_error`. DCGM's
-    profiling sometimes stalls and gives zeros everywhere: a reading in which every activity is exactly 0 while the GPU
+    profiling sometimes stalls and reads zeros everywhere: a reading in which every activity is exactly 0 while the GPU
     is at least 90 % busy is `suspect`, with the reason `profiling_zero`.
 
     Of a MIG slice the exporter knows activity and memory; see `dropped` for what it has of the whole GPU only.

@@ -25,7 +25,7 @@ NO_HOST_PIDS = (
 )
 _BYTES_PER_MIB = 1024**2
 _SLOW_PERIOD_NS = 1_000_000_000  # period of what rarely changes: ECC counts, processes that draw
-_MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer give more noise than figure
+_MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer are more noise than figure
 # NVML's return codes (nvml.h). What a device or driver cannot do it never will: asking again only costs time.
 _NEVER = {
     3: "not supported by this device",
@@ -283,7 +283,7 @@ class NvmlSensor(Sensor):
         self._slow_due_ns = 0
         self._slow = False
         self._pcie: tuple[int, tuple[int, int]] | None = None
-        self.dropped: dict[str, str] = {}  # metric -> why this device does not give it
+        self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> NvmlSensor:

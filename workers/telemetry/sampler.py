@@ -132,7 +132,7 @@ class TelemetrySampler:
 
     Each sensor is read every `max(period_s, sensor.period_s)`, all from one thread, but those that wait for a network
     (`slow = True`) from one each. A reading that is late is taken once, not caught up on. `missing` says, once
-    for each, which sensor (`dcgm`) or single metric (`nvml.energy_j`) gave nothing and why.
+    for each, which sensor (`dcgm`) or single metric (`nvml.energy_j`) read nothing and why.
     """
 
     def __init__(self, sensors: Sequence[Sensor], period_s: float = 0.1) -> None:
@@ -191,7 +191,7 @@ class TelemetrySampler:
     def wind_up(self, until_ns: int | None = None) -> None:
         """Read each sensor of the common thread a last time. Call it while the trial still holds its memory.
 
-        A source that lags (`lag_s`) is read on in its own thread until it has spoken of `until_ns`, the window's end,
+        A source that lags (`lag_s`) is read on in its own thread until it has covered `until_ns`, the window's end,
         for its lag and two of its intervals and never more than a second; not at all where it cannot be done by then.
         """
         if not self._stopping.is_set():

@@ -15,8 +15,8 @@ this process's own children, in its process group and its control group, and die
 talks to its worker, over a socket of its own. This process runs no operator. Where a rank fails or ends, the whole
 trial does: the report names the rank, and the others are killed.
 
-`classify` tells from a trial's exception which memory ran out; the worker checks with `is_device_fault` what the trial
-reports of its device. Torch is imported on use.
+`classify` derives from a trial's exception which memory ran out; the worker checks with `is_device_fault` what the
+trial reports of its device. Torch is imported on use.
 """
 
 from __future__ import annotations

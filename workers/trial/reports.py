@@ -28,7 +28,7 @@ _LATEST_VIRTUAL_NS = 2**62
 _FAILURES = ("oom", "crashed", "invalid")  # the statuses that a trial may claim; `timeout` is the worker's to say
 _WINDOW_ENDS = ("steady", "max_seconds", "fixed")
 _STEP_METRICS = frozenset({"step_time_ms", "allocated_mib", "reserved_mib"})
-# Columns of `kernels` that a trial gives itself, with their types; the others are its run's.
+# Columns of `kernels` that a trial sets itself, with their types; the others are its run's.
 KERNEL_COLUMNS = {
     name: str(KERNEL_SCHEMA.field(name).type)
     for name in (
@@ -54,7 +54,7 @@ KERNEL_COLUMNS = {
         "timing",
     )
 }
-# Columns of `runs` that a trial gives itself.
+# Columns of `runs` that a trial sets itself.
 _LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
 _RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # labels of `ranks`, likewise
 
@@ -70,7 +70,7 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a trial says of its own failure; `rank` of several."""
+    """A trial's description of its own failure; `rank`: which one of several."""
 
     status: str
     oom_kind: str | None
@@ -100,8 +100,8 @@ class Observed:
 
     backend     cuda, cpu or simulated
     t0_ns       when the trial began
-    period_s    of the sampling
-    samples     as the sensors gave them
+    period_s    period of the sampling
+    samples     the sensors' readings
     values      what the trial itself reported: column -> figure
     shared      other trials of its group were on the device: what that shows is not this trial's alone
     oom_kills   by the kernel since boot, before the trial was started
