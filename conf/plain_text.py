@@ -57,7 +57,7 @@ def left_out(count: int, unit: str) -> str:
     return f"\n[... {count:,} {unit} left out ...]\n"
 
 
-def bounded(text: str) -> str:
+def truncated(text: str) -> str:
     """Return `text`, or its beginning and its end where it is too long for a message."""
     return _cut(text, _LONGEST_LINE, " ... ")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from conf.plain_text import bounded, one_line
+from conf.plain_text import one_line, truncated
 from farm.serving.scheduling import devices_key, figures_of
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
         training = training_command(text, [script, *rest], begins_in)
         estimates = _estimates(training, settings)
     except CommandError as error:
-        print(f"note: not estimated: {one_line(bounded(str(error)))}", file=sys.stderr)
+        print(f"note: not estimated: {one_line(truncated(str(error)))}", file=sys.stderr)
     else:
         added = added_options(estimates, settings.devices, given)
         fitting = [name for name, done in estimates.items() if done.fits_device]

@@ -260,7 +260,7 @@ class CalibrateSettings(Checked):
     context_mib: float | None = key(
         None, "a process that has only made one tensor, in nvidia-smi's list", "number >= 0 | null"
     )
-    name: str = key("calibrated", "of the profile, as answers show it")
+    name: str = key("calibrated", "the profile's name in answers")
     format: str = format_key()
     data: str | None = data_key()
 

@@ -125,7 +125,7 @@ TABLE = {
     "ingest": Command(
         "warehouse.ingest",
         "warehouse.ingest:IngestSettings",
-        "Read other people's measurements into `runs`, with source = 'imported'. Ingesting twice adds nothing twice.",
+        "Read published measurements into `runs`, with source = 'imported'. Ingesting twice adds nothing twice.",
     ),
     "export": Command(
         "warehouse.export",

@@ -402,7 +402,7 @@ def as_final(result: RunResult) -> RunResult:
 def accepted(completion: Completion, task: Task) -> Completion:
     """Return the completion in a form that queue and warehouse accept; its content never raises.
 
-    Texts are made storable and bounded (a line in them says how much was left out). A result that is not a run of this
+    Texts are made storable and truncated (a line in them says how much is missing). A result that is not a run of this
     task becomes a `crashed` one that says why. Only a `crashed` run is tried again.
     """
     if completion.lost is not None:
@@ -457,7 +457,7 @@ def _checked_run(result: object, expected: Mapping[str, Any], config: TrialConfi
             answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
             raise ValueError(f"{name} must be {expected[name]!r}, got {answer}")
     storable: dict[str, Any] = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
-    storable |= {name: _bounded(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
+    storable |= {name: _truncated(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
     run = dataclasses.replace(result.run, **storable, attempt=attempt, config=config.to_mapping())
     return RunResult(
         run=run,
@@ -471,7 +471,7 @@ def _checked_run(result: object, expected: Mapping[str, Any], config: TrialConfi
 
 
 def _storable(name: str, text: object) -> str | None:
-    """Return a column's text, storable and bounded. Raises `ValueError` for a value that is not text."""
+    """Return a column's text, storable and truncated. Raises `ValueError` for a value that is not text."""
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{name} must be a text, got {safe_text(repr(text), _TEXT_CHARACTERS)}")
     if text is None:
@@ -479,7 +479,7 @@ def _storable(name: str, text: object) -> str | None:
     return safe_text(text) if name == "error" else safe_text(text, _TEXT_CHARACTERS)
 
 
-def _bounded(values: object) -> Mapping[str, Any] | None:
+def _truncated(values: object) -> Mapping[str, Any] | None:
     """Return the values of a JSON column; None if JSON cannot hold them or they are too long."""
     if not isinstance(values, Mapping):
         return None

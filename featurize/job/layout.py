@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from conf.errors import UsageError, shown
-from featurize.job.deepspeed_config import COUNTS, ZERO_STAGES, DeepSpeedFile, read_deepspeed
+from featurize.job.deepspeed_config import COUNTS, ZERO_STAGES, DeepSpeedFile, is_finite, read_deepspeed
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
 WRAPPED = ("ddp", "fsdp", "tp")  # those among them that real ranks run in
@@ -33,7 +33,6 @@ _WITHIN = re.compile(r"[\[{][^\]}]*")  # brackets
 _COMMA = "\0"  # stands for one within brackets
 _QUOTED = " '\""
 EXAMPLE = "parallel=ddp=8"
-EXAMPLE_EXPERTS = "as in fsdp=8,ep=4"
 EXAMPLE_STARTS = "stage_starts=[layers.8,layers.16]"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
@@ -55,7 +54,10 @@ OF_MODES = (
     OfMode(
         ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
         "ddp without fsdp, cp, tp and zero",
-        lambda degrees: not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees) or _without_replicas(degrees)),
+        lambda degrees: (
+            not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees))
+            and (_takes_part(degrees, "ddp") or not _takes_part(degrees, "pp", OWN))
+        ),
     ),
     OfMode(("fsdp_version",), "fsdp", lambda degrees: _takes_part(degrees, "fsdp")),
     OfMode(
@@ -99,17 +101,15 @@ def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[s
     kept = dict(given)
     for _ in range(2):  # settings of a stage and of a version go with it
         chosen = {**degrees, "zero": kept.get("zero"), "fsdp_version": kept.get("fsdp_version")}
-        left_out = {name for one in OF_MODES if not one.applies(chosen) for name in one.names}
+        left_out = {
+            name for mode_setting in OF_MODES if not mode_setting.applies(chosen) for name in mode_setting.names
+        }
         kept = {name: value for name, value in kept.items() if name not in left_out}
     return kept
 
 
 def _takes_part(degrees: Mapping[str, Any], *modes: str) -> bool:
     return any(degrees.get(mode, 1) != 1 for mode in modes)
-
-
-def _without_replicas(degrees: Mapping[str, Any]) -> bool:
-    return _takes_part(degrees, "pp", OWN) and not _takes_part(degrees, "ddp")
 
 
 def _stage(degrees: Mapping[str, Any]) -> bool:
@@ -308,7 +308,7 @@ class Parallel:
             groups[EXPERT_SHARDS] = self.expert_shards, self.ep
         # A dimension that is the whole mesh talks within the default group (torch/distributed/device_mesh.py).
         whole = [name for name, (degree, _) in groups.items() if degree == self.ranks]
-        return {name: one for name, one in groups.items() if one[0] > 1 and name not in whole[1:]}
+        return {name: group for name, group in groups.items() if group[0] > 1 and name not in whole[1:]}
 
     @property
     def ranks(self) -> int:
@@ -358,31 +358,22 @@ def _whole(least: int, most: float, words: str) -> _Value:
     return _Value(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
 
 
-def _elements(least: int) -> _Value:
-    return _whole(least, math.inf, f"of elements, at least {least}")
-
-
 def _one_of(choices: tuple[str, ...]) -> _Value:
     return _Value(lambda value: value in choices, f"one of {', '.join(choices)}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
-
-
 def _are_names(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, str) and one for one in value)
-
-
-def _is_plan(value: object) -> bool:
-    return isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values()))
+    return isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
 
 
 _DEGREES = (*MODES, EXPERTS, OWN, "gpus_per_node")
 _VALUES: Mapping[str, _Value] = {
     **dict.fromkeys((*_DEGREES, "micro_batches"), _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")),
     "stages_per_rank": _whole(2, MOST_RANKS, f"from 2 to {MOST_RANKS}"),
-    **dict.fromkeys(("network_gb_s", "bucket_cap_mb"), _Value(_is_number, "a number > 0")),
+    **dict.fromkeys(
+        ("network_gb_s", "bucket_cap_mb"),
+        _Value(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0"),
+    ),
     **{
         field.name: _Value(lambda value: isinstance(value, bool), "true or false")
         for field in dataclasses.fields(Parallel)
@@ -393,7 +384,10 @@ _VALUES: Mapping[str, _Value] = {
     "cp_rotate": _one_of(ROTATIONS),
     "schedule": _one_of(SCHEDULES),
     "wrap": _Value(lambda value: bool(value) and _are_names(value), "names of classes, as in wrap=[LlamaDecoderLayer]"),
-    "tp_plan": _Value(_is_plan, f"module path -> style, as in {EXAMPLE_PLAN}"),
+    "tp_plan": _Value(
+        lambda value: isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values())),
+        f"module path -> style, as in {EXAMPLE_PLAN}",
+    ),
     "stage_starts": _Value(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}"),
     "fsdp_version": _Value(
         lambda value: type(value) is int and value in FSDP_VERSIONS,
@@ -403,7 +397,11 @@ _VALUES: Mapping[str, _Value] = {
         lambda value: type(value) is int and value in ZERO_STAGES,
         "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
     ),
-    **{name: _elements(0 if name.startswith("stage3_") else 1) for name in COUNTS},
+    **{
+        name: _whole(least, math.inf, f"of elements, at least {least}")
+        for name in COUNTS
+        for least in [0 if name.startswith("stage3_") else 1]
+    },
 }
 
 
@@ -419,10 +417,10 @@ def _problems_of(layout: Parallel) -> Iterator[str]:
     if not wrong.isdisjoint(_DEGREES):
         return
     chosen = {**layout.degrees, "zero": layout.zero, "fsdp_version": layout.fsdp_version}
-    for one in OF_MODES:
-        set_too = [name for name in one.names if getattr(layout, name) != fields[name].default]
-        if set_too and not one.applies(chosen):
-            yield f"{', '.join(set_too)}: of {one.words} only"
+    for mode_setting in OF_MODES:
+        set_too = [name for name in mode_setting.names if getattr(layout, name) != fields[name].default]
+        if set_too and not mode_setting.applies(chosen):
+            yield f"{', '.join(set_too)}: of {mode_setting.words} only"
     yield from _misfits(layout)
     if layout.pp > 1 and wrong.isdisjoint({"schedule", "micro_batches", "stages_per_rank", "stage_starts"}):
         yield from _misfits_of_pipeline(layout)
@@ -448,7 +446,7 @@ def _misfits(layout: Parallel) -> Iterator[str]:
     if layout.ep > 1 and among % layout.ep:
         yield (
             f"ep divides the ranks of fsdp, cp and tp, of which there are {among}: {layout.ep} does not; "
-            f"{EXAMPLE_EXPERTS}"
+            "as in fsdp=8,ep=4"
         )
     elif layout.ep > 1 and layout.ep % layout.tp:
         yield f"ep must be a multiple of tp, which shares tokens: {layout.ep} of {layout.tp}; as in fsdp=4,tp=2,ep=4"
@@ -540,7 +538,7 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
             given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
     if isinstance(starts := given.get("stage_starts"), tuple):
         # Members of an nn.Sequential are numbers, as YAML reads them.
-        given["stage_starts"] = tuple(str(one) if type(one) is int else one for one in starts)
+        given["stage_starts"] = tuple(str(start) if type(start) is int else start for start in starts)
     if given.get("backward_prefetch", "") is None:
         given["backward_prefetch"] = "none"  # as YAML reads it
     if unknown := [shown(name) for name in given if name not in known]:
@@ -558,7 +556,7 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
     ranks, of_node = given[HYBRID], given.get("gpus_per_node", Parallel.gpus_per_node)
     if both := [name for name in ("ddp", "fsdp") if name in given]:
         raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(both)} out, or {HYBRID}")
-    if not all(type(one) is int and one > 0 for one in (ranks, of_node)) or ranks % of_node or ranks == of_node:
+    if not all(type(size) is int and size > 0 for size in (ranks, of_node)) or ranks % of_node or ranks == of_node:
         raise UsageError(
             f"parallel: {HYBRID} must be GPUs of several full nodes of {shown(of_node)}, got {shown(ranks)}"
         )
@@ -568,7 +566,7 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
     for masked in _WITHIN.sub(lambda inside: inside[0].replace(",", _COMMA), text).split(","):
         part = masked.replace(_COMMA, ",")
-        name, equals, value = (one.strip() for one in part.partition("="))
+        name, equals, value = (side.strip() for side in part.partition("="))
         if name in (*MODES, EXPERTS, OWN, HYBRID) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
@@ -578,9 +576,9 @@ def _pairs(text: str) -> Iterator[tuple[str, Any]]:
 
 def _value(text: str) -> Any:
     if text.startswith("[") and text.endswith("]"):
-        return [one.strip(_QUOTED) for one in text[1:-1].split(",")]
+        return [item.strip(_QUOTED) for item in text[1:-1].split(",")]
     if text.startswith("{") and text.endswith("}"):
-        pairs = (one.partition(":") for one in text[1:-1].split(","))
+        pairs = (item.partition(":") for item in text[1:-1].split(","))
         return {path.strip(_QUOTED): style.strip(_QUOTED) for path, _, style in pairs}
     words = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in words:

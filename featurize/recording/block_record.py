@@ -252,10 +252,10 @@ class BlockRecord:
                     kept[event.block] = event.step
                 elif kept.get(event.block) == event.step:
                     del kept[event.block]
-        unnamed = {at for at, kind in enumerate(self.kinds) if not kind}
+        unnamed = {place for place, kind in enumerate(self.kinds) if not kind}
         return tuple(
-            block._replace(kind="activation" if at in kept else "temporary") if at in unnamed else block
-            for at, block in enumerate(blocks)
+            block._replace(kind="activation" if place in kept else "temporary") if place in unnamed else block
+            for place, block in enumerate(blocks)
         )
 
     # -- blocks that stand for others
@@ -478,18 +478,18 @@ class OperatorRecord:
         if not self.keep_operators or not made:
             return into
         self.note(traits, maker[1], args, meta_tensors(inputs), made)
-        place, own = len(self.operators) - 1, self.operators[-1]
-        own = own._replace(
-            bytes_read=max(0, own.bytes_read - sum(map(bytes_read, again))),
-            bytes_written=own.bytes_written if kept else 0,
+        place, operator = len(self.operators) - 1, self.operators[-1]
+        operator = operator._replace(
+            bytes_read=max(0, operator.bytes_read - sum(map(bytes_read, again))),
+            bytes_written=operator.bytes_written if kept else 0,
         )
-        self.operators[-1] = own
+        self.operators[-1] = operator
         if into is None:
             return place
         self.operators.pop()
         for tensor in made:
             self.made_by[self._memory.live[tensor.untyped_storage()._cdata][0]] = into
-        self.operators[into] = joined(self.operators[into], own, into, leads)
+        self.operators[into] = joined(self.operators[into], operator, into, leads)
         return into
 
     def copied(self, tensors: Sequence[Tensor]) -> int:

@@ -34,7 +34,7 @@ from conf.cli.command_line import EXIT_INTERRUPTED, exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
-from conf.plain_text import bounded, exception_line, one_line
+from conf.plain_text import exception_line, one_line, truncated
 from conf.reports.page_text import count_of
 from farm.queue.jobs import Queue
 from featurize.families import family_names
@@ -535,7 +535,7 @@ def _begin_child(parent: int) -> None:
 
 def _last_line(log: Path) -> str:
     lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-    return "no output" if lines[-1].startswith("-- ") else bounded(one_line(lines[-1]))  # the program's own heading
+    return "no output" if lines[-1].startswith("-- ") else truncated(one_line(lines[-1]))  # the program's own heading
 
 
 def _keep_tests(work: Path, row: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ class BenchmarkSettings(Checked):
 
     target: str = key(
         "memory",
-        f"of published files {', '.join(PUBLISHED_TARGETS)}",
+        f"for published files one of {', '.join(PUBLISHED_TARGETS)}",
         choices=(*TARGETS, SLOWDOWN),
     )
     published: str | tuple[str, ...] | None = key(
@@ -110,7 +110,7 @@ class BenchmarkSettings(Checked):
     )
     files: tuple[str, ...] | None = key(
         None,
-        "of published: file names without .csv, as in [timm_a100]; default all that are recognised",
+        "names of published files without .csv, as in [timm_a100]; default all that are recognised",
         "text | list of text | null",
         build=_once,
     )
@@ -124,17 +124,16 @@ class BenchmarkSettings(Checked):
         build=_once,
     )
     split: str = key("cv", "holdout: 30 %, as learn.fit; leave_one_out: each group of by= in turn", choices=SPLITS)
-    folds: int = key(3, "of split=cv: stratified by class, near-copies together", "int >= 2")
+    folds: int = key(3, "for split=cv: stratified by class, near-copies together", "int >= 2")
     by: str | None = key(
         None,
-        "what split=leave_one_out leaves out; errors are printed by it as well. model is of target=slowdown, which "
-        "has device, too",
+        "what split=leave_one_out leaves out; errors are printed by it, too. target=slowdown has model and device",
         choices=(*GROUPINGS, "model"),
     )
     rows: int | None = key(
         None, "how many rows of each file (family) take part, spread over its modules; default all", "int >= 1"
     )
-    seed: int = key(0, "of the choice of rows, and of splits and fits", "int >= 0")
+    seed: int = key(0, "seed of the choice of rows, and of splits and fits", "int >= 0")
     family: str = key("all", "one family, or all")
     source: str | None = key(
         None, "measured, simulated or imported; for the warehouse's rows, where they are of several"
@@ -535,7 +534,7 @@ def ask_free(
     The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.
     """
     answers: dict[str, dict[int, Given]] = {name: {} for name in names}
-    jobs: list[PoolJob] = []
+    jobs: list[PoolItem] = []
     places: list[tuple[str, int]] = []  # each job's estimator and row
     for name in sorted(names, key=SLOW.__contains__):
         for i in index.tolist():
@@ -546,7 +545,7 @@ def ask_free(
             spec = describe_device(case.device)
             if isinstance(subject, Case):
                 subject = replace(subject, described=spec)  # anew: what a case remembers need not travel
-            jobs.append(PoolJob(ESTIMATORS[name], subject, spec, settings.target))
+            jobs.append(PoolItem(ESTIMATORS[name], subject, spec, settings.target))
             places.append((name, i))
     for name, given_rows in answers.items():
         tally.step(len(given_rows))
@@ -564,7 +563,7 @@ def ask_free(
 
 
 @dataclass(frozen=True)
-class PoolJob:
+class PoolItem:
     """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
 
     where: str
@@ -573,7 +572,7 @@ class PoolJob:
     target: str
 
 
-def answer(job: PoolJob) -> Answer:
+def answer(job: PoolItem) -> Answer:
     """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
 
     def parts() -> Mapping[str, float]:

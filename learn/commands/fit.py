@@ -62,7 +62,7 @@ class FitSettings(Checked):
     snapshot: str | None = key(
         None, "name of one whose rows are taken instead of the folder's as it is; meta.json says which"
     )
-    seed: int = key(0, "of splits and fits; same data and seed, same model", "int 0 to 2147483647")
+    seed: int = key(0, "seed of splits and fits; same data and seed, same model", "int 0 to 2147483647")
     data: str | None = data_key()
     trust: tuple[str, ...] = key(
         None,

@@ -419,7 +419,7 @@ class _Answer:
         if target == "memory":
             assert self.memory is not None
             if (bound := _bound_of(prediction, row, artifact, self.request.options.coverage)) is not None:
-                self.memory = self.memory.bounded(bound)
+                self.memory = self.memory.with_bound(bound)
             self.beyond_fit = default and row in prediction.outside
         of_target = (target,)
         notes = [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
@@ -458,7 +458,9 @@ class _Answer:
             uncertainty = uncertainty_of(self.traced, self.device, self._on)
             centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
             limit_mib = self.platform.limit_mib(self.traced)
-            self.memory = self.memory.bounded(uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib))
+            self.memory = self.memory.with_bound(
+                uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib)
+            )
 
     def _move(self, mib: float) -> None:
         """Move a packaged model's memory to another machine than its rows were measured on."""

@@ -18,7 +18,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
 from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators.protocol import LEVEL, Held, MemoryBound, bound_shares, least_held
+from learn.estimators.protocol import LEVEL, HeldShare, MemoryBound, bound_shares, least_held
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
@@ -74,7 +74,7 @@ class Uncertainty:
 
     causes_mib: Mapping[str, float]
     needed_mib: float
-    held: Held | None = None
+    held: HeldShare | None = None
 
     def bound(self, centre_mib: float, coverage: float, card_mib: float) -> MemoryBound:
         """Return the bound of a job.
@@ -289,7 +289,7 @@ class Memory:
         """Return whether the job fits into the empty card; None where its memory is not known."""
         return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
 
-    def bounded(self, bound: MemoryBound) -> Self:
+    def with_bound(self, bound: MemoryBound) -> Self:
         """Return the memory with a bound."""
         probabilities = sorted(bound.quantiles_mib)
         ascending = np.maximum.accumulate([bound.quantiles_mib[p] for p in probabilities]).tolist()
@@ -307,13 +307,11 @@ class Memory:
     def moved(self, mib: float) -> Self:
         """Return a copy with the estimate and its bound raised by `mib`."""
         bound: dict[str, Any] = {
-            name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib for name in _BOUND
+            name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib
+            for name in ("upper_mib", "least_card_mib")
         }
         distribution = tuple((p, quantile_mib + mib) for p, quantile_mib in self.distribution)
         return replace(self, peak_memory_mib=self.peak_memory_mib + mib, distribution=distribution, **bound)
-
-
-_BOUND = ("upper_mib", "least_card_mib")
 
 
 @dataclass(frozen=True, kw_only=True)

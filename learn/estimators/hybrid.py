@@ -23,7 +23,7 @@ from featurize.operators.table import VOCABULARY
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,
-    Held,
+    HeldShare,
     ResidualPrediction,
     conformal_score,
     group_score,
@@ -549,7 +549,7 @@ class HybridEstimator(Estimator):
         loaded._knots = np.asarray(state["knots"], dtype=float)
         loaded._floor = float(state["floor"])
         loaded._kinds = dict(state["kinds"])
-        loaded._held = {int(kind): Held(**held) for kind, held in state["held"].items()}
+        loaded._held = {int(kind): HeldShare(**held) for kind, held in state["held"].items()}
         loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity(**state["familiarity"])

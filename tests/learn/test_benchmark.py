@@ -299,7 +299,7 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
 ORPHAN = """
 import sys, threading, time
 from multiprocessing import Pipe
-from learn.commands.benchmark_rows import PoolJob, answer
+from learn.commands.benchmark_rows import PoolItem, answer
 from learn.rows.processes import _serve
 from featurize.families.mlp import Config
 from learn.job.training_job import Case
@@ -307,7 +307,7 @@ from featurize.device.device_spec import describe_device
 
 ours, theirs = Pipe()
 case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))
-job = PoolJob("fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
+job = PoolItem("fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
 
 def die():
     ours.send(sys.path)
