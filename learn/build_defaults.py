@@ -102,8 +102,8 @@ def _ingest(path: str, data: str) -> None:
 
 
 def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> None:
+    from learn.commands.fit import FitSettings, fit
     from learn.fitting.artifacts import stamped
-    from learn.fitting.fit_call import FitSettings, fit
 
     metas = {}
     for target in TARGETS:

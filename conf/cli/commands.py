@@ -156,7 +156,7 @@ TABLE = {
     ),
     "fit": Command(
         "learn.fit",
-        "learn.fitting.fit_call:FitSettings",
+        "learn.commands.fit:FitSettings",
         "Fit one estimator of a target on the warehouse's runs, judge it on held-out rows, and keep it as an artifact.",
     ),
     "benchmark": Command(

@@ -24,7 +24,7 @@ from featurize.configs.trial import TrialConfig, config_from_mapping, config_of_
 from featurize.device.device_spec import same_device
 from featurize.families import layers_of
 from featurize.job.layers import rough_memory_mib
-from learn.rows.targets import TARGETS
+from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RUN_RATIOS
 from warehouse.tables.run import reasons_of

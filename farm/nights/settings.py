@@ -15,7 +15,7 @@ from farm.sampling.space import parse_space, require_within_limits
 from farm.submission.settings import TrialsSettings
 from featurize.families import family_names
 from learn.estimators.protocol import ESTIMATORS
-from learn.rows.targets import TARGETS
+from learn.rows.data import TARGETS
 
 CANARIES = ("compare", "accept", "skip")
 NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only where they are named

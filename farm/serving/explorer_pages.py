@@ -366,7 +366,7 @@ def _other_loops(source: str) -> dict[str, str]:
         LEGEND,
         loop_of_source,
     )
-    from learn.rows.targets import get_target
+    from learn.rows.data import get_target
 
     own_loop = loop_of_source(source)
     text = f"Not the same loop. In these runs, {LEGEND[own_loop]}; in the estimate, {{}}."

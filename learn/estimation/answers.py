@@ -55,8 +55,8 @@ from learn.estimation.notes import (
 from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
+from learn.rows.data import get_target
 from learn.rows.step_store import StepRecord, StepStore, traced_column
-from learn.rows.targets import get_target
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:

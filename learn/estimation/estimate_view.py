@@ -24,7 +24,7 @@ from learn.estimation.notes import (
     loop_of_source,
     most_important,
 )
-from learn.rows.targets import get_target
+from learn.rows.data import get_target
 
 if TYPE_CHECKING:
     from rich.console import Console

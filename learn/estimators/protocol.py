@@ -22,9 +22,8 @@ import numpy as np
 
 from conf.errors import UsageError, unknown_name
 from learn.job.training_job import Case
-from learn.rows.data import Rows
+from learn.rows.data import Rows, Target, get_target
 from learn.rows.step_store import StepRecord, StepStore
-from learn.rows.targets import Target, get_target
 
 LEVEL = 0.99  # level of the bounds that are reported and judged
 

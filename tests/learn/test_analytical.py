@@ -402,7 +402,7 @@ def test_a_model_that_has_run_and_keeps_its_result_is_estimated(name):
 
 def test_an_estimator_says_row_by_row_what_it_refuses():
     from learn.job.training_job import of_configs
-    from learn.rows.data import make_rows
+    from tests.learn.learn_rows import make_rows
 
     adam, sgd = CONFIG, mlp.Config(**{**vars(CONFIG), "optimizer": "sgd"})
     fitted = make_estimator("deepspeed").fit(make_rows("memory", [adam, sgd], [1000.0, 900.0]))
@@ -416,8 +416,8 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
     from learn_rows import labels_of, make_configs
 
     from learn.judging.evaluate import evaluate
-    from learn.rows.data import make_rows
-    from learn.rows.targets import make_bins
+    from learn.rows.data import make_bins
+    from tests.learn.learn_rows import make_rows
 
     configs = make_configs(60, families=("mlp",))
     rows = make_rows("memory", configs, labels_of(configs)["peak_memory_mib"])

@@ -158,7 +158,7 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
         ("kind,mib\nidle,x\n", "line 2: could not convert"),
         ("kind,mib\nallocated,5\n", "line 2: unknown kind 'allocated'; known: card, context, idle, process"),
         ("kind,mib\nprocess,5\n", "line 2: a job is reserved_mib with cudnn"),
-        ("kind,mib\nidle,-5\n", "line 2: mib must be a number of at least 0"),
+        ("kind,mib\nidle,-5\n", "line 2: mib must be a number >= 0, got -5.0"),
         ("kind,mib,reserved_mib\nidle,5,6\n", "line 2: kind idle has no job"),
         ("kind,mib,reserved_mib,cudnn\nprocess,100,500,true\n", "mib=100 cannot be less than reserved_mib=500"),
         ("kind,mib,config\nprocess,5," + "[" * 100_000 + "\n", "line 2: "),
