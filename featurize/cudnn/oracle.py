@@ -244,7 +244,7 @@ def cache_path() -> Path:
 
 class AnswerCache:
     """A file of answers, for all processes of this user: an answer never changes. One that cannot be opened or read is
-    as none. `asked` is everything besides the signature that an answer depends on: cuDNN's version, the device
+    as missing. `asked` is everything besides the signature that an answer depends on: cuDNN's version, the device
     and how PyTorch searches."""
 
     def __init__(self, path: Path) -> None:
