@@ -95,7 +95,7 @@ def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> 
 
 def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:
     """Return the parameters of a list of them, or of groups."""
-    return [p for one in given for p in (one["params"] if isinstance(one, dict) else [one])]
+    return [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])]
 
 
 class _TensorByTensor(torch.optim.Optimizer):
@@ -300,7 +300,7 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
     ]
     total = totals[0]
     if len(totals) > 1:
-        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in totals]
+        whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in totals]
         total = torch.linalg.vector_norm(torch.stack(whole))
     factor = torch.clamp(largest / (total + 1e-6), max=1.0)
     for group in groups:
@@ -335,7 +335,11 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[
     """Return parameters as an optimizer takes them: in a group for each mesh of ranks, which for-each kernels cannot
     mix."""
     groups = _grouped(parameters, mesh_of)
-    return [{"params": group} for group in groups] if len(groups) > 1 else [one for group in groups for one in group]
+    return (
+        [{"params": group} for group in groups]
+        if len(groups) > 1
+        else [parameter for group in groups for parameter in group]
+    )
 
 
 class MovingAverage:

@@ -115,4 +115,4 @@ class ReplicatedRank(Rank):
             replica.begin_phase(phase)
 
     def collectives(self) -> tuple[Collective, ...]:
-        return tuple(one for replica in self._replicas for one in replica.collectives())
+        return tuple(collective for replica in self._replicas for collective in replica.collectives())
