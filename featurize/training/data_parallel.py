@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conf.errors import UsageError
 from conf.units import MIB
 from featurize.job.layout import Parallel
-from featurize.operators.tensor_parts import is_shared, local_tensor
+from featurize.operators.tensor_parts import local_tensor, own_part
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, Collective
 from featurize.timing.collectives import ALL_REDUCE, BROADCAST
@@ -258,12 +258,3 @@ def dense_parameters(model: nn.Module) -> list[Tensor]:
 
 def _size(tensor: Tensor) -> tuple[torch.dtype, int]:
     return tensor.dtype, local_tensor(tensor.detach()).nbytes
-
-
-def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
-    if is_shared(parameter):
-        placements = cast(Any, parameter).placements
-        if cast(Any, gradient).placements != placements:
-            gradient = cast(Any, gradient).redistribute(placements=placements)
-    return local_tensor(gradient)

@@ -42,8 +42,7 @@ from torch.distributed.tensor.parallel import (
 from conf.errors import UsageError, shown
 from featurize.job.layout import EXAMPLE_PLAN, EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, MODES, OWN, WRAPPED, Parallel
 from featurize.nets.checkpointing import repeated_blocks
-from featurize.operators.tensor_parts import local_tensor
-from featurize.training.data_parallel import own_part
+from featurize.operators.tensor_parts import local_tensor, own_part
 from featurize.training.experts import divide_experts
 from featurize.training.optimizers import run_step
 
