@@ -32,7 +32,7 @@ from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAli
 from featurize.recording.values import Inputs, named_tensors, tensors_of
 from featurize.timing.collectives import SEND
 from featurize.timing.pipeline_time import AXIS, noted_micro_batches, orders_of, schedule_class
-from featurize.training.data_parallel import Replica
+from featurize.training.rank import Replica
 from featurize.training.sharded_rank import ShardedRank, ShardStates
 from featurize.training.sharding import DTYPES, shard_units, split_modules, units
 from featurize.training.stages import (

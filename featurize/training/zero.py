@@ -23,9 +23,8 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
 from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
-from featurize.training.data_parallel import dense_parameters
 from featurize.training.optimizers import run_step, state_tensors
-from featurize.training.rank import Rank
+from featurize.training.rank import Rank, dense_parameters
 from featurize.training.streams import OneStream, Streams
 from featurize.training.training_step import TrainingStep, is_float8
 
