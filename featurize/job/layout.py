@@ -19,7 +19,7 @@ MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the l
 WRAPPED = ("ddp", "fsdp", "tp")  # those among them that real ranks run in
 EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
 EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
-EXPERT_REPLICAS = "eddp"  # that of the replicas of these shards, the same ranks as ddp's in groups of their own
+EXPERT_REPLICAS = "eddp"  # the axis of the replicas of these shards, the same ranks as ddp's in groups of their own
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
 GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # schedules of pipelines
@@ -101,7 +101,9 @@ def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[s
     kept = dict(given)
     for _ in range(2):  # settings of a stage and of a version go with it
         chosen = {**degrees, "zero": kept.get("zero"), "fsdp_version": kept.get("fsdp_version")}
-        left_out = {name for one in OF_MODES if not one.applies(chosen) for name in one.names}
+        left_out = {
+            name for mode_setting in OF_MODES if not mode_setting.applies(chosen) for name in mode_setting.names
+        }
         kept = {name: value for name, value in kept.items() if name not in left_out}
     return kept
 
@@ -306,7 +308,7 @@ class Parallel:
             groups[EXPERT_SHARDS] = self.expert_shards, self.ep
         # A dimension that is the whole mesh talks within the default group (torch/distributed/device_mesh.py).
         whole = [name for name, (degree, _) in groups.items() if degree == self.ranks]
-        return {name: one for name, one in groups.items() if one[0] > 1 and name not in whole[1:]}
+        return {name: group for name, group in groups.items() if group[0] > 1 and name not in whole[1:]}
 
     @property
     def ranks(self) -> int:
@@ -361,7 +363,7 @@ def _one_of(choices: tuple[str, ...]) -> _Value:
 
 
 def _are_names(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, str) and one for one in value)
+    return isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
 
 
 _DEGREES = (*MODES, EXPERTS, OWN, "gpus_per_node")
@@ -415,10 +417,10 @@ def _problems_of(layout: Parallel) -> Iterator[str]:
     if not wrong.isdisjoint(_DEGREES):
         return
     chosen = {**layout.degrees, "zero": layout.zero, "fsdp_version": layout.fsdp_version}
-    for one in OF_MODES:
-        set_too = [name for name in one.names if getattr(layout, name) != fields[name].default]
-        if set_too and not one.applies(chosen):
-            yield f"{', '.join(set_too)}: of {one.words} only"
+    for mode_setting in OF_MODES:
+        set_too = [name for name in mode_setting.names if getattr(layout, name) != fields[name].default]
+        if set_too and not mode_setting.applies(chosen):
+            yield f"{', '.join(set_too)}: of {mode_setting.words} only"
     yield from _misfits(layout)
     if layout.pp > 1 and wrong.isdisjoint({"schedule", "micro_batches", "stages_per_rank", "stage_starts"}):
         yield from _misfits_of_pipeline(layout)
@@ -479,7 +481,7 @@ def parse_parallel(
     Args:
         given: A `Parallel`, a mapping of its fields, or text such as `ddp=8` and `ddp=8,gradient_as_bucket_view=true`.
         files: `deepspeed=FILE` may name DeepSpeed's own settings: where they are, as a job's config holds no files.
-        hidden_size: Gives that of the model, where such a file leaves sizes to it.
+        hidden_size: Returns the model's, where such a file leaves sizes to it.
 
     Raises:
         UsageError: An unknown mode or setting, with the known ones; a value out of range; a file that cannot be read.
@@ -536,7 +538,7 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
             given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
     if isinstance(starts := given.get("stage_starts"), tuple):
         # Members of an nn.Sequential are numbers, as YAML reads them.
-        given["stage_starts"] = tuple(str(one) if type(one) is int else one for one in starts)
+        given["stage_starts"] = tuple(str(start) if type(start) is int else start for start in starts)
     if given.get("backward_prefetch", "") is None:
         given["backward_prefetch"] = "none"  # as YAML reads it
     if unknown := [shown(name) for name in given if name not in known]:
@@ -554,7 +556,7 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
     ranks, of_node = given[HYBRID], given.get("gpus_per_node", Parallel.gpus_per_node)
     if both := [name for name in ("ddp", "fsdp") if name in given]:
         raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(both)} out, or {HYBRID}")
-    if not all(type(one) is int and one > 0 for one in (ranks, of_node)) or ranks % of_node or ranks == of_node:
+    if not all(type(size) is int and size > 0 for size in (ranks, of_node)) or ranks % of_node or ranks == of_node:
         raise UsageError(
             f"parallel: {HYBRID} must be GPUs of several full nodes of {shown(of_node)}, got {shown(ranks)}"
         )
@@ -564,19 +566,19 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
     for masked in _WITHIN.sub(lambda inside: inside[0].replace(",", _COMMA), text).split(","):
         part = masked.replace(_COMMA, ",")
-        name, equals, value = (one.strip() for one in part.partition("="))
+        name, equals, value = (side.strip() for side in part.partition("="))
         if name in (*MODES, EXPERTS, OWN, HYBRID) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
-            raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")
+            raise UsageError(f"parallel: {shown(part)} is not a setting; write {EXAMPLE}")
         yield name, _value(value)
 
 
 def _value(text: str) -> Any:
     if text.startswith("[") and text.endswith("]"):
-        return [one.strip(_QUOTED) for one in text[1:-1].split(",")]
+        return [item.strip(_QUOTED) for item in text[1:-1].split(",")]
     if text.startswith("{") and text.endswith("}"):
-        pairs = (one.partition(":") for one in text[1:-1].split(","))
+        pairs = (item.partition(":") for item in text[1:-1].split(","))
         return {path.strip(_QUOTED): style.strip(_QUOTED) for path, _, style in pairs}
     words = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in words:

@@ -21,7 +21,7 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     # Not by __tensor_flatten__: torchao's weights read a value there, which tensors on meta have not.
     held = [getattr(tensor, name, None) for name in (*_slots(type(tensor)), *vars(tensor))]
-    return [part for one in held if isinstance(one, Tensor) for part in plain_parts(one)]
+    return [part for item in held if isinstance(item, Tensor) for part in plain_parts(item)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -91,4 +91,4 @@ def _is_wrapper(kind: type) -> bool:
 
 @functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
-    return tuple(name for one in kind.__mro__ for name in vars(one).get("__slots__", ()))
+    return tuple(name for parent in kind.__mro__ for name in vars(parent).get("__slots__", ()))

@@ -275,9 +275,9 @@ class Tracing:
         """Wrap the model, and run its steps."""
         recorder = self._recorder
         # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
-        given = [batch_on_meta(one, self.target, self._rank) for one in self.batches or (self.inputs,)]
+        given = [batch_on_meta(batch, self.target, self._rank) for batch in self.batches or (self.inputs,)]
         shapes: dict[Hashable, int] = {}
-        self._order = [shapes.setdefault(shape_of(one), len(shapes)) for one in given]
+        self._order = [shapes.setdefault(shape_of(batch), len(shapes)) for batch in given]
         self._met_at = [self._order.index(shape) for shape in range(len(shapes))]
         heads = self._heads
         policy = as_on_cuda(
@@ -295,7 +295,7 @@ class Tracing:
         self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
         self.repeats &= alone and training.set_to_none and not training.optimizer_in_backward
         with recorder.modules(), policy as enter_policy, self._rank.intercept():
-            of_shape = self._with_targets([given[at] for at in self._met_at])
+            of_shape = self._with_targets([given[number] for number in self._met_at])
             self._wrap(*of_shape[0])
             self._play(of_shape, enter_policy)
             recorder.stop()

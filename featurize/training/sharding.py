@@ -171,7 +171,7 @@ def shard_units(
     """Shard parameters with FSDP2, where the layout does. Changes the model.
 
     Args:
-        model: Whose parameters outside of the units are one more unit.
+        model: The model. Its parameters outside of the units are one more unit.
         parallel: The degrees and FSDP2's own settings.
         mesh: As `shard`.
         chosen: What `units` returns.
@@ -223,7 +223,7 @@ def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules whose parameters are gathered together, inner ones first; the rest is the model's own unit.
 
     Args:
-        model: Whose modules.
+        model: The modules' model.
         classes: Names of their classes. None: the repeated blocks; none of these where the model has none.
     """
     if classes is None:

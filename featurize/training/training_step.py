@@ -97,7 +97,7 @@ def refuse_odd_tokens(model: nn.Module) -> None:
     asked: it leaves products out that nobody reads.
 
     Args:
-        model: That is traced; its layers' calls raise `UsageError`.
+        model: The model that is traced; its layers' calls raise `UsageError`.
     """
     for name, layer in model.named_modules():
         if is_float8(layer) and _sums_8_bits(layer):

@@ -37,7 +37,7 @@ class FlatPartition:
 
     Args:
         sizes: Elements of each parameter.
-        ranks: That share them.
+        ranks: Ranks that share them.
     """
 
     def __init__(self, sizes: Sequence[int], ranks: int) -> None:
@@ -113,7 +113,7 @@ class ZeroRank(Rank, abc.ABC):
 
     Args:
         parallel: Stage and settings.
-        rank: Which one, from 0.
+        rank: Its number, from 0.
         settings: The training settings.
     """
 
@@ -225,7 +225,7 @@ class PartitionedRank(ZeroRank):
         self._contiguous = parallel.contiguous_gradients or self._offloads
         self._beside: OneStream | None = streams.Stream() if parallel.overlap_comm else None
         self._buffers: list[Tensor] = []
-        self._turn = 0  # in which of them the bucket is
+        self._turn = 0  # which of them has the bucket
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
         self._late: list[Tensor] = []  # parameters whose gradients are freed once their reduction is over
         self._kept: Tensor | None = None  # the rank's own gradients, one after the other

@@ -117,7 +117,7 @@ class DeepSpeedEngine(nn.Module):
 
     Args:
         job: The process's job.
-        model: Which the script made.
+        model: The model that the script made.
         basic: Its optimizer, whose state is made for the rank's part.
         file: What the settings say.
         settings: Themselves.
@@ -251,7 +251,7 @@ class DeepSpeedEngine(nn.Module):
 class EngineOptimizer(Optimizer):
     """An optimizer of DeepSpeed's own: it says what its engine is to make, and makes no state.
 
-    our_name        as `featurize.training.optimizers` spells it
+    our_name        its name in `featurize.training.optimizers`
     implementation  likewise; None: its default
     """
 
