@@ -50,7 +50,7 @@ class KueueSettings(Checked):
     server: str = key("http://127.0.0.1:8350", "the service's URL; $GPUFARM_TOKEN is its token")
     api: str | None = key(None, "URL of the API server; default the cluster's own, with the pod's service account")
     once: bool = key(False, "true: decide what is pending now, then leave")
-    every_s: float = key(5.0, "between two looks for pending workloads", "number > 0")
+    every_s: float = key(5.0, "seconds between two looks for pending workloads", "number > 0")
 
     def problems(self) -> Iterator[str]:
         if self.api is not None and urlsplit(self.api).scheme not in ("http", "https"):
@@ -143,7 +143,7 @@ def configuration(url: str | None) -> Any:
     try:
         return KubeConfig.from_service_account().get()
     except (ConfigError, KeyError) as error:
-        advice = "this is no pod with a service account; name the API server: api=http://127.0.0.1:8001"
+        advice = "this is not a pod with a service account; name the API server: api=http://127.0.0.1:8001"
         raise UsageError(advice) from error
 
 

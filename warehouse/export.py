@@ -79,7 +79,7 @@ class ExportSettings(Checked):
                 yield f"out={self.out} is a file, not a folder"
             yield from folder_problems(self.out)
         elif not repository_folder().parent.joinpath("pyproject.toml").is_file():
-            yield "out=... is missing: this is no checkout with a datasets/ folder of its own"
+            yield "out=... is missing: this is not a checkout with a datasets/ folder of its own"
 
     @property
     def root(self) -> Path:

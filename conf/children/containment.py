@@ -267,7 +267,7 @@ class TreeMemory:
 
     def __init__(self) -> None:
         self._processes: frozenset[int] = frozenset()  # processes whose shares are known
-        self._shared_bytes = 0  # that the sum of their resident sets has more than once
+        self._shared_bytes = 0  # memory that the sum of their resident sets counts more than once
         self._looked_ns = 0
 
     def beyond(self, pids: Iterable[int], limit_bytes: float) -> int | None:

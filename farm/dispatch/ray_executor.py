@@ -395,7 +395,7 @@ class RayExecutor:
         refs = [*self._running, *self._starting]
         if refs:
             finished, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
-            if finished:  # whatever else is done by now comes along
+            if finished:  # whatever else is done by now is taken, too
                 finished, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
             for ref in finished:
                 if ref in self._starting:

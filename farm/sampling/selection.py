@@ -20,7 +20,7 @@ from farm.sampling.draws import NO_LIMITS, Limits, sample_range
 from featurize.configs.trial import TrialConfig, config_hash, problem_of
 from featurize.families import get_family
 from learn.estimators.protocol import from_space, to_space
-from learn.rows.targets import get_target
+from learn.rows.data import get_target
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -221,7 +221,7 @@ def _add_problems(app: FastAPI) -> None:
         detail = "The service cannot use its data folder; its operator can see why."
         return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
 
-    @app.exception_handler(Exception)  # whose traceback the gate logs
+    @app.exception_handler(Exception)  # the gate logs its traceback
     async def of_failure(request: Request, _error: Exception) -> Response:
         detail = "The service failed on this request; its log has the reason."
         return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))

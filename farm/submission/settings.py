@@ -101,7 +101,7 @@ class SampledSettings(TrialsSettings):
     """The space that is sampled, and how."""
 
     arch: Space | None = added_group(space_within_limits)
-    seed: int = key(0, "with the space, it decides every sampled configuration", "int >= 0")
+    seed: int = key(0, "together with the space decides every configuration", "int >= 0")
     policy: str = key("stratified", "stratified: fills every range evenly for any n", choices=tuple(POLICIES))
 
 

@@ -282,7 +282,7 @@ class _Multiprocessor(NamedTuple):
 
     fp32_cores: int
     max_blocks: int
-    shared_memory_kib: int  # that a block can opt in to
+    shared_memory_kib: int  # the most that a block can opt in to
     reserved_bytes: int  # shared memory that each block reserves
 
 

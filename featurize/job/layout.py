@@ -19,7 +19,7 @@ MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the l
 WRAPPED = ("ddp", "fsdp", "tp")  # those among them that real ranks run in
 EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
 EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
-EXPERT_REPLICAS = "eddp"  # that of the replicas of these shards, the same ranks as ddp's in groups of their own
+EXPERT_REPLICAS = "eddp"  # the axis of the replicas of these shards, the same ranks as ddp's in groups of their own
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
 GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # schedules of pipelines
@@ -481,7 +481,7 @@ def parse_parallel(
     Args:
         given: A `Parallel`, a mapping of its fields, or text such as `ddp=8` and `ddp=8,gradient_as_bucket_view=true`.
         files: `deepspeed=FILE` may name DeepSpeed's own settings: where they are, as a job's config holds no files.
-        hidden_size: Gives that of the model, where such a file leaves sizes to it.
+        hidden_size: Returns the model's, where such a file leaves sizes to it.
 
     Raises:
         UsageError: An unknown mode or setting, with the known ones; a value out of range; a file that cannot be read.
@@ -570,7 +570,7 @@ def _pairs(text: str) -> Iterator[tuple[str, Any]]:
         if name in (*MODES, EXPERTS, OWN, HYBRID) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
-            raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")
+            raise UsageError(f"parallel: {shown(part)} is not a setting; write {EXAMPLE}")
         yield name, _value(value)
 
 

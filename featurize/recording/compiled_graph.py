@@ -59,9 +59,9 @@ class GraphReplay:
         for node in self._nodes:
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise NotImplementedError(f"its graph calls {node.target}, which is not modelled")
-        self._plan()
+        self._schedule_kernels()
 
-    def _plan(self) -> None:
+    def _schedule_kernels(self) -> None:
         """Decide what has memory, what each kernel reads and which values end with it."""
         self._roles = {node: _role(node) for node in self._nodes}
         self._bases: dict[Node, Node] = {}  # value -> the one whose memory it shares

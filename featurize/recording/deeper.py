@@ -55,10 +55,10 @@ class _Made(NamedTuple):
 
 
 def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
-    """Return the trace of a model with `times` periods of blocks more than the shallow one.
+    """Return the trace of a model with `times` periods of layer blocks more than the shallow one.
 
     What the longer trace has beyond the shallow one repeats what stands before it: that part is repeated, with new
-    blocks of memory, and each place of something else moves by as much as it did from the first trace to the second.
+    memory blocks, and each place of something else moves by as much as it did from the first trace to the second.
     The sources of operators are left out.
 
     Args:
@@ -291,7 +291,7 @@ def with_blocks(model: nn.Module, count: int) -> nn.Module:
 
     Args:
         model: One of which `alike_blocks` returns a number.
-        count: At most that number.
+        count: Largest number of blocks.
     """
     short = on_meta(model)
     blocks = repeated_blocks(short)

@@ -59,7 +59,7 @@ _CHANNEL_GB_S, _FEWEST, _MOST = 12.5, 2, 24
 
 @dataclass(frozen=True, kw_only=True)
 class LinkConstants:
-    """Constants of collectives. `learn.fitting.host_and_link_fit` fits NVLink's up to Ampere to measured all-reduces.
+    """Constants of collectives. `learn.fitting.constants_fit` fits NVLink's up to Ampere to measured all-reduces.
 
     launch_us   time to launch any collective, on top of NCCL's own latencies
     reached     share of a link's bandwidth that is reached

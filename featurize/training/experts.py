@@ -42,7 +42,7 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
 
     Args:
         parallel: The job.
-        rank: Which of them, from 0.
+        rank: Its number, from 0.
     """
     # Its import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -34,7 +34,6 @@ def make_optimizer(
     name: str,
     parameters: Iterable[nn.Parameter],
     *,
-    foreach: bool | None,
     implementation: str | None = None,
     weight_decay: float | None = None,
 ) -> torch.optim.Optimizer:
@@ -43,9 +42,8 @@ def make_optimizer(
     Args:
         name: One of `OPTIMIZERS`. `momentum` is SGD with 0.9, `nesterov` the same with Nesterov's step.
         parameters: What it updates.
-        foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
-            and the loop on CPU. Adafactor's default is the loop everywhere.
-        implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
+        implementation: `foreach`, `fused` or `loop`. None: torch's choice, which is `foreach` on CUDA, for which meta
+            tensors stand, and the loop on CPU. Adafactor's default is the loop everywhere.
         weight_decay: None: the library's default. Where it is not part of the step itself, as in AdamW, torch adds the
             decayed weights to a copy of the gradients: all at once with `foreach` (`_multi_tensor_sgd` and its
             likes in torch/optim), one after the other with `loop`, not at all with `fused`.
@@ -59,17 +57,16 @@ def make_optimizer(
     given: list[Any] = alike(parameters)
     known = OPTIMIZERS[name]
     more: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
+    on_meta = all(p.is_meta for p in _parameters(given))
     if known.cuda_only:
-        if all(p.is_meta for p in _parameters(given)):
+        if on_meta:
             # The kernel decays weights in place.
             return BlockwiseAdamW(given, bits=32 if name == "paged_adamw" else 8, paged=name.startswith("paged"))
         return _of_bitsandbytes(name, given, more)
-    if known.implementations != ("loop",):
-        more["foreach"] = foreach
-        if implementation is not None:
-            more["foreach"] = implementation == "foreach"
-        elif name == "adafactor":
-            more["foreach"] = None
+    if implementation is None and on_meta and name != "adafactor":
+        implementation = "foreach"
+    if known.implementations != ("loop",) and implementation is not None:
+        more["foreach"] = implementation == "foreach"
         if "fused" in known.implementations and implementation == "fused":
             more["fused"] = True
     with _fused_on_meta(_parameters(given)):

@@ -32,7 +32,7 @@ from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAli
 from featurize.recording.values import Inputs, named_tensors, tensors_of
 from featurize.timing.collectives import SEND
 from featurize.timing.pipeline_time import AXIS, noted_micro_batches, orders_of, schedule_class
-from featurize.training.data_parallel import Replica
+from featurize.training.rank import Replica
 from featurize.training.sharded_rank import ShardedRank, ShardStates
 from featurize.training.sharding import DTYPES, shard_units, split_modules, units
 from featurize.training.stages import (
@@ -202,7 +202,7 @@ class PipelineRank(ShardedRank):
 
     Args:
         parallel, mesh, streams, experts: As of any rank.
-        rank: Which of all ranks, from 0.
+        rank: Its number among all ranks, from 0.
         every_pass: Each pass of each micro-batch runs; False: passes that are alike are repeated.
     """
 
@@ -292,7 +292,7 @@ class PipelineRank(ShardedRank):
         """Make PyTorch's schedule of the stages, which `run` runs.
 
         Args:
-            step: Whose model `wrap` wrapped.
+            step: The step whose model `wrap` wrapped.
             inputs: Inputs of the whole batch.
             target: Likewise; None where the model computes its loss itself.
         """
@@ -424,7 +424,7 @@ def trace_ranks(of_rank: Callable[[int, bool], StepTrace], parallel: Parallel, r
     flight, whatever the schedule.
 
     Args:
-        of_rank: Gives the trace of one of all ranks; its second argument is `every_pass` of `trace_step`.
+        of_rank: Returns the trace of one of all ranks; its second argument is `every_pass` of `trace_step`.
         parallel: The job, with a pipeline.
         rank: The only one that is wanted, of all ranks. None: all of them.
     """

@@ -157,7 +157,7 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
 
     Args:
         parallel: The job.
-        rank: Which one, from 0. Of unevenly sharded parameters the first one has the largest part.
+        rank: Its number, from 0. Of unevenly sharded parameters the first one has the largest part.
 
     Yields:
         What `ShardedRank` takes: the mesh, the streams, and the mesh of experts.

@@ -42,8 +42,7 @@ from torch.distributed.tensor.parallel import (
 from conf.errors import UsageError, shown
 from featurize.job.layout import EXAMPLE_PLAN, EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, MODES, OWN, WRAPPED, Parallel
 from featurize.nets.checkpointing import repeated_blocks
-from featurize.operators.tensor_parts import local_tensor
-from featurize.training.data_parallel import own_part
+from featurize.operators.tensor_parts import local_tensor, own_part
 from featurize.training.experts import divide_experts
 from featurize.training.optimizers import run_step
 
@@ -172,7 +171,7 @@ def shard_units(
     """Shard parameters with FSDP2, where the layout does. Changes the model.
 
     Args:
-        model: Whose parameters outside of the units are one more unit.
+        model: The model. Its parameters outside of the units are one more unit.
         parallel: The degrees and FSDP2's own settings.
         mesh: As `shard`.
         chosen: What `units` returns.
@@ -224,7 +223,7 @@ def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules whose parameters are gathered together, inner ones first; the rest is the model's own unit.
 
     Args:
-        model: Whose modules.
+        model: The modules' model.
         classes: Names of their classes. None: the repeated blocks; none of these where the model has none.
     """
     if classes is None:

@@ -46,7 +46,7 @@ Form: TypeAlias = Callable[[Tensor], Any]
 class Survey:
     """A model's members in the order in which they run, and who uses which parameter.
 
-    container  whose members the stages share
+    container  the container whose members the stages share
     names      the members' names within the container
     paths      the members' paths within the model
     blocks     places of the repeated blocks among them; all places where there are none
@@ -80,8 +80,8 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
         model: The whole one, on the meta device.
         inputs: Inputs of one micro-batch.
         stages: Their number.
-        dtype: To which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as they
-            are.
+        dtype: Type to which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as
+            they are.
 
     Raises:
         UsageError: The model has no blocks in one container, or these pass one another more than a tensor.
@@ -175,7 +175,7 @@ def _line_of(model: nn.Module, stages: int) -> Survey:
         )
     within = next(path for path, module in model.named_modules() if module is container)
     members, chosen = list(container.named_children()), {id(block) for block in blocks}
-    if not isinstance(container, nn.Sequential):  # whose other members may run at any time, or not at all
+    if not isinstance(container, nn.Sequential):  # its other members may run at any time, or not at all
         members = [(name, member) for name, member in members if id(member) in chosen]
     return Survey(
         container=container,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from featurize.recording.recorder import Recorder
 
 MAIN = 0  # the stream of the kernels
-_BESIDE = -1  # that of a process group, for collectives that are asynchronous
+_BESIDE = -1  # a process group's stream, for asynchronous collectives
 
 
 Moments: TypeAlias = list[tuple[int, dict[int, int]]]

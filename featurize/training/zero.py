@@ -23,9 +23,8 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
 from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
-from featurize.training.data_parallel import dense_parameters
 from featurize.training.optimizers import run_step, state_tensors
-from featurize.training.rank import Rank
+from featurize.training.rank import Rank, dense_parameters
 from featurize.training.streams import OneStream, Streams
 from featurize.training.training_step import TrainingStep, is_float8
 
@@ -38,7 +37,7 @@ class FlatPartition:
 
     Args:
         sizes: Elements of each parameter.
-        ranks: That share them.
+        ranks: Ranks that share them.
     """
 
     def __init__(self, sizes: Sequence[int], ranks: int) -> None:
@@ -117,7 +116,7 @@ class ZeroRank(Rank, abc.ABC):
 
     Args:
         parallel: Stage and settings.
-        rank: Which one, from 0.
+        rank: Its number, from 0.
         settings: The training settings.
     """
 
@@ -229,7 +228,7 @@ class PartitionedRank(ZeroRank):
         self._contiguous = parallel.contiguous_gradients or self._offloads
         self._beside: OneStream | None = streams.Stream() if parallel.overlap_comm else None
         self._buffers: list[Tensor] = []
-        self._turn = 0  # in which of them the bucket is
+        self._turn = 0  # which of them has the bucket
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
         self._late: list[Tensor] = []  # parameters whose gradients are freed once their reduction is over
         self._kept: Tensor | None = None  # the rank's own gradients, one after the other

@@ -55,8 +55,8 @@ from learn.estimation.notes import (
 from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
+from learn.rows.data import get_target
 from learn.rows.step_store import StepRecord, StepStore, traced_column
-from learn.rows.targets import get_target
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class _Answer:
     figures     column of each further target -> the figure
     by, loops   target -> its estimator, and its loop
     beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
-    questions   which fitted models are asked between `ask` and `finish`
+    questions   questions to fitted models between `ask` and `finish`
     estimate, error   what is gathered, or why nothing is
     """
 
@@ -419,7 +419,7 @@ class _Answer:
         if target == "memory":
             assert self.memory is not None
             if (bound := _bound_of(prediction, row, artifact, self.request.options.coverage)) is not None:
-                self.memory = self.memory.bounded(bound)
+                self.memory = self.memory.with_bound(bound)
             self.beyond_fit = default and row in prediction.outside
         of_target = (target,)
         notes = [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
@@ -458,7 +458,9 @@ class _Answer:
             uncertainty = uncertainty_of(self.traced, self.device, self._on)
             centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
             limit_mib = self.platform.limit_mib(self.traced)
-            self.memory = self.memory.bounded(uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib))
+            self.memory = self.memory.with_bound(
+                uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib)
+            )
 
     def _move(self, mib: float) -> None:
         """Move a packaged model's memory to another machine than its rows were measured on."""

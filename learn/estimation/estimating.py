@@ -75,7 +75,8 @@ def estimate(
         settings: For modules: all training settings at once, instead of single ones.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         device: A GPU model of `conf/device`, by name or as its description.
-        power_limit_w: That is set on the GPU (`nvidia-smi -pl`), in W: step time, utilization and energy follow it.
+        power_limit_w: Limit that is set on the GPU (`nvidia-smi -pl`), in W: step time, utilization and energy follow
+            it.
             None: the board's own.
         estimator: A name of `learn.estimators.protocol.ESTIMATORS`. None takes, for each target, the newest model in
             the data folder that was fitted on the config's family and device (for modules: one that reads traced steps,
@@ -85,7 +86,7 @@ def estimate(
             `lightgbm`, else the packaged one). It takes about 1 ms, has no breakdown, and says how far it is off.
         data: Data folder with the fitted models; None is the default folder.
         input_dtype: Type of the inputs that are given as shapes.
-        target: For modules: a tensor or shape of class indices.
+        target: For modules: a tensor or shape of class indices. Not the `target` of `learn.fit`.
         loss: For modules: `loss(output, target)`. None: without a target the loss that the output holds (`output.loss`,
             or a detector's mapping of losses), else cross entropy of the output, its `logits` or its first tensor, with
             targets to suit.

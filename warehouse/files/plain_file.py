@@ -46,7 +46,7 @@ def open_plain(path: Path) -> int:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NoPlainFile("it is no plain file")
+        raise NoPlainFile("it is not a plain file")
     return descriptor
 
 

@@ -89,7 +89,7 @@ def measure_all(
     Args:
         measurements: What to measure, in order.
         device: `cuda`, or `cpu`, on which everything has its reason at once.
-        seconds_left: Says how many seconds remain.
+        seconds_left: Returns how many seconds remain.
         kept: Returns name -> reason (None: it has figures) of what is kept already. What failed is measured again.
         keep: Keeps a measurement's rows, and the reason why there are none, or not all.
     """
