@@ -259,8 +259,8 @@ class Replica:
                 _flat(members)
                 self._sent.append(Collective(BROADCAST, sum(t.nbytes for t in members), now, now, self._axis))
                 self._recorder.log.copied(members)  # into one
-                for one in members:
-                    self._recorder.log.copied([one])  # and back
+                for buffer in members:
+                    self._recorder.log.copied([buffer])  # and back
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what the ranks sent since the step began. Buckets are reduced in their order (reducer.cpp:
