@@ -484,7 +484,7 @@ def in_pieces(
         tensors: The parameters and buffers, then the inputs.
         weights: How many of them are parameters and buffers.
         limits: Bytes of the first bucket and of all later ones, as `limits_of` of
-            `featurize.training.data_parallel` makes them.
+            `featurize.training.rank` makes them.
         compiled: Compiles a function of which this many first arguments are parameters and buffers.
     """
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -89,7 +89,7 @@ class Ranks:
             args: On meta tensors.
             kwargs: Likewise.
         """
-        if any(issubclass(one, DTensor | AsyncCollectiveTensor) for one in types):
+        if any(issubclass(tensor_type, DTensor | AsyncCollectiveTensor) for tensor_type in types):
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):

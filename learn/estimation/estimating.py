@@ -448,8 +448,8 @@ def devices_that_fit(
             outcomes.append(error)
     platforms = {place: device_name for place, device_name in enumerate(outcomes) if isinstance(device_name, Platform)}
     together = len(platforms) if request.platform.workspaces is None else 1  # a process of cuDNN speaks for one
-    for at in range(0, len(platforms), max(together, 1)):
-        places = [*platforms][at : at + together]
+    for start in range(0, len(platforms), max(together, 1)):
+        places = [*platforms][start : start + together]
         for place, estimate in zip(
             places, answers_on(request, [platforms[device_name] for device_name in places]), strict=True
         ):

@@ -282,9 +282,7 @@ def kind_of(name: str, our_name: str, implementation: str | None = None) -> type
 def maker_of(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], Optimizer]:
     """Return what makes an optimizer of the same kind, with the settings of the first group, for other parameters."""
     if isinstance(optimizer, EngineOptimizer):
-        return functools.partial(
-            make_optimizer, optimizer.our_name, foreach=True, implementation=optimizer.implementation
-        )
+        return functools.partial(make_optimizer, optimizer.our_name, implementation=optimizer.implementation)
     taken = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.param_groups[0].items() if name in taken and name != "params"}
     return lambda parameters: type(optimizer)(parameters, **options)
