@@ -34,7 +34,7 @@ LEAST_ROWS = 30
 LEAST_GROUPS = 4  # values of an axis, for leaving one out to say anything
 MOST_OVER = 0.15  # share of the need by which a bound may lie above it in the median
 _CONTRADICTS = 1.5  # times the estimate: such a row is probably of another job. It is judged, and not fitted on
-# The causes whose shares rows tell apart; the others stay in proportion, as too few rows are moved by them alone.
+# The causes whose shares rows can separate; the others stay in proportion, as too few rows are moved by them alone.
 _FITTED = (WORKSPACES, KERNELS)
 # Instrument -> causes that move it: torch counts no context, and its allocated memory no caches.
 _MOVED_BY = {
@@ -96,7 +96,7 @@ class Answers:
 
 
 def read_answers(path: Path) -> Answers:
-    """Return the rows of a file. Raises `UsageError` that names the first line that is none, or for too few."""
+    """Return the rows of a file. Raises `UsageError` that names the first invalid line, or for too few."""
     rows: list[Mapping[str, Any]] = []
     refused = 0
     for number, line in enumerate(path.read_text().splitlines(), start=1):

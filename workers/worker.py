@@ -238,7 +238,7 @@ class Worker:
         return self.start_trial(task, self.described(task))
 
     def start_trial(self, task: Task, described: dict[str, Any], *, members: int = 1) -> RunningTrial:
-        """Start a process for a task, or for one of so many `members` of a group. Raises `ServerLost`."""
+        """Start a process for a task, or for one of `members` in a group. Raises `ServerLost`."""
         limit_mib = task.settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
         reader = self.reader(task, together="together" in described)
         return self.server().start_trial(described, reader, limit_mib / members)
@@ -360,7 +360,7 @@ class Worker:
 
 
 def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
-    """Return checked rows of `kernels` as a table of the columns that a trial gives itself."""
+    """Return checked rows of `kernels` as a table of the columns that a trial sets itself."""
     import pyarrow as pa
 
     return pa.table(
@@ -368,7 +368,7 @@ def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
     )
 
 
-_MEMBER_TICK_S = 0.02  # members are listened to in turns, each at most so long
+_MEMBER_TICK_S = 0.02  # longest turn in which one member is listened to
 _WARM_BY = 0.5  # share of the deadline: a member that is not warm by then holds up the others, and is killed
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.children.keeper import ChildOutput, Ended
-from conf.children.server import PACKET_BYTES
+from conf.children.keeper import PACKET_BYTES, ChildOutput, Ended
 from conf.errors import EnvironmentProblem
 
 _FILE = Path(__file__).with_name("__main__.py")
@@ -75,7 +74,7 @@ class ChildServer:
     """One server process. Threads may start children side by side once `hello` has returned. `close` ends everything.
 
     Args:
-        command: That executes the server; the descriptor of its control socket is added.
+        command: Starts the server; the descriptor of its control socket is added.
         environment: Environment of the server and its children; None: this process's.
         keeps_output: Whether its output is kept for the message of `ServerLost`, rather than printed.
     """
@@ -116,7 +115,7 @@ class ChildServer:
         return self._process.poll() is None
 
     def hello(self) -> dict[str, Any]:
-        """Return what the server says of itself once it is ready. Raises `ServerLost` with the server's output."""
+        """Return the server's description of itself once it is ready. Raises `ServerLost` with the server's output."""
         if self._hello is None:
             message = self._answer(self._control, _START_TIMEOUT_S)
             if "problem" in message:
@@ -251,7 +250,7 @@ class ChildRunner:
         """
         try:
             child = self._server.start(
-                "conf.children.server:run_program",
+                "conf.children.keeper:run_program",
                 list(program),
                 time_limit_s=time_limit_s,
                 memory_limit_bytes=memory_limit_bytes,

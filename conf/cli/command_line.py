@@ -32,7 +32,7 @@ from conf.cli.overrides import (
     parsed,
 )
 from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
-from conf.plain_text import bounded, one_line, printable
+from conf.plain_text import one_line, printable, truncated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,7 @@ __all__ = ["command", "documented_keys", "group_options", "groups", "help_text",
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
+EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, continues
 
 # Errors caused by the user's machine rather than by our code: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
@@ -75,10 +75,10 @@ def command(
     rewrite: Rewrite | None = None,
     entry_of_rest: Callable[..., int | None] | None = None,
 ) -> NoReturn:
-    """Run `entry(settings)` with the settings that the process's arguments give, then exit with its return value.
+    """Run `entry(settings)` with the settings of the process's arguments, then exit with its return value.
 
-    `positional` names the key of the one argument that is no override, the one with white space. Values of text keys
-    are taken as they stand, with their commas and brackets.
+    `positional` names the key of the one argument that is not an override, the one with white space. Values of text
+    keys are taken as they stand, with their commas and brackets.
     `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`. `entry_of_rest` is called in
     place of `entry` where there is a `--`, with what follows as `command`.
     Exit codes: 0, what `entry` returns, 2 for anything that the user can fix, 130 after Ctrl-C.
@@ -167,14 +167,14 @@ def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
 def print_error(error: CommandError | str) -> None:
     """Print `error: ...` on standard error, in one line unless the error has lines of its own."""
     keep_lines = isinstance(error, CommandError) and error.keep_lines
-    text = bounded(str(error))
+    text = truncated(str(error))
     print(f"error: {printable(text) if keep_lines else one_line(text)}", file=sys.stderr)
 
 
 def _standard_files() -> bool:
     """Make the standard files safe to use. Return False, and print why, where standard output is closed.
 
-    A closed one would give its number to the next file that is opened, a database say, and whoever then prints writes
+    A closed one would give its number to the next file that is opened, a database say, and a later print writes
     into that. What the terminal's encoding lacks is printed escaped.
     """
     for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
@@ -336,7 +336,7 @@ class StepBar:
         """Show the running step and its progress, `done` of `of`; 0 of 0 where the number is unknown."""
         if not self._console.is_terminal:
             return
-        if self._running is None:  # not before there is something to tell: another bar may be on the screen until then
+        if self._running is None:  # not before there is something to show: another bar may be on the screen until then
             from rich.progress import TimeElapsedColumn
 
             self._running = start_bar(self._console, self._label, TimeElapsedColumn())
@@ -346,7 +346,7 @@ class StepBar:
 
 @contextlib.contextmanager
 def terminal_bar(label: str, *, remaining: bool = False) -> Iterator[Callable[..., None] | None]:
-    """Show a bar on stderr and give its update function, `update(completed=, total=, description=)`.
+    """Show a bar on stderr and yield its update function, `update(completed=, total=, description=)`.
 
     The last column is the elapsed time, or with `remaining` the time left. Without a terminal there is no bar: None.
     """

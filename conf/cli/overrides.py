@@ -153,7 +153,7 @@ def load_config(name: str, arguments: Sequence[str | Override], settings: type |
 
 @contextmanager
 def _collected(problems: list[str]) -> Iterator[None]:
-    """Append the message of a `UsageError` to the problems, and go on."""
+    """Append the message of a `UsageError` to the problems, and continue."""
     try:
         yield
     except UsageError as error:
@@ -250,7 +250,7 @@ def _set(cfg: DictConfig, plus: str, key: str, value: Any, known: Sequence[str])
     What is given replaces what stood there, so that a new range keeps nothing of the old one.
 
     Raises:
-        UsageError: The key has keys below it, and the value is no mapping of these.
+        UsageError: The key has keys below it, and the value is not a mapping of these.
     """
     if not _has_keys_below(key, known):
         _put(cfg, key, value)

@@ -34,8 +34,8 @@ from warehouse.tables.schema import ENVIRONMENT
 from workers.trial.server_client import PYTHON_VARIABLE
 
 _PROBE_TIMEOUT_S = 180.0  # importing torch from a cold disk takes long
-# What a trial server imports, and what a comparison records of the environment. The newest file of torch tells a build
-# that was made again under the same version.
+# What a trial server imports, and what a comparison records of the environment. The newest file of torch identifies a
+# build that was made again under the same version.
 _PROBE = """
 import importlib.metadata, json, os, sys
 from featurize.training.training_step import preload
@@ -92,7 +92,7 @@ Side = Environment | Recorded
 def side_of(key: str, text: str, code: Path) -> Side:
     """Return the side that `key=text` names: an environment's Python or folder, a data folder, or DATA@SNAPSHOT.
 
-    `code` is a folder of `code_folder`. Raises `UsageError` for what is none of these, and for an environment whose
+    `code` is a folder of `code_folder`. Raises `UsageError` for anything else, and for an environment whose
     Python cannot run a trial.
     """
     path = Path(os.path.abspath(os.path.expanduser(text)))
@@ -109,8 +109,8 @@ def side_of(key: str, text: str, code: Path) -> Side:
         find_snapshot(DataFolder(folder).open(), snapshot)
         return Recorded(text=text, folder=DataFolder(folder), snapshot=snapshot)
     raise UsageError(
-        f"{key}={text} is no environment and no data folder; name a Python (/envs/new/bin/python), the folder of a "
-        "virtual environment, a data folder, or DATA@SNAPSHOT"
+        f"{key}={text} is neither an environment nor a data folder; name a Python (/envs/new/bin/python), a virtual "
+        "environment's folder, a data folder, or DATA@SNAPSHOT"
     )
 
 

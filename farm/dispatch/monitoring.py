@@ -94,7 +94,7 @@ class Events:
         self._sinks.append(write)
 
     def _tell_write_error(self, record: logging.LogRecord) -> None:
-        """Print once that events are lost; the work goes on."""
+        """Print once that events are lost; the work continues."""
         if not self._has_told:
             self._has_told = True
             print(f"note: {_KEY} cannot be written, events are lost: {sys.exc_info()[1]}", file=sys.stderr)
@@ -138,7 +138,7 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
     """A handler that closes its own stream."""
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which has been told
+        with contextlib.suppress(OSError):  # a full disk, which has been reported
             self.stream.close()
         super().close()
 
@@ -202,7 +202,7 @@ class Pulse:
 
 
 _RATE_WINDOW_S = 300.0
-_RATE_RUNS = 4096  # at most so many of the window's runs are remembered: memory stays bounded at any rate
+_RATE_RUNS = 4096  # most runs of the window that are remembered: memory stays bounded at any rate
 _MIB = 2**20
 # column of `telemetry` -> (metric, help, factor to Prometheus's base unit); the first column with a value counts
 _GPU = (

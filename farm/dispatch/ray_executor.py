@@ -1,6 +1,7 @@
 """Ray's side of the farm: one actor per GPU, pinned by Ray, restarted by Ray, results through its object store.
 
-Start reading at `RayExecutor`. Defaults that Ray has changed between versions are set here explicitly.
+Start reading at `RayExecutor`; `PinnedWorker` is the body of an actor. Defaults that Ray has changed between versions
+are set here explicitly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from conf.cli.own_packages import SAFE_PATH
+from conf.cli.own_packages import SAFE_PATH, searching_last, working_folder
 from conf.errors import EnvironmentProblem
 from farm.dispatch.cluster_settings import ClusterSettings, plain_error
 from farm.dispatch.executors import Completion
@@ -32,10 +33,52 @@ from farm.dispatch.ray_cluster import (
     RayNode,
     own_session_environment,
 )
-from farm.dispatch.ray_worker import actor_class
 from farm.queue.leftovers import delete_folder, descendants, end_processes, make_ray_folder, record_processes
 from workers.devices import DeviceChoice, make_device
-from workers.task import Task
+from workers.task import RunResult, Task
+from workers.worker import Worker
+
+
+class PinnedWorker:
+    """The body of an actor: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
+
+    def __init__(
+        self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int, gpus: int = 1
+    ):
+        name = f"ray-{slot_key}"
+        if slot_key is None:  # Ray has pinned this process: it sees its own GPUs only
+            import ray
+
+            name = f"ray-{'+'.join(ray.get_runtime_context().get_accelerator_ids()['GPU'])}"
+            choice = {**choice, "count": None}
+        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers, gpus)
+
+    def ready(self) -> None:
+        """Start the trial server and wait until it is ready."""
+        self._worker.ready()
+
+    def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
+        return self._worker.run(task, upcoming)
+
+
+def actor_class() -> type:
+    """Return the actors' class, which is sent by value and corrects the path before any import of ours."""
+    put_last = searching_last(working_folder())
+
+    class RayWorker:
+        def __init__(self, *arguments: Any) -> None:
+            put_last()
+
+            self._pinned = PinnedWorker(*arguments)
+
+        def ready(self) -> None:
+            self._pinned.ready()
+
+        def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
+            return self._pinned.run(task, upcoming)
+
+    return RayWorker
+
 
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
 _SHUTDOWN_S = 10.0  # a Ray that has lost its head may take this long
@@ -56,7 +99,7 @@ class _Seat:
 class _Waiting:
     """A task that waits for as many GPUs of a node as it has ranks.
 
-    worker  that it was handed to, and which takes no other task meanwhile; None: it has made room
+    worker  the worker that it was handed to, which takes no other task in the meantime; None: it has made room
     freed   GPUs whose workers have made room for it
     """
 
@@ -71,7 +114,7 @@ class RayExecutor:
     """Ray actors, one per slot of every node. `address=None` starts a Ray of our own, on loopback only.
 
     The cluster is followed: a node that comes gets actors, and what ran on one that goes comes back as lost.
-    Each actor is bound to its node, since CPUs and simulated GPUs are no resource that Ray could spread them by.
+    Each actor is bound to its node, since CPUs and simulated GPUs are not a resource that Ray could spread them by.
     """
 
     def __init__(self, choice: DeviceChoice, cluster: ClusterSettings, environment: dict[str, str]):
@@ -290,11 +333,11 @@ class RayExecutor:
         return name
 
     def _add_single_workers(self, node: RayNode, gpus: int) -> None:
-        """Give so many GPUs of a node a worker each."""
+        """Give this many GPUs of a node a worker each."""
         self._unstarted += [self._replace(node, 1) for _ in range(gpus)]
 
     def _without_gpus(self) -> list[Completion]:
-        """Return the tasks whose node has lost GPUs, so that they would wait for ever."""
+        """Return the tasks whose node has lost GPUs, so that they would wait forever."""
         lost = [trial for trial in self._waiting if self._gpus_of(trial.node) < trial.task.config.ranks]
         self._waiting = [trial for trial in self._waiting if trial not in lost]
         for trial in lost:
@@ -334,7 +377,7 @@ class RayExecutor:
     def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
         """As in the Protocol, but that another idle worker may run it, which has as many GPUs as the task has ranks."""
         gpus = task.config.ranks if self._choice.backend == "cuda" else 1
-        idle = sorted(self._idle, key=lambda name: name != worker)  # itself first, unless it has made room meanwhile
+        idle = sorted(self._idle, key=lambda name: name != worker)  # itself first, unless it has made room since
         fitting = next((name for name in idle if self._seats[name].gpus == gpus), None)
         taken = fitting or next(iter(idle), None)
         if taken is not None:
@@ -352,7 +395,7 @@ class RayExecutor:
         refs = [*self._running, *self._starting]
         if refs:
             finished, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
-            if finished:  # whatever else is done by now comes along
+            if finished:  # whatever else is done by now is taken, too
                 finished, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
             for ref in finished:
                 if ref in self._starting:
@@ -424,7 +467,7 @@ class RayExecutor:
         """Return the processes that our own Ray started, with its actors and their trials, and no other ones."""
         if self._folder is None:
             return []
-        if self._roots is None:  # it is starting: this process does nothing else meanwhile
+        if self._roots is None:  # it is starting: this process does nothing else until then
             return [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
         processes: dict[int, psutil.Process] = {}
         for root in self._roots:
@@ -465,7 +508,7 @@ class RayExecutor:
                 return
             self._notices.append(f"{worker} does not start and is left out: {plain_error(error)}")
             seat = self._end_worker(worker)
-            if seat.gpus > 1:  # one of them may be broken: the others go on as workers of one GPU
+            if seat.gpus > 1:  # one of them may be broken: the others continue as workers of one GPU
                 self._add_single_workers(seat.node, seat.gpus)
             # Of a cluster that did work, another node may still join.
             held = bool(self._seats) or any(trial.freed for trial in self._waiting)

@@ -1,7 +1,7 @@
 """One night: canaries, choose, run, land, learn, report. Each step is recorded, so a killed cycle resumes.
 
 Start reading at `NightWork.work`. While trials run, SIGTERM ends the night, and Ctrl-C leaves the cycle open within
-seconds (`NightStop`). `notify` tells a command or a web address how it ended.
+seconds (`NightStop`). `notify` reports to a command or a web address how it ended.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from learn.fitting.promotion import Promotion
 
 
-GRACE_S = 3.0  # what runs at a Ctrl-C may take so long to end; then it is given back, and measured again
+GRACE_S = 3.0  # what runs at a Ctrl-C may take this long to end; then it is given back, and measured again
 
 
 class NightStop(TimedStop):
@@ -120,7 +120,7 @@ class NightStop(TimedStop):
 _FAILURES_AT_MOST = 3  # failures of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
 _PAIRS_AT_MOST = 5_000  # pairs of a night without a number
-_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress meanwhile
+_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress while it runs
 
 
 class Left(Exception):
@@ -188,9 +188,9 @@ class NightWork:
 
     def _step(self, kind: type[P], work: Callable[[], P]) -> P:
         """Do a step unless it is done, and return its payload."""
-        done = self.cycle.payload(kind)
-        if done is not None:
-            return done
+        recorded = self.cycle.payload(kind)
+        if recorded is not None:
+            return recorded
         name = kind.step
         self.journal.start(self.cycle.name, name)
         self.cycle = self.journal.cycle(self.cycle.name)
@@ -476,8 +476,8 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
     there = {snapshot.name: snapshot for snapshot in snapshots(folder)}
     began = cycle.steps["land"].attempts[0]
     # A snapshot of the day that a user took before this step is not ours; one taken since we began is.
-    own = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
-    name = next(name for name in own if name not in there or there[name].taken_at >= began)
+    names = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
+    name = next(name for name in names if name not in there or there[name].taken_at >= began)
     if name not in there:
         tell("taking a snapshot")
         there[name] = take_snapshot(folder, name, tell=tell)

@@ -49,7 +49,7 @@ class ComparedLabel:
     """One label of one canary, tonight and before; or its `status` or `quality`, if that moved.
 
     before, now  medians, in `unit`; None where there is none
-    tolerance    by which they may differ, in `unit`
+    tolerance    how far they may differ, in `unit`
     run_ids      tonight's runs
     """
 
@@ -119,7 +119,7 @@ class ChoicePayload(Payload):
 
     plan           its file, relative to the data folder
     runs           configurations, of which `remeasured` are measured again because they are stale
-    next_index     where each sequence goes on
+    next_index     where each sequence continues
     families       those chosen by the policy, by family
     measured, repeated  candidates left out: measured already, copies of one another
     bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell
@@ -303,15 +303,15 @@ def _value_of(annotation: Any, value: Any, path: str) -> Any:
     if origin is types.UnionType:  # X | None
         if value is None:
             return None
-        return _value_of(next(one for one in arguments if one is not types.NoneType), value, path)
+        return _value_of(next(argument for argument in arguments if argument is not types.NoneType), value, path)
     if annotation is Any or (origin is Literal and value in arguments):
         return value
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return _dataclass_of(annotation, value, path)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_value_of(arguments[0], one, f"{path}[{place}]") for place, one in enumerate(value))
+        return tuple(_value_of(arguments[0], item, f"{path}[{place}]") for place, item in enumerate(value))
     if origin is Mapping and isinstance(value, Mapping):
-        return {key: _value_of(arguments[1], one, f"{path}.{key}") for key, one in value.items()}
+        return {key: _value_of(arguments[1], item, f"{path}.{key}") for key, item in value.items()}
     if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
         return value
     if annotation in (int, str, bool) and type(value) is annotation:
@@ -326,7 +326,7 @@ _FILE = "journal.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class CycleStep:
     """One step of a cycle. `payload` is its result; `{"error": ...}` if it failed."""
 
     name: str
@@ -339,7 +339,7 @@ class Step:
 
     @property
     def seconds(self) -> float | None:
-        """Return the seconds of the last attempt, if it ended; 0 if the clock was set back meanwhile."""
+        """Return the seconds of the last attempt, if it ended; 0 if the clock was set back since."""
         return None if self.ended_at is None else max(0.0, (self.ended_at - self.started_at).total_seconds())
 
 
@@ -357,7 +357,7 @@ class Cycle:
     token: str
     started_at: datetime.datetime  # UTC
     settings: Mapping[str, Any]
-    steps: Mapping[str, Step] = field(default_factory=dict)
+    steps: Mapping[str, CycleStep] = field(default_factory=dict)
     ended_at: datetime.datetime | None = None
     outcome: str = ""
     said: str = ""
@@ -500,25 +500,27 @@ def _cut_torn_line(file: IO[bytes]) -> None:
 
 def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
     """Apply one line of the journal to the cycles so far."""
-    name, at = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
+    name, moment = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
     match entry["event"]:
         case "begin":
-            cycles[name] = Cycle(name=name, token=entry["token"], started_at=at, settings=entry["settings"])
+            cycles[name] = Cycle(name=name, token=entry["token"], started_at=moment, settings=entry["settings"])
             return
         case "end":
-            cycles[name] = replace(cycles[name], ended_at=at, outcome=entry["outcome"], said=entry["said"])
+            cycles[name] = replace(cycles[name], ended_at=moment, outcome=entry["outcome"], said=entry["said"])
             return
         case "started":
             before = cycles[name].steps.get(entry["step"])
-            attempts = (*(before.attempts if before else ()), at)
+            attempts = (*(before.attempts if before else ()), moment)
             failures = before.failures if before else 0
-            step = Step(name=entry["step"], state="started", started_at=at, attempts=attempts, failures=failures)
+            step = CycleStep(
+                name=entry["step"], state="started", started_at=moment, attempts=attempts, failures=failures
+            )
         case "done" | "failed" as state:
             before = cycles[name].steps[entry["step"]]
             step = replace(
                 before,
                 state=state,
-                ended_at=at,
+                ended_at=moment,
                 payload=entry["payload"],
                 failures=before.failures + (state == "failed"),
             )

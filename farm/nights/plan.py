@@ -39,8 +39,8 @@ _TRIED = 200  # candidates whose expected times show how many runs fit
 class Plan:
     """Tonight's configurations in the order in which they run.
 
-    places  of each: (what it is a sequence of, index in it); None for those that are measured again
-    choice  the plan as the journal stores it, but for its file
+    places  a configuration's (sequence, index in it); None for those that are measured again
+    choice  the plan as the journal stores it, except its file
     """
 
     configs: tuple[TrialConfig, ...]
@@ -135,9 +135,12 @@ def make_plan(
     keys = {space.family: _key(settings, space) for space in settings.spaces}
     choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
     return Plan(
-        configs=(*again, *(one.config for one in choice.chosen)),
-        why=(*("stale",) * len(again), *(one.why for one in choice.chosen)),
-        places=(*(None,) * len(again), *((keys[one.config.family], one.index) for one in choice.chosen)),
+        configs=(*again, *(candidate.config for candidate in choice.chosen)),
+        why=(*("stale",) * len(again), *(candidate.why for candidate in choice.chosen)),
+        places=(
+            *(None,) * len(again),
+            *((keys[candidate.config.family], candidate.index) for candidate in choice.chosen),
+        ),
         choice=dataclasses.replace(
             summary(choice, known, machine.capacity_mib),
             runs=len(again) + len(choice.chosen),
@@ -213,8 +216,8 @@ def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
 
 def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[str, int]) -> dict[str, int]:
     """Return `next_index`: where each family's sequence continues."""
-    own = {_key(settings, space): next_index[space.family] for space in settings.spaces}
-    return {**_positions(cycles), **own}
+    positions = {_key(settings, space): next_index[space.family] for space in settings.spaces}
+    return {**_positions(cycles), **positions}
 
 
 _PAST_RUNS = 10  # runs of a family from which on its own median wall time is what a run is expected to take
@@ -246,12 +249,12 @@ def choice_lines(choice: ChoicePayload, source: str = "measured") -> list[str]:
 def summary(choice: Selection, known: Known, capacity_mib: float) -> ChoicePayload:
     """Summarise what the choice gains and costs on a device with that much memory, using `known` runs if possible."""
     seconds, past = expected_seconds(choice, known)
-    memory_mib = np.array([one.figures["memory"] for one in choice.chosen])
-    disagreement = np.array([one.disagreement or 0.0 for one in choice.chosen])
+    memory_mib = np.array([candidate.figures["memory"] for candidate in choice.chosen])
+    disagreement = np.array([candidate.disagreement or 0.0 for candidate in choice.chosen])
     return ChoicePayload(
         policy=choice.policy,
         runs=len(choice.chosen),
-        families=dict(sorted(Counter(one.config.family for one in choice.chosen).items())),
+        families=dict(sorted(Counter(candidate.config.family for candidate in choice.chosen).items())),
         pool=choice.pool,
         measured=choice.measured,
         repeated=choice.repeated,
@@ -271,12 +274,12 @@ def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]
     Without past runs it is start-up plus a hundred steps as the kernel model times them."""
     family = np.array([config.family for config in known.configs], dtype=object)
     medians: dict[str, float] = {}
-    for name in {one.config.family for one in choice.chosen}:
+    for name in {candidate.config.family for candidate in choice.chosen}:
         of_family = known.seconds[(family == name) & np.isfinite(known.seconds)] if len(family) else np.zeros(0)
         if len(of_family) >= _PAST_RUNS:
             medians[name] = float(np.median(of_family))
     seconds = []
-    for one in choice.chosen:
-        guess = _STARTUP_S + _STEPS * one.figures["step_time"] / 1e3
-        seconds.append(medians.get(one.config.family, guess))
-    return seconds, sum(one.config.family in medians for one in choice.chosen)
+    for candidate in choice.chosen:
+        guess = _STARTUP_S + _STEPS * candidate.figures["step_time"] / 1e3
+        seconds.append(medians.get(candidate.config.family, guess))
+    return seconds, sum(candidate.config.family in medians for candidate in choice.chosen)

@@ -89,7 +89,7 @@ class Queue:
     ) -> Queue:
         """Open the file, creating it if there is none. Its folder has to exist.
 
-        Raises `UsageError` for a file that is no queue, or one written by a newer version.
+        Raises `UsageError` for a file that is not a queue, or one written by a newer version.
         """
         if max_attempts < 1:
             raise UsageError(f"max_attempts must be >= 1, got {max_attempts}")
@@ -111,8 +111,8 @@ class Queue:
 
         The same submission again adds nothing; a larger n adds the difference; cancelled tasks are revived. Killed
         in the middle, it leaves the tasks of whole chunks, and the same call completes it. Ctrl-C takes out what it
-        added behind the job's earlier tasks, but for tasks that were started meanwhile; a job without any stays, as
-        cancelled. `configs` is read lazily and may start at `next_index`.
+        added behind the job's earlier tasks, except for tasks that have started since. `configs` is read lazily and
+        may start at `next_index`.
         """
         with self._file.transaction(durable=True):
             before = self._file.one(
@@ -131,7 +131,7 @@ class Queue:
         try:
             while chunk := list(islice(pairs, SUBMIT_CHUNK)):
                 with self._file.transaction(durable=True):
-                    # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
+                    # Cancelled since by another command? Then the rest is cancelled, too.
                     (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                     state = "queued" if runs else "cancelled"
                     new = self._file.many(
@@ -178,7 +178,10 @@ class Queue:
         return int(row[0])
 
     def _take_out(self, seq: int, first: int, job_before: Sequence[Any]) -> None:
-        """Delete the tasks from `first` on that were never started, and restore the job's columns."""
+        """Delete the tasks from `first` on that were never started, restore the job's columns, and shrink the file.
+
+        The row of a job without tasks stays, unlisted, so that no other gets its number: other processes know it.
+        """
         added = "job_seq = ? AND task_index >= ? AND attempt = 0 AND state IN ('queued', 'cancelled')"
         with self._file.transaction(durable=True):
             self._file.change(
@@ -188,8 +191,8 @@ class Queue:
             )
             self._file.change(f"DELETE FROM tasks WHERE {added}", (seq, first))
             self._file.change(
-                "UPDATE jobs SET (n, priority, complete, cancelled_at) = (?, ?, ?, coalesce(cancelled_at, ?)) "
-                "WHERE seq = ?",
+                "UPDATE jobs SET (n, priority, complete, cancelled_at) = (max(?, (SELECT count(*) FROM tasks "
+                "WHERE job_seq = seq)), ?, ?, coalesce(cancelled_at, ?)) WHERE seq = ?",
                 (*job_before, seq),
             )
             self._file.change(
@@ -203,6 +206,11 @@ class Queue:
                 "WHERE job_seq = ? GROUP BY 2, 3",
                 (seq,),
             )
+        (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
+        if 2 * free > pages:
+            with contextlib.suppress(QueueError, ValueError):  # a process reads: later tasks reuse the room
+                self._file.all("VACUUM")
+                self._file.all("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def next_index(self, job_id: str) -> int:
         """Return the index from which a submission continues: one past the job's highest, 0 for a new job.
@@ -486,7 +494,7 @@ class Queue:
 
     def jobs(self) -> list[Job]:
         """Return all jobs, oldest first."""
-        rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")
+        rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs WHERE n > 0 ORDER BY submitted_at, seq")
         return [job_of(row) for row in rows]
 
     def job(self, job_id: str) -> Job:
@@ -530,7 +538,7 @@ class Queue:
             tallies.setdefault(seq, []).append(tuple(tally))
         jobs = self._file.all(
             f"SELECT seq, complete, cancelled_at IS NOT NULL, {JOB_COLUMNS} FROM jobs "
-            "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq",
+            "WHERE n > 0 AND (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq",
             (only,),
         )
         progress = []
@@ -585,7 +593,7 @@ class Queue:
         if job_id not in self._seqs:  # a job keeps its number, so this never goes stale
             row = self._file.one("SELECT seq FROM jobs WHERE job_id = ?", (job_id,))
             if row is None:
-                known = [name for (name,) in self._file.all("SELECT job_id FROM jobs")]
+                known = [name for (name,) in self._file.all("SELECT job_id FROM jobs WHERE n > 0")]
                 if not known:
                     raise UsageError(f"unknown job {job_id!r}; there are no jobs yet")
                 raise unknown_name("job", job_id, known)

@@ -2,7 +2,7 @@
 
 Start reading at `sweep_leftovers`. A process is ended only with proof that it is ours: it runs as this user, and either
 its environment holds `SESSION_VARIABLE` with the identity of a dispatcher that runs no more, or that dispatcher wrote
-its identity into a folder that only this user can write to. What a data folder says is no proof.
+its identity into a folder that only this user can write to. What a data folder says proves nothing.
 
 A temporary folder `gpufarm-trial-*`, `gpufarm-ray-*` or `gpufarm-child-*` holds a file `owner` with the identity of the
 process that made it; it is deleted once that process is dead. That of Ray also holds a file `processes`: Ray's agents
@@ -87,7 +87,7 @@ _PROCESSES_FILE = "processes"
 _PROCESSES_BYTES = 1 << 20  # largest record that is read: some ten thousand processes
 _SOCKET_PATH_BYTES = 107  # the kernel's limit
 _SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
-_UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for so long
+_UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for this long
 
 
 def make_folder(prefix: str, base: str | os.PathLike[str] | None = None) -> Path:
@@ -110,7 +110,8 @@ def make_ray_folder() -> Path | None:
 
 
 def record_processes(folder: Path, processes: list[str]) -> None:
-    """Record the identities of processes that are to end with this one. A full disk is no error: it is only a help."""
+    """Record the identities of processes that are to end with this one. A full disk is not an error: it is only a
+    help."""
     with contextlib.suppress(OSError):
         (folder / _PROCESSES_FILE).write_text(json.dumps(processes))
 

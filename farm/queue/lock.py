@@ -22,7 +22,7 @@ class DispatcherBusy(EnvironmentProblem):
 class DispatcherLock:
     """One dispatcher for a data folder: an advisory lock that the kernel drops with the process, however it ends.
 
-    The file says who holds it, for messages only: whoever may write to the folder may write anything there.
+    The file says who holds it, for messages only: any process that may write to the folder may write anything there.
     """
 
     def __init__(self, path: Path):
@@ -78,7 +78,7 @@ def _holder_of(path: Path) -> str | None:
     """Return the marker in the lock; None if it holds no complete marker of a dispatcher."""
     try:
         content = json.loads(read_lock(path, _LIMIT_BYTES))
-    except (ValueError, RecursionError):  # ValueError: also of bytes that are no UTF-8
+    except (ValueError, RecursionError):  # ValueError: also of bytes that are not UTF-8
         return None
     marker = content.get("dispatcher") if isinstance(content, dict) else None
     return marker if isinstance(marker, str) and parse_marker(marker) else None

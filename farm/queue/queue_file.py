@@ -121,7 +121,8 @@ class QueueFile:
     """One connection. Reads and single statements are atomic by themselves; errors as in `queue_error`."""
 
     def __init__(self, path: Path, busy_timeout_s: float) -> None:
-        """Open the file, creating it in an existing folder. Raises `UsageError` if it is no queue, or a newer one."""
+        """Open the file, creating it in an existing folder. Raises `UsageError` if it is not a queue, or a newer
+        one."""
         if not path.parent.is_dir():
             raise UsageError(f"the queue's folder {path.parent} does not exist")
         self.path = path

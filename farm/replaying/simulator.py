@@ -84,7 +84,7 @@ class GpuPool:
         self.idle_count = count
 
     def idle_gpus(self, count: int) -> list[int] | None:
-        """Return the first so many idle GPUs, None where there are fewer. They stay idle until a job is added."""
+        """Return the first idle GPUs, this many, None where there are fewer. They stay idle until a job is added."""
         if self.idle_count < count:
             return None
         taken: list[int] = []
@@ -180,7 +180,7 @@ class ClusterRules:
 
     gpus, memory_mib   GPUs, and what a job can use of each
     idle_w, limit_w    power of a GPU without a job, and at an SM activity of 1; between the two it rises evenly
-    warmup_s           from a job's start until it has allocated its memory, or crashes for want of it
+    warmup_s           from a job's start until it has allocated its memory, or crashes for lack of it
     window_s           from a placement on a GPU until the next one there, as the monitor needs figures of the newcomer
     most_jobs          on one GPU
     """

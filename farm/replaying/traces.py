@@ -1,7 +1,7 @@
 """Jobs of a replay: their types, and traces that say which jobs arrive when, for how long, on how many GPUs.
 
 Start reading at `read_trace` for files of public formats, `generate_trace` for traces drawn from what was published,
-and `load_catalogue` for what is true of each job type, and what each estimator says of it. `carma_published.csv` holds
+and `load_catalogue` for what is true of each job type, and each estimator's figures for it. `carma_published.csv` holds
 what CARMA's authors published of their jobs; `carma_jobs.csv`, which `infra/build_replay_jobs.py` writes, what this
 project computes of the same jobs without a GPU.
 """
@@ -51,8 +51,8 @@ class JobType:
     busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: the GPU's, over all time.
                  Simulated: the traced step's, scaled by how much of the published time the traced steps fill
     estimates    estimator -> MiB; an estimator without a figure is left out
-    need         what the default estimator says of its memory, as a distribution; None where it has no figure
-    estimated    what the default estimator says of the job alone; utilizations are None where it has no figure
+    need         the default estimator's distribution of its memory; None where it has no figure
+    estimated    the default estimator's figures of the job alone; utilizations are None where it has no figure
     """
 
     name: str
@@ -86,7 +86,7 @@ class JobType:
 
 @cache
 def load_catalogue() -> tuple[JobType, ...]:
-    """Return the job types that come along, in the order of the published table."""
+    """Return the packaged job types, in the order of the published table."""
     computed = {row["name"]: row for row in _rows(JOBS_FILE)}
     published = _rows(PUBLISHED_FILE)
     usual = _usual_shares(published, computed)
@@ -195,7 +195,7 @@ def read_trace(path: str, n: int | None, seed: int) -> ClusterTrace:
 
     Args:
         path: the file.
-        n: the first so many jobs; None: all.
+        n: how many jobs, the first ones; None: all.
         seed: draws the job types.
 
     Raises:
@@ -265,7 +265,7 @@ def _read_philly(path: Path) -> tuple[list[_TraceRow], int]:
     """Read a list of jobs with `submitted_time` and `attempts`; the last attempt with both times is the job."""
     jobs = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise UsageError(f"{path.name} is no list of jobs, as Philly's cluster_job_log is")
+        raise UsageError(f"{path.name} is not a list of jobs, as Philly's cluster_job_log is")
     rows = [row for job in jobs if (row := _philly_row(job)) is not None]
     return rows, len(jobs) - len(rows)
 

@@ -63,7 +63,7 @@ def leading(done: CrossedReplays) -> list[Standing]:
     """Return the standings that may be the best, the shortest mean makespan first.
 
     A standing is out where the interval of another one lies below its own, and the other one crashed no more jobs. One
-    seed has no interval, and tells nothing apart.
+    seed has no interval, and separates nothing.
     """
     known = [standing for standing in done.standings if not math.isnan(Interval.of(standing.over_exclusive).mean)]
     ordered = sorted(known, key=lambda standing: Interval.of(standing.over_exclusive).mean)

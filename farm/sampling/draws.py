@@ -164,7 +164,7 @@ POLICIES: dict[str, PointsOf] = {
 }
 
 
-# Part of a job's identity: grows whenever the same seed would give other configs. A job of an older version goes on
+# Part of a job's identity: grows whenever the same seed would draw other configs. A job of an older version continues
 # with what its queue holds; submitted again, it is a new job. 3: lists are drawn evenly, small spaces without repeats.
 SAMPLER_VERSION = 3
 MAX_ATTEMPTS = 1000  # points tried for one index before the space is called empty
@@ -176,7 +176,7 @@ _POINTS_AT_ONCE = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Checked, section="limits"):
-    """Ceilings that a config must stay under, computed from its layer plan; None is no limit."""
+    """Ceilings that a config must stay under, computed from its layer plan; None: no limit."""
 
     max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
     max_memory_mib: float | None = key(
@@ -228,12 +228,12 @@ def sample_range(
     rejections: Counter[str] | None = None,
     batch_sizes: Sequence[int] | None = None,
 ) -> Iterator[TrialConfig]:
-    """Yield the configs of the indices `start` <= i < `stop`, as `sample` gives them one by one.
+    """Yield the configs of the indices `start` <= i < `stop`, as `sample` draws them one by one.
 
-    A space of no more than `SMALL_SPACE` points gives no config twice while it has others.
+    A space of no more than `SMALL_SPACE` points draws no config twice while it has others.
 
-    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space says of batch
-    sizes: the very same trial but for that. A point is taken only if its configs are valid at all of them.
+    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space sets for batch
+    sizes: the same trial except for that. A point is taken only if its configs are valid at all of them.
     `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
     config drawn.
     """
@@ -257,7 +257,7 @@ def _configs(
 ) -> Iterator[list[TrialConfig]]:
     """Yield each point's config, or its configs at every batch size.
 
-    What a small space gave before an index is drawn again first, from the last multiple of its number of points on.
+    What a small space drew before an index is drawn again first, from the last multiple of its number of points on.
     """
     family = families.get_family(space.family)
     drawn = _drawn_before(space)
@@ -274,7 +274,7 @@ def _configs(
 
 
 class _Drawn:
-    """Values and configs that a space of so many points gave so far; empty again once all points were drawn."""
+    """Values and configs so far of a space with this many points; empty again once all points were drawn."""
 
     def __init__(self, points: int) -> None:
         self.points = points
@@ -290,7 +290,7 @@ class _Drawn:
         return len(self.values) > before
 
     def gives(self, configs: list[TrialConfig]) -> bool:
-        """Return whether no other values gave these configs, and record them."""
+        """Return whether no other values led to these configs, and record them."""
         before = len(self.configs)
         self.configs.add(tuple(configs))
         return len(self.configs) > before

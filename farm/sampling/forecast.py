@@ -180,7 +180,7 @@ def _columns(n: int, features: Sequence[tuple[list[int], Mapping[str, np.ndarray
 
 def _table(standardized: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Numbers around 0 with a spread of 1, cut off at 3: one odd config must not be all that is far away. Words as they
-    are, so that a rare one is no farther off than a common one; those of fewer than 1 % of the configs tell nothing."""
+    are, so that a rare one is no farther off than a common one; those of fewer than 1 % of the configs mean nothing."""
     centre, spread = standardized.mean(0, dtype=np.float64), standardized.std(0, dtype=np.float64)
     varied = spread > 1e-6
     standardized = np.clip((standardized[:, varied] - centre[varied]) / spread[varied], -_FAR, _FAR)

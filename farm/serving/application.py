@@ -29,6 +29,7 @@ from farm.serving.bodies import (
     AdmitRequest,
     BatchAnswer,
     BatchRequest,
+    ClientQuestion,
     DeviceFields,
     DevicesAnswer,
     EstimateAnswer,
@@ -39,15 +40,8 @@ from farm.serving.bodies import (
     Pending,
     PlanAnswer,
     PlanRequest,
-    ProblemDocument,
-)
-from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
-from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, ServiceMetrics, wait_asked
-from farm.serving.kubernetes import reviewed
-from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
-from farm.serving.questions import (
-    ClientQuestion,
     Policy,
+    ProblemDocument,
     ServiceState,
     config_at,
     device_at,
@@ -55,6 +49,10 @@ from farm.serving.questions import (
     fit_question,
     plan_question,
 )
+from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
+from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, ServiceMetrics, wait_asked
+from farm.serving.kubernetes import reviewed
+from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_store import DONE, FAILED, LocalQuestions, QuestionLimits, QuestionRow, TraceStore
 from learn.estimation.job_estimate import Estimate
@@ -223,7 +221,7 @@ def _add_problems(app: FastAPI) -> None:
         detail = "The service cannot use its data folder; its operator can see why."
         return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
 
-    @app.exception_handler(Exception)  # whose traceback the gate logs
+    @app.exception_handler(Exception)  # the gate logs its traceback
     async def of_failure(request: Request, _error: Exception) -> Response:
         detail = "The service failed on this request; its log has the reason."
         return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
@@ -239,7 +237,7 @@ _LOOK_EVERY_S, _LOOK_SELDOM_S = 0.05, 0.5
 _FORGET_EVERY_S = 10.0
 _LARGEST_QUESTION = 320 * 1024  # characters of JSON: questions are stored
 _TOGETHER = 32  # jobs of a batch at a time: others have their turns in between
-_CONFIG_WAIT_S = 5.0  # in which most trial configs are traced: without `Prefer`, a request waits so long for one
+_CONFIG_WAIT_S = 5.0  # most trial configs are traced in this time; without `Prefer`, a request waits this long
 _REVIEW_WAIT_S = 1.0  # part of the two seconds that Kubernetes gives the webhook
 _OLD_PULSE_S = 10.0
 
@@ -390,7 +388,7 @@ class EstimationService:
             await asyncio.sleep(_FORGET_EVERY_S)
             try:
                 await self.questions.forget(self._question_limits)
-            except Exception as error:  # a full disk, or a deployment of Ray Serve that is started anew
+            except Exception as error:  # a full disk, or a deployment of Ray Serve that is restarted
                 self.log.event("forget", problem=str(error))
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ _RECEIVE_BYTES = 1 << 18
 
 
 class TracePool:
-    """Threads that lease questions and give each to a child process; a context manager.
+    """Threads that lease questions and pass each to a child process; a context manager.
 
     Args:
         store: The questions. What ran when the service last ended is asked again.

@@ -24,11 +24,11 @@ from farm.serving.gate import is_within_share
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
 MOST_ATTEMPTS = 3  # attempts at a question whose child process, or whose service, was killed
 _BUSY_S = 10.0
-_LEAST_KEPT_S = 600.0  # an answer, for whoever asked for it
-_WANTED_EVERY_S = 30.0  # that somebody asks for a question is noted
+_LEAST_KEPT_S = 600.0  # an answer is kept at least this long for its client
+_WANTED_EVERY_S = 30.0  # how often a question's last use is noted
 _WAL_BYTES = 4 * 2**20
-_FREE_PAGES = 256  # that the file keeps for the next questions
-_GIVEN_BACK_PAGES = 4096  # at a time: others wait meanwhile
+_FREE_PAGES = 256  # free pages that the file keeps for the next questions
+_GIVEN_BACK_PAGES = 4096  # at a time: others wait
 _VERSION = 2  # version of the file: another one's questions are forgotten
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS questions (
@@ -46,7 +46,7 @@ CREATE TABLE IF NOT EXISTS pulse (place INTEGER PRIMARY KEY CHECK (place = 0), a
 
 @dataclass(frozen=True)
 class QuestionLimits:
-    """waiting: questions; stored_bytes: of questions and answers; fresh_s: an answer is reused for so long."""
+    """waiting: questions; stored_bytes: of questions and answers; fresh_s: how long an answer is reused."""
 
     waiting: int
     stored_bytes: int
@@ -88,7 +88,7 @@ class TraceStore:
         clock: Seconds since 1970.
 
     Raises:
-        EnvironmentProblem: The file cannot be opened or written, or is no database.
+        EnvironmentProblem: The file cannot be opened or written, or is not a database.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -233,7 +233,7 @@ class TraceStore:
         ).rowcount
 
     def _begin_anew(self) -> None:
-        """Make the file one that gives space back, without what a file of another version holds."""
+        """Make the file one that frees space, without what a file of another version holds."""
         self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("DROP TABLE IF EXISTS questions")

@@ -58,7 +58,7 @@ def require_models_in_any(
 ) -> None:
     """Raise `UsageError` that names each model of the spaces that exists in none of the environments.
 
-    An environment is a Python and variables to set for it. A model that one of them alone lacks is no mistake: a
+    An environment is a Python and variables to set for it. A model that one of them alone lacks is not a mistake: a
     comparison shows it.
     """
     models = [model for space in spaces for model in _models_of(space)]
@@ -166,7 +166,7 @@ def _ask(
     which = f"{unchecked} of {len(models)} {'is' if unchecked == 1 else 'are'} queued unchecked"
     if not in_time:
         print(f"checking the models took more than {patience_s:g} s; {which}", file=sys.stderr)
-    elif not started:  # it is no model's fault; the trials say what is missing
+    elif not started:  # not a model's fault; the trials say what is missing
         print(f"{one_line(python)} cannot check models; {which}", file=sys.stderr)
     if ended:
         answers.append("")

@@ -36,7 +36,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
 ASK_ABOVE = 1_000_000  # trials that one command adds
-_EXAMPLES = 200  # configurations that tell how long the others are
+_EXAMPLES = 200  # configurations that show how long the others are
 # Of a trial in the queue beside its configuration: 80 to 100 were measured, half-filled pages included.
 _BYTES_BESIDE = 90
 _RULES_SHOWN = 3
@@ -187,7 +187,7 @@ def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
 
 
 def queue_bytes(trials: int, example_texts: Iterable[str]) -> int:
-    """Estimate the size in bytes of so many trials in the queue's file, from the texts of a few."""
+    """Estimate the size in bytes of this many trials in the queue's file, from the texts of a few."""
     lengths = [len(text.encode()) for text in example_texts]
     return round(trials * (sum(lengths) / max(1, len(lengths)) + _BYTES_BESIDE))
 

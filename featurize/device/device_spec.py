@@ -1,4 +1,4 @@
-"""Descriptions of GPU models, what follows from their architecture, and memory that a machine takes besides.
+"""Descriptions of GPU models, what follows from their architecture, and memory that a machine takes on top.
 
 Start reading at `DeviceSpec`: a data sheet, from conf/device/NAME.yaml, read only when asked. `architecture_of` is the
 home of what differs by vendor. `MachineProfile` has what a process takes outside PyTorch's allocator, for the driver,
@@ -165,7 +165,7 @@ class PeakTflops:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """Links of a GPU to the others of its node, in GB/s per direction, as data sheets give it.
+    """Links of a GPU to the others of its node, in GB/s per direction, as data sheets state it.
 
     `link_gb_s`: all links of NVLink or Infinity Fabric together, where they join all GPUs of a node. None: the GPUs
     talk over PCIe.
@@ -188,7 +188,7 @@ class DeviceSpec:
     `interconnect` is None where nothing is known; it decides nothing of a job on one GPU, so that neither equality nor
     the mapping that stands for a description in identities has it.
     An NVIDIA GPU has a `compute_capability`, an AMD GPU an `llvm_target` (gfx942), and none has both: PyTorch's
-    numbers for AMD's GPUs are no compute capabilities. Of an AMD GPU, `sm_count` counts compute units, `warps_per_sm`
+    numbers for AMD's GPUs are not compute capabilities. Of an AMD GPU, `sm_count` counts compute units, `warps_per_sm`
     the wavefronts that one holds.
     """
 
@@ -341,9 +341,9 @@ def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None)
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
 
-    `count`, how many of it the farm is to simulate, is no property of the device and is left out. A mapping without an
-    `interconnect`, as `DeviceSpec.to_mapping` gives it, gets that of the described GPU model of its name; likewise one
-    without a rate of 8-bit floats.
+    `count`, how many of it the farm is to simulate, is not a property of the device and is left out. A mapping without
+    an `interconnect`, as `DeviceSpec.to_mapping` returns it, gets that of the described GPU model of its name; likewise
+    one without a rate of 8-bit floats.
     """
     values = {name: value for name, value in mapping.items() if name != "count"}
     described = _descriptions().get(str(values.get("name")), {})
@@ -477,7 +477,7 @@ CURRENT, EAGER, DESCRIBED = "current", "eager", "described"
 MACHINES = (CURRENT, DESCRIBED, EAGER)
 # Kernels of a small training step, each loaded when it first runs (the default of CUDA 12); typical, not measured.
 LAZY_KERNELS_MIB, LAZY_CUDNN_MIB = 40.0, 50.0
-# What all of PyTorch's and cuBLAS's kernels take besides, loaded at once: an A100's measured 1,430 MiB less a typical
+# What all of PyTorch's and cuBLAS's kernels take on top, loaded at once: an A100's measured 1,430 MiB less a typical
 # 450 under lazy loading. `CUDNN_MIB` is of such a process, too.
 EAGER_KERNELS_MIB = 1020.0
 # MiB that a process takes more, outside the allocator, once cuDNN has loaded its convolutions: the gap between measured
@@ -500,7 +500,7 @@ class MachineProfile:
         other_mib: What the machine holds without the process: a display, other processes, the driver's reserve.
 
     Raises:
-        UsageError: A figure is no number of at least 0.
+        UsageError: A figure is not a number of at least 0.
     """
 
     name: str
@@ -541,7 +541,7 @@ PARTS = ("context_mib", "kernels_mib", "cudnn_mib", "other_mib")
 
 
 def machine(name: str, spec: DeviceSpec) -> MachineProfile:
-    """Return one of the profiles that come along, for one GPU model.
+    """Return one of the packaged profiles, for one GPU model.
 
     `current` is CUDA 12 with lazy loading of kernels, `eager` a stack that loads all of them at once (CUDA 11, or
     CUDA_MODULE_LOADING=EAGER), `described` what the device's description says: the machine of the measured rows.
@@ -573,4 +573,4 @@ def read_machine(path: Path) -> MachineProfile:
     try:
         return MachineProfile.from_mapping(json.loads(path.read_text(encoding="utf-8"))["machine"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise EnvironmentProblem(f"{path} is no machine profile: {exception_line(error)}") from error
+        raise EnvironmentProblem(f"{path} is not a machine profile: {exception_line(error)}") from error

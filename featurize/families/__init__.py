@@ -14,13 +14,13 @@ A family module is imported without torch and holds
     repair(values, draw)
                     -> values: turns raw sampled values into a config that can be built (see below)
     identity(config)
-                    -> str, optional: what tells its network from others, where it has `layers`
+                    -> str, optional: what distinguishes its network from others, where it has `layers`
     kind(config)    -> str, optional: what its networks are grouped by; else family and topology
     loss(config)    -> function of (output, targets) giving a scalar tensor, optional; else cross entropy
 
 `repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
-that divide the embedding, ...); `draw(name)` gives a further uniform number in [0, 1) that depends only on the sampled
-point and `name`. What can't be repaired is left as it is and rejected by `Config`'s validation.
+that divide the embedding, ...); `draw(name)` returns a further uniform number in [0, 1) that depends only on the
+sampled point and `name`. What can't be repaired is left as it is and rejected by `Config`'s validation.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def token_batch(
 
 
 def rates(config: TrialConfig, *names: str) -> list[str]:
-    """`dropout must be a number in [0, 1), got 1.5` for each field that is no rate."""
+    """Yield `dropout must be a number in [0, 1), got 1.5` for each field that is not a rate."""
     problems = []
     for name in names:
         value = getattr(config, name)
@@ -70,7 +70,7 @@ def rates(config: TrialConfig, *names: str) -> list[str]:
 
 
 def switches(config: TrialConfig, *names: str) -> list[str]:
-    """`batch_norm must be true or false, got 1` for each field that is no bool."""
+    """Yield `batch_norm must be true or false, got 1` for each field that is not a bool."""
     return [
         f"{name} must be true or false, got {getattr(config, name)!r}"
         for name in names
@@ -87,7 +87,7 @@ def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def at_least(values: dict[str, Any], name: str, floor: int) -> None:
-    """Raise an integer of a sampled point to `floor`; what is no integer is left for the config to reject."""
+    """Raise an integer of a sampled point to `floor`; anything else is left for the config to reject."""
     value = values.get(name)
     if is_integer(value):
         values[name] = max(value, floor)

@@ -44,7 +44,7 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what tells the network from others, without building it."""
+    """Return what distinguishes the network from others, without building it."""
     return f"{config.model} {config.image_size}"
 
 
@@ -86,8 +86,8 @@ def _layers(model: str, image_size: int | None) -> tuple[Layer, ...]:
 def build(config: Config) -> torch.nn.Module:
     """[N, channels, H, W] floats -> [N, classes], of the model's default channels and classes.
 
-    A model without a head gives the mean over its feature map instead. Raises `UsageError` as `layers` does, and for a
-    model that cannot checkpoint its activations where that is asked for.
+    A model without a head returns the mean over its feature map instead. Raises `UsageError` as `layers` does, and for
+    a model that cannot checkpoint its activations where that is asked for.
     """
     import torch
 
@@ -165,7 +165,7 @@ def _checkpoint(model: torch.nn.Module, name: str) -> None:
 
 
 def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
-    """[N, C] of whatever the model gives: the first tensor, features averaged over places or tokens."""
+    """[N, C] of whatever the model returns: the first tensor, features averaged over places or tokens."""
     import torch
 
     while not isinstance(output, torch.Tensor):

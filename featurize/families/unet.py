@@ -64,7 +64,7 @@ def widths(config: Config) -> list[int]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass. A map is as large as what the block gives."""
+    """The network in the order of the forward pass. A map is as large as the block's output."""
     levels, inputs, steps = widths(config), config.channels, []
     for index, width in enumerate(levels):
         side = config.image_size >> index

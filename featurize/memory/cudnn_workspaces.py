@@ -60,7 +60,7 @@ class ConvolutionWorkspace:
     source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`library_calls`)
     sizes      bytes that PyTorch tries to take, the largest first
     engine     cuDNN's name of the configuration that the heuristics name first; empty where cuDNN was not asked
-    layout     in which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed
+    layout     layout in which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed
     cudnn      version of cuDNN; empty where it is guessed
     problem    why cuDNN did not answer, where it was asked
     """
@@ -173,7 +173,7 @@ def for_release(
     """Return the workspaces as the cuDNN of a release of PyTorch takes them.
 
     cuDNN before 9.8 cannot be asked. Jobs that ran with 9.1 (fp32, A100) leave no room for what later versions take for
-    1x1 kernels: channels-last copies of input and output. So those stay guessed for such a release, which is none.
+    1x1 kernels: channels-last copies of input and output. So those stay guessed for such a release, which is not one.
 
     Args:
         workspaces: The answers of a cuDNN that can be asked.
@@ -325,7 +325,7 @@ class _Pool:
 
     Args:
         calls: The distinct library calls, whose workspaces may lie in either pool.
-        small: Which pool: requests of up to `SMALL_REQUEST` bytes, or those above.
+        small: The pool: requests of up to `SMALL_REQUEST` bytes, or those above.
     """
 
     def __init__(self, calls: Sequence[LibraryCall], *, small: bool) -> None:
@@ -338,7 +338,7 @@ class _Pool:
         (self._last if in_last else self._first).append((block, nbytes))
 
     def key(self, sizes: Sequence[int]) -> tuple[Any, ...]:
-        """Return what tells the bytes that are reserved with workspaces of these sizes, one for each call."""
+        """Return a function from workspaces of these sizes, one for each call, to the bytes reserved with them."""
         return "reserved", self._small, tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
 
     @cached_property

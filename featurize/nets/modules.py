@@ -299,7 +299,7 @@ class Recommender(nn.Module):
 
 
 def with_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:
-    """[2, E] -> [2, E + nodes]: an edge from every node to itself besides."""
+    """[2, E] -> [2, E + nodes]: and an edge from every node to itself."""
     loops = torch.arange(nodes, device=edges.device).expand(2, -1)
     return torch.cat([edges, loops], dim=1)
 

@@ -1,4 +1,4 @@
-"""Imports the model libraries that are no dependencies of ours: timm, torchvision, transformers; and finds near names.
+"""Imports the model libraries that are not dependencies of ours: timm, torchvision, transformers; and finds near names.
 
 Start reading at `import_library`; `mending` is for what a user's own code imports. `near_names` are those near one that
 does not exist, of a module's attributes or of modules; `library_names` knows how a library spells its models.

@@ -136,7 +136,7 @@ class Autocast:
         return call
 
     def _wrap_softmax(self, function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """In fp16 the kernel that reads halves and gives floats; else a copy in fp32 first."""
+        """Call, in fp16, the kernel that reads halves and returns floats; else make a copy in fp32 first."""
         otherwise = self._wrap(function, torch.float32)
 
         @functools.wraps(function)

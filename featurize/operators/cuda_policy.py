@@ -37,12 +37,12 @@ _EVERY = 2
 @contextlib.contextmanager
 def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[None]:
     """Within, torchvision's detectors run on meta tensors, if torchvision's operators are imported at all. `assume`
-    hears what is taken for granted."""
+    is notified of what is taken for granted."""
     instead: list[tuple[str, str, Callable[[Any], Any]]] = [
-        *((one, "nms", lambda original: functools.partial(_nms, original, assume)) for one in ("ops.boxes", "ops")),
+        *((where, "nms", lambda original: functools.partial(_nms, original, assume)) for where in ("ops.boxes", "ops")),
         *(
-            (one, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
-            for one in ("ops.poolers", "ops", "models.detection.roi_heads")
+            (where, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
+            for where in ("ops.poolers", "ops", "models.detection.roi_heads")
         ),
         ("models.detection.transform", "paste_masks_in_image", lambda original: functools.partial(_paste, original)),
         ("ops.poolers", "LevelMapper.__call__", lambda original: functools.partialmethod(_levels, original)),
@@ -148,9 +148,10 @@ def as_on_cuda(
     assume: Callable[[str], None] = lambda text: None,
     attends: Callable[[int], None] = lambda width: None,
 ) -> Iterator[Callable[[str], None]]:
-    """Within, meta tensors take CUDA's paths, which are ROCm's but for attention. Yields a function to call with each
-    phase that begins. `kernels` are PyTorch's for fused attention. `assume` hears what is taken for granted of values
-    that only computing the step would give, `attends` the width of a head of each call of attention."""
+    """Within, meta tensors take CUDA's paths, which are ROCm's too, except attention. Yields a function to call with
+    each phase that begins. `kernels` are PyTorch's for fused attention. `assume` is notified of what is taken for
+    granted of values that only computing the step would show, `attends` the width of a head of each call of
+    attention."""
     with (
         casting(autocast_dtype) as autocast,  # holds a lock: one trace at a time
         fused_kernels(),

@@ -17,9 +17,9 @@ from featurize.operators.table import matrix_elements, time_steps
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 
 # cuDNN does not say without a GPU what it keeps for the backward pass. Assumed, in values a time step, sample, layer
-# and hidden unit (each direction for itself), besides the outputs between layers: LSTM 5 (its gates and the cell
+# and hidden unit (each direction for itself), on top of the outputs between layers: LSTM 5 (its gates and the cell
 # state), GRU 6, plain ones 1. The first two explain, to the byte, the reserves that cuDNN 7 was seen to ask for, and
-# the work values its workspaces (the weight matrices and so many values a sample, layer and unit):
+# the work values its workspaces (the weight matrices and this many values a sample, layer and unit):
 # github.com/pytorch/pytorch/issues/2895. The sizes of that model, 4 layers of 320 units on 123 inputs, 250 steps and
 # 100 samples, follow from its parameter counts and these figures. Nothing measured stood behind plain layers, both
 # directions and newer cuDNN. Masks of dropout between layers are left out.

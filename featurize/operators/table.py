@@ -90,7 +90,7 @@ NO_KERNEL = frozenset(
 GATHERS = frozenset(_aten("embedding index_select gather index nll_loss_forward nll_loss2d_forward _embedding_bag"))
 # Overwrite their first argument without reading it.
 WRITE_ONLY = frozenset(_aten("zero_ fill_ copy_ normal_ uniform_ random_ _foreach_copy_ _foreach_zero_"))
-# What these give, or the shape of it, depends on their arguments' values.
+# Their results, or the shapes of these, depend on their arguments' values.
 DECIDED_BY_VALUES = frozenset(
     _aten(
         "_local_scalar_dense _to_copy _unique _unique2 bincount equal is_nonzero masked_select nonzero "
@@ -100,7 +100,7 @@ DECIDED_BY_VALUES = frozenset(
 INDEXED_BY_MASKS = frozenset(_aten("index _unsafe_index index_put index_put_ _index_put_impl_"))
 # Operators on lists of tensors.
 MULTI_TENSOR = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
-# Of these, those whose last list holds step counts, which are no part of a launch's table of tensors
+# Of these, those whose last list holds step counts, which are not part of a launch's table of tensors
 # (ATen/native/cuda/MultiTensorApply.cuh: FusedOptimizerTensorListMetadata).
 WITH_STEPS = _aten("_fused_adam_ _fused_adamw_ _fused_adagrad_")
 FOREACH_CHUNK = 65536  # elements of one block of a multi-tensor kernel (ATen/native/cuda/MultiTensorApply.cuh)

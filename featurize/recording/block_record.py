@@ -1,8 +1,8 @@
 """The record of a step that is seen: its operators, and a block of memory for each storage from first sight to its end.
 
-Start reading at `BlockRecord` and `OperatorRecord`; `featurize.recording.recorder` tells them what runs. What was noted
-once can be repeated for other blocks (`BlockRecord.repeat`): passes of micro-batches, steps on batches of a shape.
-`ModuleStack` knows the module that runs, or ran for what the backward pass computes, and where a step failed.
+Start reading at `BlockRecord` and `OperatorRecord`; `featurize.recording.recorder` reports to them what runs. What was
+noted once can be repeated for other blocks (`BlockRecord.repeat`): passes of micro-batches, steps on batches of a
+shape. `ModuleStack` knows the module that runs, or ran for what the backward pass computes, and where a step failed.
 
 CUDA graphs of a compiled model (`CudaGraphs`, `compile=reduce-overhead`) are one launch each. Inputs that are no
 parameters, buffers or results of another graph are copied into them first; what lies in their pool cannot be used by
@@ -49,14 +49,14 @@ class CudaGraphs:
     """The graphs of one trace. `Recorder` asks it of each operator and block while a graph runs."""
 
     def __init__(self) -> None:
-        self.blocks: set[int] = set()  # that lie in the pool
+        self.blocks: set[int] = set()  # blocks that lie in the pool
         self._input_bytes: dict[Hashable, int] = {}
         self._launched: bool | None = None  # the graph that runs; None: none does
 
     @contextlib.contextmanager
     def replay(self, graph: Hashable, input_bytes: int) -> Iterator[None]:
-        """Run one graph within, by whatever tells it from another: its operators are launched together. `input_bytes`
-        were copied into it."""
+        """Run one graph within, by whatever distinguishes it from others: its operators are launched together.
+        `input_bytes` were copied into it."""
         self._input_bytes[graph] = input_bytes
         before, self._launched = self._launched, False
         try:
@@ -115,7 +115,7 @@ class BlockRecord:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.step, self.phase = 0, "setup"
-        self.stream = 0  # on which memory is taken
+        self.stream = 0  # stream on which memory is taken
         self.graphs: CudaGraphs | None = None
         self.nowhere = 0  # > 0: what is taken now takes nothing of the device
         self.live_bytes = self.peak_live_bytes = 0
@@ -124,7 +124,7 @@ class BlockRecord:
         self._storages: list[int] = []
         self._makers: list[tuple[str, str, LibraryCall | None]] = []  # operator, module, library call
         self._streams: list[int] = []
-        # storage -> its block, and the reference whose callback tells of its end
+        # storage -> its block, and the reference whose callback runs at its end
         self.live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         # Blocks that another stream may still use when they are given back, the allocator has again when that is over
         # (c10/cuda/CUDACachingAllocator.cpp: `recordStream`, `process_events`). Moments are numbers of events. The host
@@ -134,7 +134,7 @@ class BlockRecord:
         self._until: dict[int, int] = {}  # block -> when the allocator has it again
         self._batch: list[int] = []  # its storages
 
-    # -- what the caller says of tensors
+    # -- the caller's notes on tensors
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Blocks that exist before the first step."""
@@ -168,7 +168,7 @@ class BlockRecord:
                 self.kinds[block] = kind
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Note that a storage gives its memory back, and takes as much as it is resized to: one block after another
+        """Note that a storage frees its memory, and takes as much as it is resized to: one block after another
         of the same kind."""
         key = storage._cdata
         if key not in self.live:
@@ -252,10 +252,10 @@ class BlockRecord:
                     kept[event.block] = event.step
                 elif kept.get(event.block) == event.step:
                     del kept[event.block]
-        unnamed = {at for at, kind in enumerate(self.kinds) if not kind}
+        unnamed = {place for place, kind in enumerate(self.kinds) if not kind}
         return tuple(
-            block._replace(kind="activation" if at in kept else "temporary") if at in unnamed else block
-            for at, block in enumerate(blocks)
+            block._replace(kind="activation" if place in kept else "temporary") if place in unnamed else block
+            for place, block in enumerate(blocks)
         )
 
     # -- blocks that stand for others
@@ -294,7 +294,7 @@ class BlockRecord:
             block, self.phase = event.block, event.phase
             if block in known:
                 self.give_back(known[block])
-            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # whose handles take once
+            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # cuBLAS's handles take once
                 self.stream = self._streams[block]
                 known[block] = again = self.take(self._sizes[block], self.kinds[block], maker)
                 if block in pooled:
@@ -478,18 +478,18 @@ class OperatorRecord:
         if not self.keep_operators or not made:
             return into
         self.note(traits, maker[1], args, meta_tensors(inputs), made)
-        place, own = len(self.operators) - 1, self.operators[-1]
-        own = own._replace(
-            bytes_read=max(0, own.bytes_read - sum(map(bytes_read, again))),
-            bytes_written=own.bytes_written if kept else 0,
+        place, operator = len(self.operators) - 1, self.operators[-1]
+        operator = operator._replace(
+            bytes_read=max(0, operator.bytes_read - sum(map(bytes_read, again))),
+            bytes_written=operator.bytes_written if kept else 0,
         )
-        self.operators[-1] = own
+        self.operators[-1] = operator
         if into is None:
             return place
         self.operators.pop()
         for tensor in made:
             self.made_by[self._memory.live[tensor.untyped_storage()._cdata][0]] = into
-        self.operators[into] = joined(self.operators[into], own, into, leads)
+        self.operators[into] = joined(self.operators[into], operator, into, leads)
         return into
 
     def copied(self, tensors: Sequence[Tensor]) -> int:

@@ -97,11 +97,11 @@ class Block(NamedTuple):
 
     nbytes: int
     kind: str
-    operator: str = ""  # that made it, empty for what the step began with
+    operator: str = ""  # operator that made it, empty for what the step began with
     module: str = ""  # path of the module that ran it
     call: LibraryCall | None = None  # a workspace's
     pooled: bool = False  # it lies in the memory pool of CUDA graphs
-    stream: int = 0  # on which it is taken; memory of one is not given to another
+    stream: int = 0  # stream on which it is taken; one stream's memory is not given to another
     kept_until: int = 0  # number of the event before which its memory is not used again, as another stream may use it
 
 
@@ -116,7 +116,7 @@ class Collective(NamedTuple):
 
 
 class StagePass(NamedTuple):
-    """One pass of a pipeline's stage over a micro-batch; it goes on until the next one begins."""
+    """One pass of a pipeline's stage over a micro-batch; it continues until the next one begins."""
 
     phase: str  # forward or backward, of `PHASES`
     stage: int
@@ -186,10 +186,10 @@ class StepTrace:
     parameters: int  # elements
     parameter_bytes: int
     compute_capability: tuple[int, int] | None  # an NVIDIA GPU's
-    assumed: tuple[str, ...] = ()  # values that the model reads and only computing the step would give
+    assumed: tuple[str, ...] = ()  # values that the model reads and only computing the step would show
     notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
     mix: BatchMix | None = None
-    # Of calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
+    # Calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
     widest_head: int | None = None
     graph_input_bytes: int | None = None  # inputs that are copied into CUDA graphs; None: none run
     collectives: tuple[Collective, ...] = ()
@@ -199,11 +199,11 @@ class StepTrace:
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def remembered(self, key: Hashable, compute: Callable[[], Value]) -> Value:
-        """Return what `compute` gave for this key, or call it now.
+        """Return what `compute` returned for this key, or call it now.
 
         Args:
-            key: All that the value depends on besides the trace; a tuple that begins with the value's name.
-            compute: Gives the value, which nobody may change afterwards.
+            key: Everything besides the trace that the value depends on; a tuple that begins with the value's name.
+            compute: Returns the value, which nobody may change afterwards.
         """
         if key not in self._computed:
             self._computed[key] = compute()

@@ -31,7 +31,7 @@ PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
 )
 _MOST_PLACES = 49  # largest depthwise kernel for which fast ones exist
 _USUAL_WIDTHS = (4, 8, 16, 32)
-_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
+_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies this much less (Lavin and Gray, CVPR 2016)
 _NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels
 
 _ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
@@ -144,7 +144,7 @@ def as_calls(counts: Counter[KernelCall], launches: float, updates: float = 0.0)
 
 
 def stream(kind: str, nbytes: float, units: float, flops: float = 0.0) -> KernelCall:
-    """Return a kernel that only moves its tensors through the GPU: of so many elements, rows or channels."""
+    """Return a kernel that only moves its tensors through the GPU: of this many elements, rows or channels."""
     return KernelCall(kind, STREAM, FP32, flops, nbytes, units, 1, 0, 1, True)
 
 
@@ -324,7 +324,7 @@ def _convolutions(op: Operator, pipe: str) -> Iterator[KernelCall]:
 def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
     """Yield a recurrent layer's products: one for all inputs, then one a time step, each with a pointwise kernel.
 
-    Backward, a step's product gives the state's gradient; inputs' and weights' gradients are products over all steps.
+    Backward, a step's product is the state's gradient; inputs' and weights' gradients are products over all steps.
     """
     x, *others = op.input_shapes
     states = next(shape for shape in others if len(shape) == 3)  # layers and directions, samples, hidden units
@@ -344,7 +344,8 @@ def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
 
 
 def model_flops(op: Operator) -> int:
-    """Return an operator's share of the step's model FLOPs: 0 for what is no matrix product, convolution or attention.
+    """Return an operator's share of the step's model FLOPs: 0 for anything but a matrix product, convolution or
+    attention.
 
     A multiply-add counts as 2. Nothing counts of the optimizer, of what a checkpoint computes again, and of the scores
     that fused attention computes again in its backward pass. Attention counts all pairs of query and key, also where

@@ -92,7 +92,7 @@ class BlockComparison:
         replayed_reserved_bytes: Most bytes that our allocator reserves for the recorded requests.
         traced_allocated_bytes: Most bytes that our trace allocates.
         traced_reserved_bytes: Most bytes that our allocator reserves for our trace.
-        allocator_difference: The first segment that our allocator takes or gives back otherwise for the recorded
+        allocator_difference: The first segment that our allocator takes or frees otherwise for the recorded
             requests, in words; None where there is none.
         at_peak: Blocks alive at the moments of the most allocated bytes.
         in_step: Blocks requested in the last step.
@@ -125,7 +125,7 @@ class BlockComparison:
 
 
 class _Held(NamedTuple):
-    """A block: its rounded size, and the numbers of the events that took it and gave it back (None: nothing did).
+    """A block: its rounded size, and the numbers of the events that took it and freed it (None: nothing did).
 
     A recorded block counts as a workspace where it is given back before the next request: the recording cannot say.
     """
@@ -152,10 +152,10 @@ def read_history(path: Path) -> dict[str, Any]:
         text = lzma.LZMADecompressor(memlimit=_MOST_BYTES).decompress(path.read_bytes(), max_length=_MOST_BYTES)
         history = json.loads(text)
     except (OSError, lzma.LZMAError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no recorded history: {error}") from error
+        raise UsageError(f"{path} is not a recorded history: {error}") from error
     missing = [key for key in HISTORY_KEYS if key not in history] if isinstance(history, dict) else HISTORY_KEYS
     if missing:
-        raise UsageError(f"{path} is no recorded history: missing {', '.join(missing)}")
+        raise UsageError(f"{path} is not a recorded history: missing {', '.join(missing)}")
     return dict(history)
 
 

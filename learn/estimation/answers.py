@@ -55,8 +55,8 @@ from learn.estimation.notes import (
 from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
+from learn.rows.data import get_target
 from learn.rows.step_store import StepRecord, StepStore, traced_column
-from learn.rows.targets import get_target
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def answered(
         traces: As in `learn.job.traced.step_of`.
 
     Raises:
-        UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
+        UsageError: Peak memory cannot be estimated. Other figures may be None.
     """
     (asked,) = _asked([request], timeline, traces)
     if asked.error is not None:
@@ -105,23 +105,23 @@ def _asked(requests: Sequence[Request], timeline: bool, traces: Traces | None) -
     steps = StepStore(requests[0].options.data)
     answers = [_Answer(request, timeline, traces, steps) for request in requests]
     with contextlib.ExitStack() as overrides:
-        for one in answers:
-            one.attempt(partial(one.trace, answers[0].failure))
-            one.attempt(partial(one.ask, overrides))
+        for answer in answers:
+            answer.attempt(partial(answer.trace, answers[0].failure))
+            answer.attempt(partial(answer.ask, overrides))
         of_model: dict[int, list[_Question]] = {}
-        for question in (question for one in answers for question in one.questions):
+        for question in (question for answer in answers for question in answer.questions):
             of_model.setdefault(id(question.artifact), []).append(question)
         for questions in of_model.values():
             if (artifact := questions[0].artifact) is not None:
                 prediction = artifact.estimator.predict([question.case for question in questions], steps)
                 for row, question in enumerate(questions):
                     question.prediction, question.row = prediction, row
-    for one in answers:
-        one.attempt(one.finish)
+    for answer in answers:
+        answer.attempt(answer.finish)
     seconds = (time.monotonic_ns() - began) / 1e9 / len(answers)
-    for one in answers:
-        if one.error is None:
-            one.estimate = replace(one.estimate, seconds=seconds)
+    for answer in answers:
+        if answer.error is None:
+            answer.estimate = replace(answer.estimate, seconds=seconds)
     return answers
 
 
@@ -170,9 +170,9 @@ class _Answer:
     case        what estimators are asked about
     memory      the figure and its bound, by whoever is asked; None: nobody has answered
     figures     column of each further target -> the figure
-    by, loops   target -> who gave it, and of which loop
+    by, loops   target -> its estimator, and its loop
     beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
-    questions   which fitted models are asked between `ask` and `finish`
+    questions   questions to fitted models between `ask` and `finish`
     estimate, error   what is gathered, or why nothing is
     """
 
@@ -248,7 +248,7 @@ class _Answer:
             f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
         )
         self.notes.append(Note("batch-mix", INFO, text, ("memory",)))
-        self.notes += [Note("trace", WARNING, one) for one in mixed.trace.notes if one not in longest.trace.notes]
+        self.notes += [Note("trace", WARNING, note) for note in mixed.trace.notes if note not in longest.trace.notes]
         return longest
 
     def ask(self, overrides: contextlib.ExitStack) -> None:
@@ -321,7 +321,7 @@ class _Answer:
         self.notes.append(Note("estimator", WARNING, known.warning))
 
     def _ask_stored(self) -> None:
-        """Take the trace's figures that were stored of a case that cannot be traced here, where there is no answer."""
+        """Fill missing figures from a stored trace of a case that cannot be traced here."""
         if (features := self._steps.features(self.case)) is None:
             return
         for target in TARGETS:
@@ -373,18 +373,18 @@ class _Answer:
             load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
         in_a_loop = None
         for target in TARGETS:
-            own, notes = None, list[Note]()
+            newest, notes = None, list[Note]()
             try:
-                own = find_latest(folder, target, **learnt)
+                newest = find_latest(folder, target, **learnt)
             except StaleArtifact as error:
                 if estimator is not None:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
-            artifact, passed_over = _of_loop(target, own, shipped.get(target), self.request.options.loop)
+            artifact, passed_over = _of_loop(target, newest, shipped.get(target), self.request.options.loop)
             asked = case
             if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
                 asked = in_a_loop = in_a_loop or self._case_in_a_plain_loop(overrides)
-            self.questions.append(_Question(target, artifact, artifact is not own, asked, [*notes, *passed_over]))
+            self.questions.append(_Question(target, artifact, artifact is not newest, asked, [*notes, *passed_over]))
 
     def _take_fitted(self) -> None:
         """Take the figures of fitted models, and note what has none."""
@@ -419,7 +419,7 @@ class _Answer:
         if target == "memory":
             assert self.memory is not None
             if (bound := _bound_of(prediction, row, artifact, self.request.options.coverage)) is not None:
-                self.memory = self.memory.bounded(bound)
+                self.memory = self.memory.with_bound(bound)
             self.beyond_fit = default and row in prediction.outside
         of_target = (target,)
         notes = [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
@@ -439,7 +439,7 @@ class _Answer:
         return notes
 
     def place(self) -> None:
-        """Place the traced step on the machine, and bound memory that no fit can speak of by its causes."""
+        """Place the traced step on the machine, and bound memory that no fit covers by its causes."""
         if self.traced is None:
             return
         described_mib = self.traced.step.peak_memory_mib
@@ -458,10 +458,12 @@ class _Answer:
             uncertainty = uncertainty_of(self.traced, self.device, self._on)
             centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
             limit_mib = self.platform.limit_mib(self.traced)
-            self.memory = self.memory.bounded(uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib))
+            self.memory = self.memory.with_bound(
+                uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib)
+            )
 
     def _move(self, mib: float) -> None:
-        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
+        """Move a packaged model's memory to another machine than its rows were measured on."""
         if self.memory is not None and self.by["memory"].endswith("(default)"):
             self.memory = self.memory.moved(mib)
 
@@ -622,11 +624,11 @@ class _Answer:
         Raises:
             UsageError: There are runs, and the job is not traced.
         """
-        own, known, device = self.request.own_runs, self.request.options.known, self.device
-        if own is not None and (self.traced is not None or own.asked_for):
-            runs, notes = own.of(self.job.batch_size, device)
+        own_runs, known, device = self.request.own_runs, self.request.options.known, self.device
+        if own_runs is not None and (self.traced is not None or own_runs.asked_for):
+            runs, notes = own_runs.of(self.job.batch_size, device)
         else:
-            own, runs, notes = None, tuple(run for run in known if run.is_of(device)), []
+            own_runs, runs, notes = None, tuple(run for run in known if run.is_of(device)), []
             if known and not runs:
                 notes.append(Note("no-known-run", WARNING, f"known: no run was measured on {device.name}"))
         if not runs:
@@ -636,12 +638,12 @@ class _Answer:
         try:
             by_runs = self._moved_by(runs, done, self.traced)
         except CommandError as error:
-            if own is None or own.asked_for:
+            if own_runs is None or own_runs.asked_for:
                 raise
-            return replace(done, notes=(*done.notes, own.left_out(error)))
-        if own is None or by_runs.answered_by == done.answered_by:
+            return replace(done, notes=(*done.notes, own_runs.left_out(error)))
+        if own_runs is None or by_runs.answered_by == done.answered_by:
             return by_runs
-        return replace(by_runs, notes=(own.note(runs), *by_runs.notes))
+        return replace(by_runs, notes=(own_runs.note(runs), *by_runs.notes))
 
     def _moved_by(self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep) -> Estimate:
         """Return the estimate moved by runs, each traced at its batch size."""
@@ -672,7 +674,7 @@ def _parameters(job: TrainingJob) -> int | None:
 
     try:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
-    except Exception:  # a model may raise anything, and the trace's reason is told already
+    except Exception:  # a model may raise anything, and the trace's reason is noted already
         return None
 
 
@@ -681,10 +683,10 @@ def _bound_of(prediction: Prediction, row: int, artifact: Artifact, coverage: fl
     none. None where it is not calibrated."""
     quantiles = {}
     for level in sorted({*COVERAGES, coverage}):
-        at = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
-        if at is None:
+        values = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
+        if values is None:
             return None
-        quantiles[level] = float(at[row])
+        quantiles[level] = float(values[row])
     held_out: Mapping[str, Any] = {}
     if coverage == LEVEL:
         held = prediction.held_of(row)
@@ -694,13 +696,13 @@ def _bound_of(prediction: Prediction, row: int, artifact: Artifact, coverage: fl
 
 
 def _of_loop(
-    target: str, own: Artifact | None, shipped: Artifact | None, loop: str | None
+    target: str, newest: Artifact | None, shipped: Artifact | None, loop: str | None
 ) -> tuple[Artifact | None, list[Note]]:
     """Return the first of the two models that knows the loop, and which model was passed over for that."""
     if loop is None or target == "memory":
-        return own or shipped, []
+        return newest or shipped, []
     passed_over: list[Note] = []
-    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
+    for artifact, words in ((newest, "the newest model of the data folder"), (shipped, "the packaged model")):
         if artifact is None:
             continue
         known = loops_of_sources(artifact.meta["rows"]["source"])
@@ -769,8 +771,8 @@ def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings)
     if not groups:
         return seconds_at_peak(trace, device, settings)
     seconds = [(seconds_at_peak(group.trace, device, settings), len(group.ranks)) for group in groups]
-    known = [(one, count) for one, count in seconds if one is not None]
-    return sum(one * count for one, count in known) / sum(count for _, count in known) if known else None
+    known = [(figure, count) for figure, count in seconds if figure is not None]
+    return sum(figure * count for figure, count in known) / sum(count for _, count in known) if known else None
 
 
 def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
@@ -810,16 +812,23 @@ def answers_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate
     The job is traced once. What is new is left in the user's cache."""
     key, request = _key(request)
     keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
-    known_answers = _found([one for one in keys if one is not None])
-    missing = [place for place, one in enumerate(keys) if one not in known_answers]
+    known_answers = _found([answer_key for answer_key in keys if answer_key is not None])
+    missing = [place for place, answer_key in enumerate(keys) if answer_key not in known_answers]
     asked = _asked([replace(request, platform=platforms[place]) for place in missing], False, {}) if missing else []
-    made = {place: one.error or one.estimate for place, one in zip(missing, asked, strict=True)}
-    answers = {f"answer {keys[place]}": one.to_mapping() for place, one in made.items() if isinstance(one, Estimate)}
+    made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
+    answers = {
+        f"answer {keys[place]}": estimate.to_mapping()
+        for place, estimate in made.items()
+        if isinstance(estimate, Estimate)
+    }
     keep(answers if key is not None else {})
-    outcomes = [known_answers[one] if one in known_answers else made[place] for place, one in enumerate(keys)]
+    outcomes = [
+        known_answers[answer_key] if answer_key in known_answers else made[place]
+        for place, answer_key in enumerate(keys)
+    ]
     return [
-        _remembered(one, outcome) if isinstance(outcome, Estimate) else outcome
-        for one, outcome in zip(keys, outcomes, strict=True)
+        _remembered(answer_key, outcome) if isinstance(outcome, Estimate) else outcome
+        for answer_key, outcome in zip(keys, outcomes, strict=True)
     ]
 
 
@@ -832,11 +841,11 @@ def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: 
     """
     began = time.monotonic_ns()
     request, notes = made()
-    done, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
-    done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
+    estimate, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
+    estimate = replace(estimate, notes=(*notes, *estimate.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if any(files):
-        files.write(request, done, traced)
-    return done
+        files.write(request, estimate, traced)
+    return estimate
 
 
 def _found(keys: Sequence[str]) -> dict[str | None, Estimate]:
@@ -856,8 +865,8 @@ def _remembered(key: str | None, known: Estimate) -> Estimate:
     _answers[key] = known
     if len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
-    own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
-    return replace(known, **own)
+    copies: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
+    return replace(known, **copies)
 
 
 def clear() -> None:
@@ -866,14 +875,14 @@ def clear() -> None:
 
 
 def _key(request: Request) -> tuple[str | None, Request]:
-    """Return what tells the answer but for its platform, and the request as it is then answered: its job is built once.
-    No key with workspaces, which depend on this process's cuDNN."""
+    """Return what identifies the answer apart from its platform, and the request as it is then answered: its job is
+    built once. No key with workspaces, which depend on this process's cuDNN."""
     from learn.job.traced import key_of
 
     if request.platform.workspaces is not None:
         return None, request
     job_key, build = key_of(request.job)
-    job, how, own = replace(request.job, build=build, key=job_key or ""), request.options, request.own_runs
+    job, how, own_runs = replace(request.job, build=build, key=job_key or ""), request.options, request.own_runs
     folder = DataFolder.resolve(how.data)
     key = job_key and _digest(
         job.key,
@@ -884,7 +893,7 @@ def _key(request: Request) -> tuple[str | None, Request]:
         how.loop,
         how.coverage,
         how.known,
-        own and (own.asked_for, own.changed_ns),
+        own_runs and (own_runs.asked_for, own_runs.changed_ns),
         str(folder.root),
         tuple(_models_of(folder)),
     )

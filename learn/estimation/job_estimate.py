@@ -18,7 +18,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
 from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators.protocol import LEVEL, Held, MemoryBound, bound_shares, least_held
+from learn.estimators.protocol import LEVEL, HeldShare, MemoryBound, bound_shares, least_held
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
@@ -45,7 +45,7 @@ NARROWED_BY: Mapping[str, str] = {
     NEIGHBOUR: "the nearer the measured batch is, the narrower it is",
 }
 
-# The causes that measured rows speak of. Of the others there are none, and they count as they are.
+# The causes that measured rows cover. No rows cover the others, which count as they are.
 MEASURED = (WORKSPACES, FRAGMENTATION, KERNELS, CONTEXT)
 # MiB by machine, chosen: the described one was off by up to 100 MiB in the median of one of five published files, and
 # nothing was measured on the others. The rest are calibrated profiles.
@@ -53,9 +53,9 @@ _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER:
 # Of AMD's GPUs, where neither MIOpen's workspaces nor the context of any is known; chosen.
 _OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
 _OF_LARGEST = 2.0  # where cuDNN was asked: of the largest workspace, for the spread of assumptions; chosen
-_BLAS_THREADS = 2  # that keep a workspace: of the forward and of the backward pass
+_BLAS_THREADS = 2  # threads that keep a workspace: of the forward and of the backward pass
 COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # points of the distribution that an estimate holds
-# cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator gives cached memory
+# cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator frees cached memory
 # back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of
 # timm's models (RTX 3090, AMP), 85 % are let in at the largest batch that ran, and 2 at the next one (with 7 %: 90 %
 # and 3).
@@ -68,13 +68,13 @@ class Uncertainty:
 
     Args:
         causes_mib: Cause -> MiB of the 99 % margin.
-        needed_mib: What the job cannot do without, with its margin: it runs on a card that has so much.
-        held: What such bounds held of left-out rows; None where no row speaks of the cause or of the GPU's vendor.
+        needed_mib: What the job cannot do without, with its margin: it runs on a card that has this much.
+        held: How such bounds did on left-out rows; None where no row covers the cause or the GPU's vendor.
     """
 
     causes_mib: Mapping[str, float]
     needed_mib: float
-    held: Held | None = None
+    held: HeldShare | None = None
 
     def bound(self, centre_mib: float, coverage: float, card_mib: float) -> MemoryBound:
         """Return the bound of a job.
@@ -223,8 +223,8 @@ class Memory:
                   sum is less than the causes' own, a card of that size is all that the job can take
     distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
     breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
-                  which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
-                  estimator itself tells apart
+                  which is not `peak_memory_mib` where that is another estimator's. Without a trace: the parts that the
+                  estimator itself distinguishes
     peak_operator, peak_module, peak_phase   what took memory when the most was allocated, in the traced step
     activations   module -> MiB that the operators of its forward pass keep alive at that moment: the largest ones
     device_memory_mib   what a job can use of the card
@@ -289,7 +289,7 @@ class Memory:
         """Return whether the job fits into the empty card; None where its memory is not known."""
         return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
 
-    def bounded(self, bound: MemoryBound) -> Self:
+    def with_bound(self, bound: MemoryBound) -> Self:
         """Return the memory with a bound."""
         probabilities = sorted(bound.quantiles_mib)
         ascending = np.maximum.accumulate([bound.quantiles_mib[p] for p in probabilities]).tolist()
@@ -306,12 +306,12 @@ class Memory:
 
     def moved(self, mib: float) -> Self:
         """Return a copy with the estimate and its bound raised by `mib`."""
-        bound: dict[str, Any] = {name: None if (at := getattr(self, name)) is None else at + mib for name in _BOUND}
-        distribution = tuple((p, at + mib) for p, at in self.distribution)
+        bound: dict[str, Any] = {
+            name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib
+            for name in ("upper_mib", "least_card_mib")
+        }
+        distribution = tuple((p, quantile_mib + mib) for p, quantile_mib in self.distribution)
         return replace(self, peak_memory_mib=self.peak_memory_mib + mib, distribution=distribution, **bound)
-
-
-_BOUND = ("upper_mib", "least_card_mib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,7 +431,7 @@ class Estimate(Energy, Timing, Activity, Memory):
         return self._part(Energy)
 
     def _part(self, kind: type[Part]) -> Part:
-        return kind(**{one.name: getattr(self, one.name) for one in fields(kind)})  # type: ignore[arg-type]
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -457,10 +457,10 @@ class Estimate(Energy, Timing, Activity, Memory):
 
 
 def _known_fields(kind: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {one.name: mapping[one.name] for one in fields(kind) if one.name in mapping}
+    return {field.name: mapping[field.name] for field in fields(kind) if field.name in mapping}
 
 
 def estimators_named(by: Mapping[str, str]) -> str:
-    """Return the estimators that gave an answer's figures, the trace last; `by` is its `answered_by`."""
+    """Return the estimators of an answer's figures, the trace last; `by` is its `answered_by`."""
     named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
     return " + ".join(named)

@@ -1,6 +1,6 @@
 """The default estimator: what the trace says, corrected by what was measured, and how far off that can be.
 
-Start reading at `HybridEstimator.fit`. `Familiarity.judge` tells cases that are unlike anything fitted on; `Evidence`
+Start reading at `HybridEstimator.fit`. `Familiarity.judge` finds cases that are unlike anything fitted on; `Evidence`
 says how much of the correction holds for them, measured by leaving out one kind of the rows after the other.
 """
 
@@ -23,7 +23,7 @@ from featurize.operators.table import VOCABULARY
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,
-    Held,
+    HeldShare,
     ResidualPrediction,
     conformal_score,
     group_score,
@@ -40,7 +40,7 @@ from learn.job.training_job import Case
 from learn.rows.data import Rows, module_of
 from learn.rows.step_store import StepRecord, StepStore, traced_column
 
-# What a person can be told of: feature, in words, and how its value is written.
+# Features as a person reads them: feature, in words, and how its value is written.
 _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "job_log_batch": ("a batch of", lambda v: f"{2**v:,.0f}"),
     "net_log_parameters": ("parameters:", lambda v: f"{2**v - 1:,.0f}"),
@@ -238,7 +238,8 @@ class Evidence:
 
     def share(self, axes: Collection[str]) -> float:
         """Return the share of the correction for a case that is new along these axes. Where no fit could leave out a
-        kind of an axis, nothing shows that the correction helps: the share is 0, but for the family, where it is 1."""
+        kind of an axis, nothing shows that the correction helps: the share is 0, except for the family, where it is
+        1."""
         return min((self.shares.get(axis, 1.0 if axis == FAMILY else 0.0) for axis in axes), default=1.0)
 
     def share_of_family(self, family: str) -> float:
@@ -292,7 +293,7 @@ def _by_value(values: Sequence[object]) -> dict[object, np.ndarray]:
 FOLDS = 5
 LEAST_ROWS = 10
 OWN_SCORES = 300  # held-out rows from which on a family has a bound of its own
-MANY_MODULES = 10  # a family of so many is held out by module: new ones are what it will be asked about
+MANY_MODULES = 10  # a family with this many is held out by module: new ones are what it will be asked about
 KNOTS_PER_DOUBLING = 4
 # The scale of an error is at least this share of the 90th percentile of all: a network that looks all but certain, and
 # is not, must not stretch everybody's bound.
@@ -301,12 +302,12 @@ _MEMORY = Settings(rounds=160, leaves=15, least=15, l2=5.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
 _SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
 _LOG_MEMORY = "job_log_memory"
-_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # what its factor is learned from, with PyTorch's release
+_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # columns that its factor is learned from, with PyTorch's release
 _TORCH = "env_torch"  # a case's, not its record's
 # How much wider the bound becomes for each reason, and for a new device, where no fit could leave out a kind of that
 # axis: chosen. `learn.estimation.job_estimate` has measured ones, which `learn.estimate` takes for a traced step.
 _WIDER, _WIDER_DEVICE, _MOST_REASONS = 1.5, 2.0, 3
-# What is unfamiliar does not stretch a bound beyond so many times the point: more would say nothing.
+# What is unfamiliar does not stretch a bound beyond this many times the point: more would say nothing.
 _STRETCHED_AT_MOST = 4.0
 
 
@@ -487,7 +488,7 @@ class HybridEstimator(Estimator):
     def _calibrated(self, rows: Rows, table: np.ndarray, gap: np.ndarray) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
-        small. Rows that ran out of memory count where they were told to fit: the error is at least so large.
+        small. Rows that ran out of memory count where they were estimated to fit: the error is at least so large.
 
         Scores above the estimate are stretched until the bound holds for a group that was left out: a module, where a
         family has many, else a configuration."""
@@ -548,7 +549,7 @@ class HybridEstimator(Estimator):
         loaded._knots = np.asarray(state["knots"], dtype=float)
         loaded._floor = float(state["floor"])
         loaded._kinds = dict(state["kinds"])
-        loaded._held = {int(kind): Held(**held) for kind, held in state["held"].items()}
+        loaded._held = {int(kind): HeldShare(**held) for kind, held in state["held"].items()}
         loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity(**state["familiarity"])
@@ -617,7 +618,7 @@ def _torch(case: Case) -> float:
 
 
 def _place(case: Case) -> tuple[str, str]:
-    """Family and device, as bounds are told apart by them."""
+    """Family and device, by which bounds are kept apart."""
     return case.family, plain_device(case.device if case.described is None else case.described.name)
 
 

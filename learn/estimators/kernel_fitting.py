@@ -50,7 +50,7 @@ class Descent:
     Args:
         of_priors: What a squared distance of 1 from where a value began adds to the error.
         firmness: Name -> by how many times more it adds for this value.
-        iterations: Number of steps; 0 gives where the values begin.
+        iterations: Number of steps; 0 returns where the values begin.
         rate, last_rate: Learning rate, and the one of the last 30 % of the steps.
         limits: Name -> the least and the most that the value may be.
     """
@@ -73,7 +73,7 @@ def descended(
 
     Args:
         begin: Name -> where the value begins; left as it is.
-        losses: Gives each row's loss, (rows,), for values with the names and shapes of `begin`.
+        losses: Returns each row's loss, (rows,), for values with the names and shapes of `begin`.
         weights: Weights of the rows, (rows,).
         how: Steps, rates and limits.
     """
@@ -217,8 +217,8 @@ _BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rat
 _SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
-INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
-_HOST_FACTOR = 1.0  # factor on the time that `featurize.timing.times` gives a launch: hosts differ
+INSTRUMENT_MS = 0.035  # time that timing one kernel adds, by device and kind of measurement
+_HOST_FACTOR = 1.0  # factor on the time of `featurize.timing.times` for a launch: hosts differ
 _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
 TOLERANCE = 0.15  # in the logarithm; what is further off counts in proportion, not squared
 _DESCENT = Descent(
@@ -227,7 +227,7 @@ _DESCENT = Descent(
     iterations=250,
     rate=0.03,
     last_rate=0.008,
-    # What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
+    # What physics says about the exponents: a share never rises with what an SM computes or with idle blocks.
     limits={
         "sm_rate": (0.0, 1.0),
         "wave": (0.0, 1.0),
@@ -434,7 +434,7 @@ def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
 
 
 def held_out_by(labels: np.ndarray, folds: int | None = None) -> list[np.ndarray]:
-    """Return the mask of what is left out: each label in turn, or so many parts of labels that stay together."""
+    """Return the mask of what is left out: each label in turn, or this many parts of labels that stay together."""
     if folds is None:
         return [labels == label for label in np.unique(labels)]
     part = np.array([zlib.crc32(str(label).encode()) % folds for label in labels])

@@ -95,7 +95,7 @@ def measured_rows(
 
     Args:
         data: The folder; None: the default one.
-        progress: Hears of each traced row.
+        progress: Is called for each traced row.
         steps: As `most` of `measured_times`.
         kernels: As `most` of `kernel_times`.
         same_shapes: As in `kernel_times`.

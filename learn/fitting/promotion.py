@@ -22,12 +22,10 @@ from featurize.configs.features import group_key
 from featurize.configs.trial import config_of_row
 from learn.estimators.protocol import LEVEL, Estimator, get_estimator, require_target, to_space
 from learn.fitting.artifacts import Artifact, DataPlace, StaleArtifact, newest, require_current, save_judged, versions
-from learn.fitting.fit_call import remarks
-from learn.judging.evaluate import Evaluation, judged
+from learn.judging.evaluate import Evaluation, judged, remarks
 from learn.judging.scores import NOT_INFORMATIVE, exceeds, mean, median
-from learn.rows.data import MIN_GROUPS, Rows, load_rows, with_suspects
-from learn.rows.step_store import StepStore
-from learn.rows.targets import get_target, make_bins
+from learn.rows.data import MIN_GROUPS, Rows, get_target, load_rows, make_bins
+from learn.rows.step_store import StepStore, with_suspects
 from warehouse.files.folder import DataFolder
 
 HELD_OUT_SHARE = 0.2  # share of configurations; another share would show models what judged those before them
@@ -84,7 +82,7 @@ def refit(
 
     Rows (of `snapshot`, or those of now) and the current model are those of `source` and `device_name`, as in
     `learn.rows.data.load_rows`, `trust` too. Raises `UsageError` for an unknown target or estimator, an estimator
-    that cannot do the target, and no data folder; too few rows are no error (`skipped`). `now` is time-zone aware.
+    that cannot do the target, and no data folder; too few rows are not an error (`skipped`). `now` is time-zone aware.
     """
     now = now or datetime.now(UTC)
     get_target(target)
@@ -310,7 +308,7 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> Paired
     The candidate is worse unless the difference of the mean absolute errors (in the target's space, exact labels only)
     is, at its upper 95 % limit, within 5 % of the current one's error or `ALLOWED_AT_LEAST`. It is worse as well where
     significantly more labels are above its bound, out-of-memory rows counted, and more than the bound promises: a wide
-    bound that nothing exceeds is no merit that a tighter one must match.
+    bound that nothing exceeds has no merit that a tighter one must match.
     """
     theirs, ours = figures(current), figures(candidate)
     rows = current.test_rows

@@ -45,9 +45,9 @@ def workload_of(row: PublishedRow) -> TrainingJob:
     """Return the job of one row. Raises `UsageError` for a row without one: no known model, fields that don't fit
     together, a model that the installed timm does not know.
 
-    A row of a configuration gives its family's model, trained as published. A model of timm is built with random
+    A row of a configuration becomes its family's model, trained as published. A model of timm is built with random
     weights and trained on images of its own default size; the other models are those of `KNOWN_MODELS`. All in the
-    usual loop and in fp32; with Adam, but for timm's (`warehouse.exchange.published.timm_config` says why).
+    usual loop and in fp32; with Adam, except timm's (`warehouse.exchange.published.timm_config` says why).
     """
     from featurize.families import timm
 
@@ -67,7 +67,7 @@ def config_of(row: PublishedRow) -> TrialConfig:
         return config_from_mapping(row.config)
     if row.group is not None and row.model is not None and row.batch_size is not None:
         return config_from_mapping(timm_config(row))
-    raise UsageError(f"{row.name}: {row.reason or 'is no configuration of a family'}")
+    raise UsageError(f"{row.name}: {row.reason or 'is not a configuration of a family'}")
 
 
 def known_workload(name: str, batch_size: int) -> TrainingJob:
@@ -91,7 +91,7 @@ def _workload(
 
 
 def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
-    """Return the cross entropy of [N, classes]. Models without a head give features: their mean costs the same."""
+    """Return the cross entropy of [N, classes]. Models without a head return features: their mean costs the same."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -457,7 +457,7 @@ def _images(side: int) -> Callable[[int], Any]:
 
 def _tokens(alone: int, a_doubling: int, *labels: str) -> Callable[[int], Any]:
     """Return inputs that are padded to the longest of a batch: `alone` tokens, and more with each doubling. Assumed of
-    the texts' lengths: the longest of so many."""
+    the texts' lengths: the longest of this many."""
 
     def inputs(batch: int) -> dict[str, Tensor]:
         length = min(round(alone + a_doubling * math.log2(batch)), _MOST_TOKENS)
@@ -591,8 +591,8 @@ _TOKENS = 50_368
 
 
 def mpt_config(size: str, length: int, samples: int, *, recompute: bool) -> gpt.Config:
-    """Return the model of a size of `SIZES` with a batch of so many samples of `length` tokens; `recompute`: blocks are
-    checkpointed."""
+    """Return the model of a size of `SIZES` with a batch of this many samples of `length` tokens; `recompute`: blocks
+    are checkpointed."""
     width, heads, depth = SIZES[size]
     return gpt.Config(
         vocabulary_size=_TOKENS,

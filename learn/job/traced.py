@@ -1,6 +1,6 @@
 """A training job traced, placed in a GPU's memory and priced there, without the model's memory ever being taken.
 
-Start reading at `step_of`; `key_of` tells a job from all others, by which its trace and its answers are found again.
+Start reading at `step_of`; `key_of` identifies a job, so that its trace and its answers are found again.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def step_of(
 
     `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` are those of the job that
     the caller has at hand, and keeps. Raises `CannotTrace`, and
-    `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
+    `UsageError` for an invalid job: an unknown device, a factory that returns no module, an output without logits.
     """
     from featurize.memory.replay import outside_mib, replay
     from featurize.timing.overlap import ranks_of_stages, simulate
@@ -207,7 +207,7 @@ _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 
 
 def key_of(job: TrainingJob) -> tuple[str | None, Build]:
-    """Return a job's key, and what builds its model: a factory that was built to tell its key is not built again.
+    """Return a job's key, and what builds its model: a factory that was built for its key is not built again.
 
     A stale answer is worse than a slow one. So a key holds all that a trace follows from:
 

@@ -148,7 +148,7 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
 
 _COLOURS = ("k1", "k5", "k4", "k2", "k6", "k3", "k7", "k0")
 _DASHES = ("", " dashed", " dotted")
-_CLASSES = 24  # more than that are no picture
+_CLASSES = 24  # more than that make no picture
 _POINTS = 300  # most points of a line
 _MARGINS = np.linspace(0.5, 4.0, 141)  # on top of estimates without a bound of their own
 _CLIP = {"log": 0.5, "ratio": 0.3}  # error at which the colours end
@@ -297,7 +297,7 @@ def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
 
 
 def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
-    """Draw how many rows of each class were told to be in which, coloured by the share of the class; a panel an
+    """Draw how many rows of each class were estimated to be in which, coloured by the share of the class; a panel an
     estimator. Nothing where there are more classes than can be read."""
     bins = done.bins[file]["published"]
     classes_of = {

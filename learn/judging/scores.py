@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 
 from learn.estimators.protocol import LEVEL, Prediction
-from learn.rows.data import LabelledRow, Rows
-from learn.rows.targets import Bins, Target
+from learn.rows.data import Bins, LabelledRow, Rows, Target
 
 TOLERANCE = 1e-6  # labels that differ by less are equal, whatever order their sums were taken in
 _TOLERANCE_AT_LEAST = 1e-9  # in the target's unit, for labels of 0
 _SIMULATES = ("trace", "hybrid")  # estimators that answer with what makes simulated labels, corrected or not
 NOT_INFORMATIVE = "not informative"  # instead of the figures of such an estimator on its own labels
-RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is no 100 % mistake
+RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is not a 100 % mistake
 _P90 = 0.9
 
 
@@ -54,7 +53,7 @@ class ClassScores:
 
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
-    """Score the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
+    """Score the class indices, (n,) int each, that rows belong to and are estimated to belong to; None without rows."""
     if not len(true):
         return None
     recall, support, f1 = {}, {}, []
@@ -148,13 +147,21 @@ COLUMNS = {
 
 def score_table(scores: Sequence[RowScores], about: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and the rows of a table; `about`: head -> the score's field, for the columns before figures."""
-    names = list(scores[0].figures)
+    names = [name for name in COLUMNS if name in scores[0].figures]
     rows = [
         [f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(score, field) for field in about.values())]
         + ["-" if (value := score.figures[name]) is None else format(value, COLUMNS[name][1]) for name in names]
         for score in scores
     ]
     return [*about, *(COLUMNS[name][0] for name in names)], rows
+
+
+def scores_of_errors(rows: str, by: str, errors: Mapping[str, np.ndarray], **more: float) -> RowScores:
+    """Return the median and the 90th percentile of the size of each kind of errors, and more figures."""
+    figures = dict(more)
+    for name, off in errors.items():
+        figures[f"{name}_median"], figures[f"{name}_p90"] = spread(off)
+    return RowScores(rows=rows, by=by, count=len(next(iter(errors.values()))), figures=figures)
 
 
 def spread(errors: np.ndarray) -> tuple[float, float]:
@@ -301,7 +308,7 @@ class Asked:
 class Scored(Given):
     """One row and one estimator's answer. `label` None: out of memory, the job needs more than the card.
 
-    group   what errors are told apart by; card: the device's memory in the label's unit, where the target is memory
+    group   what errors are grouped by; card: the device's memory in the label's unit, where the target is memory
     operator  the kind that makes most of what the forward pass makes, where the step is traced
     """
 
@@ -339,7 +346,7 @@ class Figures:
     classes        name of the bins -> scores over the ok and oom rows, oom in the top class; classes_shifted with the
                    constant added
     bound          scores of the 99 % bound, over the ok rows; reliability: quantile -> share of labels at or under it
-    fit_right      share of the ok and oom rows told right whether they need more than the card, constant added;
+    fit_right      share of the ok and oom rows rightly estimated to need more than the card or not, constant added;
                    fit_right_raw without it; fit_right_oom of the oom rows alone; fit_right_bound by the bound. None
                    without a card
     median_seconds time of one answer; fit_seconds: of one fit, the median over `fits` of them
@@ -393,7 +400,7 @@ def given_of(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> li
 
 
 def described(row: LabelledRow, target: Target) -> dict[str, Any]:
-    """Return what `Scored` says of a row, under its id and by its family."""
+    """Return the entry of `Scored` for a row, under its id and by its family."""
     return {
         "name": str(row.run_id),
         "group": str(row.family),
@@ -505,7 +512,7 @@ def judged(
     bins: Mapping[str, Mapping[str, Bins]],
     space: str,
 ) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
-    """Judge every estimator on sets of rows: title -> row -> what `Scored` says of it. An estimator without an answer
+    """Judge every estimator on sets of rows: title -> row -> its entry of `Scored`. An estimator without an answer
     or a reason for any of them is left out. `bins` are by title, doubted rows apart or not."""
     figures = []
     scored = {}
@@ -575,10 +582,10 @@ def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
 def told_classes(
     rows: Sequence[Scored], name: str, bins: Bins, shift: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (n,) int twice: the classes that answered rows belong to, and those that they were told to belong to.
+    """Return (n,) int twice: the classes that answered rows belong to, and those that they are estimated to belong to.
 
-    `shift` None: the classes as told; else those of the estimates with it added. A job that ran out of memory needs at
-    least so much: it belongs to any higher class that it was told to belong to.
+    `shift` None: the classes as estimated; else those of the estimates with it added. A job that ran out of memory
+    needs at least this much: it belongs to any higher class that it is estimated to belong to.
     """
     families = [row.family for row in rows]
     predicted = bins.classify(_values(rows, "estimate") + (shift or 0.0), families)

@@ -32,7 +32,7 @@ class DNNMem(Peer):
     operator's output lives until its backward operator has run; the gradient of an output from the first backward
     operator that makes it until the one that consumes it. Every tensor is rounded up to 512 bytes.
 
-    Assumed: an operator is one that PyTorch dispatches on meta tensors; views and in-place results are no new tensors;
+    Assumed: an operator is one that PyTorch dispatches on meta tensors; views and in-place results are not new tensors;
     attention is the plain one, whose scores are stored, as when this was published. A convolution's workspace is that
     of explicit GEMM on one sample, its input unrolled (published: asked of cuDNN, which takes a GPU). The context is
     the device description's. Tensors are of the model's own dtype: autocast is not followed. The segments that the
@@ -139,7 +139,7 @@ def _record(workload: TrainingJob, model: nn.Module, inputs: Any, targets: Any) 
 
 
 def _workspace(func: Callable[..., Any], args: Sequence[Any]) -> int:
-    """Bytes of one sample's unrolled input; 0 for what is no convolution."""
+    """Bytes of one sample's unrolled input; 0 for anything but a convolution."""
     if not str(func).startswith("aten.convolution"):
         return 0
     given, weight = args[0], args[1]

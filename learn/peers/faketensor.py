@@ -37,7 +37,7 @@ class FakeTensor(Peer):
     warning: ClassVar[str] = f"{Peer.warning}; faketensor leaves the CUDA context out"
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        # A model may hold plain tensors besides its buffers.
+        # A model may hold plain tensors in addition to its buffers.
         with _quiet_failures(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             model = _fake_model(workload)
             with explained("making the batch"), torch.device("cpu"):

@@ -168,11 +168,11 @@ def _language_model(
 ) -> tuple[list[nn.Embedding], nn.ModuleList, nn.Linear, tuple[int, ...]]:
     """Return a transformer language model's embeddings, its layers, its head, and the shape of its logits.
 
-    Raises `CannotEstimate` that names why the model is none.
+    Raises `CannotEstimate` that names why the model is not one.
     """
 
     def refuse(why: str) -> CannotEstimate:
-        return CannotEstimate(f"{type(model).__name__} is not covered: it is no transformer language model ({why})")
+        return CannotEstimate(f"{type(model).__name__} is not covered: it is not a transformer language model ({why})")
 
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if not embeddings:

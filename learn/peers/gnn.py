@@ -36,7 +36,7 @@ from learn.estimators.protocol import (
 )
 from learn.estimators.tabular import group_folds
 from learn.job.training_job import Case
-from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
+from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_arrays
 from learn.rows.data import Rows
 from learn.rows.step_store import StepRecord, StepStore
 
@@ -45,7 +45,8 @@ LEAST_ROWS = 10
 CATEGORIES = 64  # categories of operators; `featurize.operators.table.VOCABULARY` may grow
 _MIB_LOG2 = 20
 
-# Features of the whole graph; besides all of the device (`gpu_*`). None is the trace's own figure of memory or time.
+# Features of the whole graph, in addition to those of the device (`gpu_*`). None is the trace's own figure of memory or
+# time.
 _SCALARS = (
     "net_states",
     "net_math_bits",
@@ -73,11 +74,11 @@ class Scaling:
 
 class GNNEstimator(Estimator):
     """Learns any target from the operator graph, of configs and modules alike. A fifth of the groups is held out (a
-    third of few): it tells which of the last epochs is kept, and its errors are the distribution and the bound.
+    third of few): it decides which of the last epochs is kept, and its errors are the distribution and the bound.
 
     Out-of-memory rows count as errors where the estimate is below the device's memory. A case that cannot be traced is
     refused, and left out when fitting. Since the same held-out rows choose the epoch and calibrate the bound, the bound
-    leans a little low: it is no bound from rows that fitting never looked at.
+    leans a little low: it is not a bound from rows that fitting never looked at.
     """
 
     name: ClassVar[str] = "gnn"
@@ -204,7 +205,7 @@ class _Raw:
         source, reader = self.edges
         written = self.record_nodes[:, self.node_columns.index("log_bytes_written")].astype(float)
         inner = written[source] / _MIB_LOG2, np.log1p(reader - source) / 4
-        # Both ways, told apart by the last feature: what an operator keeps depends on who reads it.
+        # Both ways, distinguished by the last feature: what an operator keeps depends on who reads it.
         there, back = (np.stack([*inner, np.full(len(source), way)], axis=1) for way in (0.0, 1.0))
         scalars = np.array([self.scalars.get(name, 0.0) for name in scaling.scalar_columns])
         return Graph(
@@ -353,7 +354,7 @@ def train(
     *,
     epochs: int,
 ) -> GraphNet:
-    """The net, trained on the graphs outside `held_out` (n,) bool, as it was when those were told best.
+    """The net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
 
     label (n,) is in the target's space; where censored, only what is below it is an error.
     """
@@ -387,7 +388,7 @@ def train(
 
 
 def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:
-    """(n,) labels in their space, of a net from `learn.peers.torch_fit.with_arrays`."""
+    """(n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
     with torch.inference_mode():
         parts = [Batch.of(graphs[i : i + 128], torch.float64) for i in range(0, len(graphs), 128)]
         return np.concatenate([net(batch).numpy() for batch in parts]) if parts else np.empty(0)

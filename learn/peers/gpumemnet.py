@@ -5,12 +5,12 @@ Start reading at `GPUMemNetEstimator.fit`; the networks are at the end.
 As published: classifiers over bins of 1 GB for MLPs and 8 GB else, and over low, medium, high utilization; one
 ensemble a kind of network; counts of layers, batch size, parameters, activations (alone and times the batch), the
 activation function as sine and cosine of its index; for the transformer also the sequence of (kind, activations,
-parameters), in encoders 6 wide with 3 heads (wider ones told less of a few hundred rows); members of different depth;
-cross entropy; rows that ran out of the largest card as members of the top bin; the upper edge of the likeliest bin as
-the estimate of memory.
+parameters), in encoders 6 wide with 3 heads (wider ones were worse with a few hundred rows); members of different
+depth; cross entropy; rows that ran out of the largest card as members of the top bin; the upper edge of the likeliest
+bin as the estimate of memory.
 
 Ours: true sizes in place of a summary tool's, as logarithms and standardised; fewer members, and wider perceptrons,
-each trained without a fold of its own, whose rows tell when to stop and calibrate the bound (their perceptrons are 4
+each trained without a fold of its own, whose rows decide when to stop and calibrate the bound (their perceptrons are 4
 to 8 wide and 6 to 16 of them, with batch norm and batches of 128 rows); GB are 1024 MiB; the middle of the likeliest
 bin as the estimate of utilization; the sequence cut into at most 48 runs of layers, each with counts of its kinds and
 sums of its sizes; its mean and maximum, not its sum, joined to the scalars; rows that ran out of a smaller card as
@@ -50,10 +50,9 @@ from learn.estimators.protocol import (
 )
 from learn.estimators.tabular import group_folds, why_not
 from learn.job.training_job import Case
-from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
-from learn.rows.data import Rows
+from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_arrays
+from learn.rows.data import MIB_PER_GB, Rows, default_bin_gb, utilization_bins
 from learn.rows.step_store import StepStore
-from learn.rows.targets import MIB_PER_GB, default_bin_gb, utilization_bins
 
 FOLDS = 5
 LEAST_ROWS = 10  # rows of a family, for an ensemble of its own
@@ -112,10 +111,10 @@ class Ensemble:
 
 
 class GPUMemNetEstimator(Estimator):
-    """Base of both estimators. A family that was not fitted, and what is no trial config, is refused by row.
+    """Base of both estimators. A family that was not fitted, and anything but a trial config, is refused by row.
 
     Since the rows that a member is trained without choose its epoch and calibrate the bound, the bound leans a little
-    low: it is no bound from rows that fitting never looked at.
+    low: it is not a bound from rows that fitting never looked at.
     """
 
     targets: ClassVar[tuple[str, ...] | None] = ("memory", "smact", "smocc", "drama")
@@ -520,7 +519,7 @@ def train_member(
     how: NetTraining,
     seed: int,
 ) -> nn.Module:
-    """The net, trained on the rows outside `held_out` (n,) bool, as it was when those were told best.
+    """The net, trained on the rows outside `held_out` (n,) bool, as it was when those were estimated best.
 
     classes (n,) int; `or_above` (n,) bool: the row's class is that one or any above."""
     inside, outside = np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -542,7 +541,7 @@ def train_member(
 
 
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
-    """(n, classes) of a net from `learn.peers.torch_fit.with_arrays`."""
+    """(n, classes) of a net from `learn.peers.base.with_arrays`."""
     batches = []
     order = np.arange(len(inputs.length_N))
     with torch.inference_mode():
@@ -561,7 +560,7 @@ def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Gen
 
 
 def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> Tensor:
-    """(n,) minus the logarithm of what the net gives to the row's class, or to that one and all above."""
+    """(n,) minus the logarithm of the net's probability of the row's class, or to that one and all above."""
     logits_NC, class_N, or_above_N = net(*inputs.at(rows)), target[0][rows], target[1][rows]
     loss_N = F.cross_entropy(logits_NC, class_N, reduction="none")
     if not or_above_N.any():

@@ -164,7 +164,7 @@ _LINE = 14.0  # pixels that a label is high
 
 
 def print_plan(done: LayoutPlan, most: int) -> None:
-    """Print what fits, the quickest first, at most so many rows; the nearest of each mesh that does not; notes."""
+    """Print what fits, the quickest first, at most this many rows; the nearest of each mesh that does not; notes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -229,15 +229,12 @@ def write_plan_report(path: Path, done: LayoutPlan) -> None:
 def plan_page(done: LayoutPlan) -> Page:
     """Return the page's contents."""
     sections = [_picture(done)] if done.fitting else []
+    counts = sorted({row.parallel.ranks for row in done.rows})
     return Page(
-        title=f"{done.name} on {_gpus(done)} x {done.device}",
+        title=f"{done.name} on {', '.join(f'{count:,}' for count in counts)} x {done.device}",
         head=(_outcome(done), *_tiles(done), *_notes(done)),
         sections=(*sections, *_tables(done)),
     )
-
-
-def _gpus(done: LayoutPlan) -> str:
-    return ", ".join(f"{count:,}" for count in sorted({row.parallel.ranks for row in done.rows}))
 
 
 def _outcome(done: LayoutPlan) -> Outcome:

@@ -1,6 +1,6 @@
 """Keeps a script from saving, logging to services, using the network, scripting and starting workers.
 
-Start reading at `contain`. It stops honest scripts from side effects; it is no sandbox against hostile ones.
+Start reading at `contain`. It stops honest scripts from side effects; it is not a sandbox against hostile ones.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def leave_out_distributed() -> None:
 
 
 class SilentLoggers(MetaPathFinder, Loader):
-    """Imports of experiment loggers give a module that takes every call and does nothing.
+    """Make imports of experiment loggers return a module that takes every call and does nothing.
 
     note   called with which logger was kept from logging
     """

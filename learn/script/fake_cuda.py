@@ -103,22 +103,9 @@ def _asked_by_own_code() -> bool:
     return sys._getframe(3).f_code.co_filename.startswith(_OWN)
 
 
-def _make_device(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Make a device; a bare index is a GPU."""
-    return torch.device("cuda", args[0]) if len(args) == 1 and type(args[0]) is int else func(*args, **kwargs)
-
-
 def _device(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     device = func(*args)
     return CUDA if device.type == "meta" and not _asked_by_own_code() else device
-
-
-def _is_cuda(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return func(*args) if _asked_by_own_code() else args[0].is_meta
-
-
-def _is_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return func(*args) and _asked_by_own_code()
 
 
 def _data_ptr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -131,10 +118,6 @@ def _data_ptr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 def _storage_ptr(storage: torch.UntypedStorage) -> int:
     return storage._cdata if storage.device.type == "meta" and storage.nbytes() else _POINTER_OF_STORAGE(storage)
-
-
-def _cuda(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    return args[0].to(_META, memory_format=kwargs.get("memory_format") or torch.preserve_format)
 
 
 def _to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -156,10 +139,6 @@ def _from_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     rest = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad", "pin_memory")}
     made = func(*args, **rest, **({} if is_tensor else {"device": "cpu"})).to(_META)
     return made.requires_grad_() if kwargs.get("requires_grad") else made
-
-
-def _tolist(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(args[0].detach().cpu() if args[0].is_meta else args[0])
 
 
 def _format(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -231,18 +210,22 @@ _DEVICE, _IS_CUDA, _IS_META, _DATA = (
 )
 _POINTER_OF_STORAGE = torch.UntypedStorage.data_ptr
 _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.device: _make_device,
+    torch.device: lambda func, args, kwargs: (  # a bare index is a GPU
+        torch.device("cuda", args[0]) if len(args) == 1 and type(args[0]) is int else func(*args, **kwargs)
+    ),
     _DEVICE.__get__: _device,
-    _IS_CUDA.__get__: _is_cuda,
-    _IS_META.__get__: _is_meta,
+    _IS_CUDA.__get__: lambda func, args, kwargs: func(*args) if _asked_by_own_code() else args[0].is_meta,
+    _IS_META.__get__: lambda func, args, kwargs: func(*args) and _asked_by_own_code(),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_values),
     Tensor.get_device: lambda func, args, kwargs: 0 if args[0].is_meta else func(*args),
     Tensor.data_ptr: _data_ptr,
-    Tensor.cuda: _cuda,
+    Tensor.cuda: lambda func, args, kwargs: args[0].to(
+        _META, memory_format=kwargs.get("memory_format") or torch.preserve_format
+    ),
     Tensor.to: _to,
     Tensor.pin_memory: lambda func, args, kwargs: args[0],
     Tensor.is_pinned: lambda func, args, kwargs: False,
-    Tensor.tolist: _tolist,
+    Tensor.tolist: lambda func, args, kwargs: func(args[0].detach().cpu() if args[0].is_meta else args[0]),
     Tensor.__format__: _format,
     Tensor.__repr__: _repr,
     Tensor.type: _type,
@@ -274,14 +257,6 @@ _NOTHING = (
     "_set_rng_state_offset",
     "_sleep",
 )
-# Functions of `torch._C` that libraries take directly, once they see a GPU, and what they give. A CPU build has none.
-_OF_CUDA_BUILDS = {
-    "_cuda_getCurrentRawStream": 0,
-    "_cuda_getDevice": 0,
-    "_cuda_isInBadFork": False,
-    "_cuda_synchronize": None,
-    "_cuda_clearCublasWorkspaces": None,
-}
 
 
 def giving(value: Any) -> Callable[..., Any]:
@@ -349,7 +324,15 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
     cuda, accelerator = torch.cuda, torch.accelerator
     build, properties, device, stream = _build_of(spec), _properties_of(spec), torch.device("cuda"), FakeStream()
     torch.version.cuda, torch.version.hip = build.cuda, build.hip
-    for name, value in {**_OF_CUDA_BUILDS, "_cuda_getDeviceCount": gpus}.items():
+    # What libraries take directly, once they see a GPU; a CPU build has none of it.
+    for name, value in {
+        "_cuda_getCurrentRawStream": 0,
+        "_cuda_getDevice": 0,
+        "_cuda_isInBadFork": False,
+        "_cuda_synchronize": None,
+        "_cuda_clearCublasWorkspaces": None,
+        "_cuda_getDeviceCount": gpus,
+    }.items():
         setattr(torch._C, name, giving(value))
     constants: dict[Any, dict[str, Any]] = {
         cuda: {
@@ -432,8 +415,8 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
 
 
 def _build_of(spec: DeviceSpec) -> types.SimpleNamespace:
-    """Return what a build of PyTorch says of itself and of its libraries. For AMD, MIOpen and RCCL answer in cuDNN's
-    and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
+    """Return a build of PyTorch's description of itself and of its libraries. For AMD, MIOpen and RCCL answer in
+    cuDNN's and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
     if spec.llvm_target is not None:
         return types.SimpleNamespace(
             cuda=None,
@@ -559,5 +542,5 @@ def _install_dtypes(autocast: Any) -> None:
 
 
 def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:
-    """Return what DataParallel gives its only replica."""
+    """Return what DataParallel passes its only replica."""
     return (tree_map(on_the_gpu, inputs),), (tree_map(on_the_gpu, kwargs or {}),)

@@ -61,8 +61,8 @@ SETTINGS: Mapping[str, type] = {
     "compile": bool,
 }
 Stamp: TypeAlias = list[int] | None
-MOST_FILES = 2000  # whose state is asked for
-_CLOCK_NS = 20_000_000  # by which a file system's clock may lag
+MOST_FILES = 2000  # files whose state is asked for
+_CLOCK_NS = 20_000_000  # how far a file system's clock may lag
 _DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 _NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
 
@@ -151,7 +151,7 @@ def _setting(name: str, value: Any) -> Setting:
 
 
 def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
-    """Return what tells a run from others, but for the state of what the script looks at."""
+    """Return what distinguishes a run from others, except the state of what the script looks at."""
     content = b"" if command.module else Path(command.script).read_bytes()
     variables = sorted((name, value) for name, value in command.environment.items() if name not in _NO_MATTER)
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns

@@ -1,7 +1,7 @@
 """Keeps what a script saves in a folder that is removed: it is written there and read back from there.
 
 Start reading at `SavedFiles.install`. Files that the script writes by other means than saving are written where it
-says. `install_saving` has checkpoints hold the shapes of tensors that have no values: a file that is read back gives
+says. `install_saving` has checkpoints hold the shapes of tensors that have no values: a file that is read back has
 tensors of the same shapes, on the same device.
 """
 
@@ -134,7 +134,7 @@ class SavedFiles:
         )
 
     def looked_at(self) -> set[str]:
-        """Return the paths that were asked for, but for what is the system's, and what has come since."""
+        """Return the paths that were asked for, except the system's, and what has come since."""
         return {
             path
             for path, was_there in self._looked_at.items()
@@ -217,7 +217,7 @@ class SavedFiles:
             function(path, *args, **kwargs)
 
     def _take_away(self, function: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        """Remove a file or folder; one that is none of those saved stays, if it is removed while saving."""
+        """Remove a file or folder; one that was not saved by the script stays, if it is removed while saving."""
         full = self._full(path)
         if full is None or not self.takes(path) or not os.path.lexists(path):
             function(path, *args, **kwargs)

@@ -24,7 +24,6 @@ from learn.script.process_group import RankZero
 from learn.script.records import Setting
 from learn.script.script_recorder import ScriptRecorder
 
-BY_HAND = "an optimizer of its own"  # the name of an optimizer that is none of torch's
 # Classes of optimizers -> their names, where these are not the classes' own in small letters.
 _NAMES = {"adamw8bit": "adamw_8bit", "pagedadamw8bit": "paged_adamw_8bit", "pagedadamw": "paged_adamw"}
 
@@ -62,7 +61,7 @@ class StepWatch:
         optimizers.register_optimizer_step_pre_hook(self._before_step)
         optimizers.register_optimizer_step_post_hook(self._after_step)
 
-        @replace_in("__call__", torch.nn.Module)  # whose hooks for all modules get no keyword arguments
+        @replace_in("__call__", torch.nn.Module)  # its hooks for all modules get no keyword arguments
         def call(called: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self._recorder.stack.running:
                 self._recorder.add_model(module)
@@ -142,7 +141,7 @@ class StepWatch:
                 return  # on the host, as transforms of images are
         recorder = self._recorder
         if recorder.updated_by_hand and not self._stepped:
-            self.optimizer_name = self.optimizer_name or BY_HAND
+            self.optimizer_name = self.optimizer_name or "an optimizer of its own"  # none of torch's
             recorder.name_updates_state()
             self._end_step()
         if self.steps >= STEPS:

@@ -29,7 +29,7 @@ import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
 from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, newest_whole, read_json, version_folders
-from learn.rows.targets import SLOWDOWN
+from learn.rows.data import SLOWDOWN
 from learn.sharing.profile import JobProfile, Slowdown, utilization
 from warehouse.tables.schema import NOT_TOGETHER
 
@@ -333,8 +333,8 @@ class LearnedSlowdowns:
 def _within_all_sms(group: Sequence[JobProfile], expected: Sequence[float]) -> list[float]:
     """Return the slowdowns, longer where SMs would be active for more than all of the time.
 
-    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization cannot tell, since a kernel that leaves
-    most SMs idle counts as much as any.
+    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization does not show it, since a kernel that
+    leaves most SMs idle counts as much as any.
     """
     if any(job.smact is None for job in group):
         return list(expected)

@@ -123,14 +123,23 @@ def contents(queue):
     return [queue.jobs(), *(queue._file.all(f"SELECT * FROM {table} ORDER BY 1, 2") for table in tables)]
 
 
-def test_ctrl_c_takes_out_what_was_added(queue):
+def test_ctrl_c_takes_out_what_was_added_and_gives_the_disk_back(queue, path):
     with pytest.raises(KeyboardInterrupt):
         queue.submit(a_job(n=90_000), until(KeyboardInterrupt(), 50_000), 1000.0)
-    (job,), *others = contents(queue)
-    assert others == [[], [], []] and job.n == 0 and queue.next_index("cnn-1") == 0
-    assert queue.progress(1000.0)[0].state == "cancelled"
+    assert contents(queue) == [[], [], [], []] and queue.progress(1000.0) == []
+    assert path.stat().st_size < 2**17 and queue.next_index("cnn-1") == 0
     assert submit(queue, n=5) == Added(added=5, existing=0)
     assert queue.progress(1000.0)[0].state == "queued" and queue.job("cnn-1").n == 5
+
+
+def test_a_job_that_was_taken_out_keeps_its_number_for_those_who_have_the_queue_open(queue, path):
+    with Queue.open(path) as other:
+        with pytest.raises(KeyboardInterrupt):
+            queue.submit(a_job("cnn-2", n=9000), until(KeyboardInterrupt(), 4000), 1000.0)
+        assert other.counts("cnn-2").total == 0
+        submit(queue, "cnn-3", n=2)
+        submit(queue, "cnn-2", n=1)
+        assert (other.counts("cnn-3").total, other.counts("cnn-2").total) == (2, 1)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

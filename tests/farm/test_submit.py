@@ -292,7 +292,9 @@ def test_ctrl_c_while_trials_are_queued_leaves_nothing_and_the_same_command_queu
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 130 and "its trials are taken out again" in error and "Traceback" not in error
-    assert queued(data) == 0
+    assert queued(data) == 0 and (data / "queue.sqlite").stat().st_size < 2**17
+    with Queue.open(data / "queue.sqlite") as queue:
+        assert queue.jobs() == []
     assert submit(data, "n=4", "detach=true") == 0 and queued(data) == 4
 
 

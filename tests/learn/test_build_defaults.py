@@ -152,7 +152,7 @@ def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypat
 
     monkeypatch.setattr(build_defaults, "_ingest", lambda *_: None)
     monkeypatch.setattr(build_defaults, "_fit", large)
-    with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that come along"):
+    with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that are packaged"):
         build(BuildSettings(path=str(tmp_path), out=str(tmp_path / "models")), print)
     assert not list(tmp_path.iterdir())
 

@@ -240,7 +240,7 @@ def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str
     """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
     try:
         rows: list[dict[str, Any]] = runs.to_pylist()
-    except (OverflowError, UnicodeDecodeError) as error:  # a date beyond all years, text that is none
+    except (OverflowError, UnicodeDecodeError) as error:  # a date beyond all years, text that is not a date
         raise EnvironmentProblem(f"{root / part.path('runs')} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         problems = run_problems(row)
@@ -373,7 +373,7 @@ def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping
 
 
 def _public_group_id(group_id: str, device_uuid: str | None) -> str:
-    """Return a group's id, told apart by its device: two machines may run the same job."""
+    """Return a group's id, made distinct by its device: two machines may run the same job."""
     digest = hashlib.sha256(f"{group_id}\n{device_uuid or ''}".encode()).hexdigest()
     return f"{group_id}-{digest[:8]}"
 
@@ -388,7 +388,7 @@ def public_tables(
     """Return some runs with their telemetry and details, by table; `runs` comes last, for readers find it last.
 
     Args:
-        connection: To the runs' warehouse.
+        connection: Connection to the runs' warehouse.
         runs: Own ids, and public rows.
         hz: As for `public_telemetry`.
         where: Narrows what is read: a condition on `{0}`, one of the tables, that holds for all of these runs.

@@ -69,7 +69,7 @@ class ImportedFile:
     """One file's rows, in its order.
 
     rows              rows of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
-    measured_columns  how many of its columns describe the run besides its memory
+    measured_columns  how many of its columns describe the run apart from its memory
     pairs             places and cells of its rows that are two jobs on one GPU
     left_out          rows that no table keeps
     """
@@ -83,7 +83,7 @@ class ImportedFile:
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
-    """Return the header and the rows of a CSV file. Raises `UsageError` where it is none.
+    """Return the header and the rows of a CSV file. Raises `UsageError` where it is not one.
 
     Cells beyond the header are a list under the key None; those that lack are None.
     """
@@ -92,7 +92,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
             reader = csv.DictReader(file)
             return tuple(reader.fieldnames or ()), list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"path={path} is no CSV file: {error}") from error
+        raise UsageError(f"path={path} is not a CSV file: {error}") from error
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
     peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
     if peak is None or 0 < peak <= 1.1 * card:
         return None
-    where = f", on a device of {card:,.0f} MiB" if peak > 0 else " is no need"
+    where = f", on a device of {card:,.0f} MiB" if peak > 0 else " is not a need"
     return f"peak_memory_mib: {peak:,.6g} MiB{where}"
 
 
@@ -260,7 +260,7 @@ class PublishedTable:
 
 
 def read_table(path: Path, device_name: str | None, *, source: str, table: PublishedTable) -> ImportedFile | str:
-    """Return the runs of one published table, and the rows of pairs; or why the file is none of `source`."""
+    """Return the runs of one published table, and the rows of pairs; or why the file is not one of `source`."""
     raw = read_with_columns(path, table.names, *([] if table.pairs is None else [table.pairs]))
     if isinstance(raw, str):
         return raw
@@ -400,7 +400,7 @@ class CsvMapping:
             raise UsageError("; ".join(problems))
 
     def read(self, path: Path, _device_name: str | None) -> ImportedFile:
-        """Return the rows of one file. Raises `UsageError` if it lacks a column or is no CSV file."""
+        """Return the rows of one file. Raises `UsageError` if it lacks a column or is not a CSV file."""
         header, cells = read_csv(path)
         if missing := [name for name in self.columns.values() if name not in header]:
             shown = ", ".join(header) or "nothing"

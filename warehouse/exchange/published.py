@@ -47,7 +47,7 @@ class PublishedRow:
     memory_mib   peak of the device's memory in use, CUDA context and driver included
     parameters   as the file counts them
     utilization  means over the run: gpu_util, gract, smact, smocc, fp32a, drama, each in [0, 1] or None
-    estimates    other people's estimates in the file: name -> MiB
+    estimates    published estimates in the file: name -> MiB
     """
 
     file: str
@@ -133,7 +133,7 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
 def timm_config(row: PublishedRow) -> dict[str, object]:
     """Return the complete trial config of a timm model's row, in mapping form.
 
-    The optimizer was not recorded. The measured peaks hold one copy of the parameters besides weights and gradients:
+    The optimizer was not recorded. The measured peaks hold one copy of the parameters on top of weights and gradients:
     with none, large models at small batches come out a copy too low; with Adam's two, several take less than their
     tensors fill. So SGD with momentum is what ran.
     """
@@ -148,7 +148,7 @@ def timm_config(row: PublishedRow) -> dict[str, object]:
 
 
 def read_published_runs(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
-    """Return the rows of one file of GPUMemNet's or of timm models; or why the file is none of `source`.
+    """Return the rows of one file of GPUMemNet's or of timm models; or why the file is not one of `source`.
 
     A run's identity is its configuration, card and memory. So measurements that are published again, with other
     columns or in another file, are the same runs. `device_name` None stands for the card of these files.
@@ -202,7 +202,7 @@ def _read_file(path: Path) -> PublishedFile:
     try:
         header, rows = read_csv(path)
     except UsageError as error:
-        raise _UnknownHeader(f"published={path} is no CSV file: {error.__cause__}") from error
+        raise _UnknownHeader(f"published={path} is not a CSV file: {error.__cause__}") from error
     for form, (columns, read) in _FORMS.items():
         if columns <= set(header):
             return PublishedFile(path=path, form=form, rows=tuple(read(path.stem, rows)), columns=header)

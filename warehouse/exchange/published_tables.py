@@ -62,7 +62,7 @@ _CLUSTERS = dict.fromkeys(("H100", "DGX-H100"), "H100-SXM5-80GB") | dict.fromkey
     ("B200", "DGX-B200"), "B200-SXM-180GB"
 )
 _ZEUS_GPUS = {"V100": "V100-PCIE-32GB", "P100": "P100-PCIE-16GB", "RTX6000": "Quadro-RTX-6000"}
-_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that agree within this are no contradiction
+_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that agree within this do not contradict each other
 _IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
 _MS = {"ms": 1.0, "s": 1e3}
 _MOST_WATTS = 2_000.0  # above any GPU's limit
@@ -161,7 +161,7 @@ def _zeus_problem(row: Cells) -> str | None:
     if not row["precision"]:
         return "no precision"
     if not 0 < (to_number(row["power_limit_w"]) or 0.0) <= _MOST_WATTS:
-        return f"power_limit_w is no limit of a GPU: {row['power_limit_w'] or 'empty'}"
+        return f"power_limit_w is not a limit of a GPU: {row['power_limit_w'] or 'empty'}"
     if kind == _POWER[0] and value > _MOST_WATTS:
         return f"{value:g} W is more than a GPU draws"
     return None if (kind, unit) in (_POWER, _EPOCH_TIME) else f"{kind} in {unit}: this table is of power and time"
@@ -242,7 +242,7 @@ def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
 _PARALLEL_RULES: tuple[Rule, ...] = (
     (
         lambda row, run: bool(row["micro_batch"]) and not (above_zero(row["micro_batch"]) or 0.5).is_integer(),
-        invalid("micro_batch is no whole number > 0", "step_time_ms"),
+        invalid("micro_batch is not a whole number > 0", "step_time_ms"),
     ),
     (is_empty("step_time_ms"), invalid(lambda row: f"no time of a step: {row['what_was_measured']}")),
 )

@@ -42,7 +42,7 @@ class ListedTable:
     row_is    what a row is
     rows_are  the same in the plural
     relation  SQL that its rows are selected from
-    row_id    column that tells rows apart; rows of equal order follow it
+    row_id    column that identifies rows; rows of equal order follow it
     facets    columns whose values can be chosen
     order     initial order: a column, with `-` before it for descending order
     keys      key of the URL -> column that must equal its value
@@ -247,7 +247,7 @@ class Filters:
         return dataclasses.replace(self, page=page)
 
     def where(self, without: str | None = None) -> str:
-        """Return the condition of the chosen values, but those of the facet `without`; empty where there is none."""
+        """Return the condition of the chosen values, except those of the facet `without`; empty where there is none."""
         parts = [_condition(facet, values) for facet, values in self.chosen.items() if facet != without and values]
         parts += [f"{self.listing.keys[name]} = {sql_text(value)}" for name, value in self.equal.items()]
         return f" WHERE {' AND '.join(parts)}" if parts else ""

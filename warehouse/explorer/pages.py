@@ -195,7 +195,7 @@ def _nulls(names: Sequence[str], known: Sequence[int], total: int) -> list[tuple
 
 
 def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
-    """Return one run, or None where there is none of this id."""
+    """Return one run, or None where no run has this id."""
     answer = reader.rows("SELECT * FROM runs WHERE run_id = ?", [run_id])
     if not answer.rows:
         return None
@@ -299,7 +299,7 @@ def _indented(config: object) -> str:
 
 
 def require_run_id(text: str) -> str:
-    """Return the id of a run as a URL holds it. Raises `UsageError` for what is none."""
+    """Return the id of a run as a URL holds it. Raises `UsageError` for anything else."""
     if not text or len(text) > 300 or "\0" in text:
         raise UsageError("a run's id is wanted")
     return text
@@ -341,7 +341,7 @@ def histogram(name: str, counts: Mapping[str, Mapping[int, int]], *, is_log: boo
     Args:
         name: The label, with its unit.
         counts: Source -> place of a bin -> runs, binned by `LOG_BIN` or `RATIO_BIN`; at least one run.
-        is_log: Which of the two.
+        is_log: Whether the axis is logarithmic.
     """
     places = sorted({place for by_place in counts.values() for place in by_place})
     first, last = (places[0], places[-1]) if is_log else (0, _RATIO_BINS - 1)
@@ -416,7 +416,7 @@ def nights_page(folder: DataFolder) -> NightsPage:
 
 
 def night_report(folder: DataFolder, name: str) -> bytes | None:
-    """Return the page that a night's report is; None where there is none. Raises `UsageError` for no night's name."""
+    """Return the page that a night's report is; None where there is none. Raises `UsageError` for any other name."""
     if not _NIGHT_NAME.fullmatch(name):
         raise UsageError("a night's name is wanted, as in 2026-11-20")
     path = folder.reports / f"{name}.html"
@@ -462,7 +462,7 @@ def rendered(template: str, link: Link = served_link, **values: Any) -> str:
 
     Args:
         template: Its name.
-        link: Gives the address of a page by its path and query; None where there is no such page.
+        link: Returns the address of a page by its path and query; None where there is no such page.
         **values: What the template shows.
     """
     links = {"link": link, "is_served": link is served_link}
@@ -521,7 +521,7 @@ def device_page(
     Args:
         reader: Reads the warehouse.
         name: As runs have it in `device_name`.
-        source: Whose runs; default the first that there is of measured, imported, simulated.
+        source: Source of the runs; default the first of measured, imported, simulated that has some.
         estimates: Estimates runs; None shows no residuals.
 
     Raises:

@@ -64,7 +64,7 @@ class Judgement:
 def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
     """Return what the valid listings of `runs` or `telemetry` state. Invalid ones are reported on stderr.
 
-    A damaged merged file hides nothing: what it replaces may still be there. `left_out` says of a file whether it is
+    A damaged merged file hides nothing: what it replaces may still be there. `left_out` returns whether a file is
     damaged; by default only footers are looked at.
     """
     believed, lost = _believed(folder, kind)
@@ -146,7 +146,7 @@ def _is_damaged(path: Path) -> bool:
 def _believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
     """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
 
-    Their content is read once while they stay the same. What they hide is judged anew, as files come and go.
+    Their content is read once while they stay the same. What they hide is judged again, as files come and go.
     """
     lost: list[DamagedListing] = []
 

@@ -81,7 +81,7 @@ class IntegrityReport:
 def examine(folder: DataFolder, *, workers: int | None = None, progress: Progress | None = None) -> IntegrityReport:
     """Verify every file of the folder in `workers` threads (default: the CPUs this process may use).
 
-    Files that a compaction deletes meanwhile are left out. Raises `UsageError` if there is no such data folder.
+    Files that a compaction deletes in the meantime are left out. Raises `UsageError` if there is no such data folder.
     """
     folder.open()
     report = IntegrityReport()
@@ -165,7 +165,7 @@ def _verified_artifact(path: Path) -> list[_Verified]:
             named = path.parent / name
             problem = None
             if not named.resolve().is_relative_to(path.parent.resolve()) or not isinstance(about, dict):
-                problem = f"it names {name!r}, which is no file of it"
+                problem = f"it names {name!r}, which is not a file of it"
             elif not named.is_file():
                 problem = "it is not there"
             elif named.stat().st_size != about.get("bytes") or sha256_of(named) != about.get("sha256"):

@@ -77,7 +77,7 @@ class Listing:
                 rows=int(metadata[_ROWS]) if _ROWS in metadata else None,
             )
         except (pa.ArrowException, KeyError, TypeError) as error:
-            raise ValueError(f"it is no listing: {first_line(error)}") from error
+            raise ValueError(f"it is not a listing: {first_line(error)}") from error
 
     def write(self) -> None:
         """Write the listing atomically; from this moment `merged` counts, and `hidden` no longer does."""
@@ -106,7 +106,7 @@ def is_merged_name(name: str) -> bool:
 
 
 def has_own_name(path: Path) -> bool:
-    """Return whether the name of a merged file or listing is of the form that `new_merged_name` gives."""
+    """Return whether the name of a merged file or listing is of the form that `new_merged_name` makes."""
     return _OWN_NAME.fullmatch(path.name) is not None
 
 

@@ -30,7 +30,7 @@ _FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no que
 _IN_FLIGHT = ("leased", "exhausted")
 _PRIME = 1_000_003  # squares of indexes are summed modulo this one, which fits 64 bits
 _BUSY_S = 10.0  # waits for who holds the file
-_MOST_LOOKS = 5  # at a partition that a compaction changes meanwhile
+_MOST_LOOKS = 5  # at a partition that a compaction is changing
 
 Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
 

@@ -49,7 +49,7 @@ class Mark:
 def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked_at: datetime.datetime) -> Path:
     """Write the marks of one growth cycle durably, all or none, in place of its earlier ones.
 
-    Equal calls write equal files. Raises `ValueError` if the cycle's name is no valid file name.
+    Equal calls write equal files. Raises `ValueError` if the cycle's name is not a valid file name.
     """
     folder.create()
     ordered = sorted(marks, key=lambda mark: (mark.run_id, mark.label))

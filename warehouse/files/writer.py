@@ -278,7 +278,7 @@ class MergedIndex:
                     return file.path
             if listings == self._listings():
                 return None
-            # A compaction has merged the file once more meanwhile: the next look finds the new one.
+            # A compaction has merged the file once more since: the next look finds the new one.
         return None
 
     def holder(self, family: str) -> Callable[[str], bool]:

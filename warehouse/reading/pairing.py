@@ -1,7 +1,7 @@
 """Pairs what two sets of rows measured alike, sums up by how much it differs, and compares snapshots by it.
 
 Start reading at `paired`. Snapshots, kernels and releases are compared with it, and measured runs with their estimates;
-canaries take `shift_of`. `diff` gives the changes of runs, labels, kernels and schema between two snapshots.
+canaries take `shift_of`. `diff` returns the changes of runs, labels, kernels and schema between two snapshots.
 """
 
 from __future__ import annotations

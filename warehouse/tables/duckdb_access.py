@@ -42,7 +42,7 @@ def scratch_cursor() -> duckdb.DuckDBPyConnection:
         cursor = _INSTANCES[process].cursor()
         cursor.execute("SELECT 1")
         return cursor
-    except (KeyError, duckdb.Error):  # after an internal error, as of a torn file, DuckDB wants to be started anew
+    except (KeyError, duckdb.Error):  # after an internal error, as of a torn file, DuckDB wants to be restarted
         _INSTANCES[process] = _new_instance()
         return _INSTANCES[process].cursor()
 
@@ -58,7 +58,7 @@ def new_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 @contextlib.contextmanager
 def existing_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a database file to read it. Raises `duckdb.Error` where it is none."""
+    """Open a database file to read it. Raises `duckdb.Error` where it is not one."""
     with _attached(path, " (READ_ONLY)") as cursor:
         yield cursor
 

@@ -157,7 +157,7 @@ class Device(Protocol):
     """A device backend. The worker calls `slots` and `environment`; `measure` runs in the trial's child process."""
 
     backend: str
-    source: str  # warehouse.tables.schema.SOURCES: what its rows say of themselves
+    source: str  # warehouse.tables.schema.SOURCES: what its rows have as their source
     sampled: bool  # whether the worker samples telemetry while the trial runs; otherwise the trial reports its own
     prepares: bool  # whether the next trial's process can be made ready on the host without touching what is measured
 

@@ -111,7 +111,7 @@ def kernels_of_trace(events: Iterable[Event], steps: int) -> list[dict[str, Any]
     """Return rows of `kernels`: one for each kernel, operator and shapes, with the median duration and the count.
 
     A kernel belongs to the operator that PyTorch dispatches: `aten::convolution`, not `aten::conv2d` around it nor
-    `aten::cudnn_convolution` below it. A trace without kernels, of the CPU, gives the operators themselves.
+    `aten::cudnn_convolution` below it. A trace without kernels, of the CPU, has the operators themselves.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     calls = list(_calls([event for event in complete if event.get("cat") in ("cpu_op", "user_annotation")]))

@@ -151,7 +151,7 @@ class SimulatedDevice:
         link: Link,
         rank: Mapping[str, int],
     ) -> None:
-        """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean.
+        """Report a sample every 100 ms of virtual time. The model computes means only, so every sample holds the mean.
 
         `step` has the trial's own figures, `shown` those of the whole device, partners included.
         """

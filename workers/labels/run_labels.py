@@ -1,6 +1,6 @@
 """Labels of a run: means over its window, peaks, energy, and their quality; also of ranks and of groups.
 
-Start reading at `label_run`; `label_ranks` labels each rank of a run and gives the run the labels of the worst one.
+Start reading at `label_run`; `label_ranks` labels each rank of a run, and the run as its worst rank.
 `labelled_group` is for trials that ran together: what is each one's own, and the rows of `collocations`.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# metric -> sensors that give it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
+# metric -> sensors that read it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
 MEANS = {
     **dict.fromkeys(("smact", "smocc", "drama"), ("gpm", "dcgm", "simulated")),
     **dict.fromkeys(("gpu_util", "power_w"), ("nvml", "dcgm", "simulated")),
@@ -37,7 +37,7 @@ _SHOWN = 0.98  # share of what the allocator holds that such growth must show, o
 _COUNTER_STEPS = 8  # steps of the energy counter that a window must hold for its mean power to be taken from there
 _STOPPED = "stopped"
 _PARTNER_ENDED = "partner_ended"
-_OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # the writer's to give
+_OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # set by the writer
 
 
 def label_run(observed: Observed) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
@@ -182,7 +182,7 @@ def peak_memory_mib(
 def _growth_mib(samples: Samples) -> list[float]:
     """Return the device memory in use, at each of NVML's readings, above the least until then.
 
-    So memory that an earlier trial still gives back is not charged to this one."""
+    So memory that an earlier trial is still freeing is not charged to this one."""
     used = [s.values["memory_used_mib"] for sensor, s in samples if sensor == "nvml" and "memory_used_mib" in s.values]
     return [now - least for now, least in zip(used, itertools.accumulate(used, min), strict=True)]
 
@@ -275,7 +275,7 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
 
     Args:
         group_id: The task's own run id.
-        members: In the order of their numbers.
+        members: The members in the order of their numbers.
         sharing: time_slicing, mps or mig.
     """
     ended = [place for place, member in enumerate(members) if not member.ok]

@@ -1,7 +1,7 @@
 """Parts that the probes' processes share: readings of memory, training as a trial of the farm does it, histories.
 
 Start reading at `trial_step`. `start_recording` records every request of the allocator from its first on, and
-`featurize.memory.replay` replays what `recorded_history` gives.
+`featurize.memory.replay` replays the result of `recorded_history`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def trial_step(
 
     Args:
         config: The trial's.
-        device: On which it trains.
+        device: Device on which it trains.
         on_phase: Is called as `forward`, `backward` and `optimizer` begin.
     """
     import torch

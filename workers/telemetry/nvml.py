@@ -25,7 +25,7 @@ NO_HOST_PIDS = (
 )
 _BYTES_PER_MIB = 1024**2
 _SLOW_PERIOD_NS = 1_000_000_000  # period of what rarely changes: ECC counts, processes that draw
-_MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer give more noise than figure
+_MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer are more noise than figure
 # NVML's return codes (nvml.h). What a device or driver cannot do it never will: asking again only costs time.
 _NEVER = {
     3: "not supported by this device",
@@ -218,7 +218,7 @@ def memory_before(nvml: Nvml, uuid: str | None, *, clock_ns: Callable[[], int] =
 
 
 def ratio(value: float, full: float = 100.0) -> float | None:
-    """Return `value / full` in [0, 1], None if it is no share. Rounding may lift a reading slightly above full."""
+    """Return `value / full` in [0, 1], None if it is not a share. Rounding may lift a reading slightly above full."""
     share = value / full
     if not math.isfinite(share) or share < 0 or share > 1.05:
         return None
@@ -267,7 +267,7 @@ class NvmlSensor(Sensor):
         known_pids: frozenset[int] = frozenset(),
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`known_pids`: processes of the farm that may be on the GPU besides the trial's; see `ignore`."""
+        """`known_pids`: processes of the farm that may be on the GPU beside the trial's; see `ignore`."""
         if nvml is None:
             nvml = open_nvml()
         else:
@@ -283,7 +283,7 @@ class NvmlSensor(Sensor):
         self._slow_due_ns = 0
         self._slow = False
         self._pcie: tuple[int, tuple[int, int]] | None = None
-        self.dropped: dict[str, str] = {}  # metric -> why this device does not give it
+        self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> NvmlSensor:

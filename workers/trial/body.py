@@ -15,8 +15,8 @@ this process's own children, in its process group and its control group, and die
 talks to its worker, over a socket of its own. This process runs no operator. Where a rank fails or ends, the whole
 trial does: the report names the rank, and the others are killed.
 
-`classify` tells from a trial's exception which memory ran out; the worker checks with `is_device_fault` what the trial
-reports of its device. Torch is imported on use.
+`classify` derives from a trial's exception which memory ran out; the worker checks with `is_device_fault` what the
+trial reports of its device. Torch is imported on use.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _DEVICE_OOM_MARKS = (
 # What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
 _FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
 _FULL_CARD_FREE_MIB = 512.0
-_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # in which torch raises them
+_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # types in which torch raises them
 _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
@@ -77,7 +77,7 @@ class TrialLink:
         self.ended = False  # the worker has closed its end: no more words will come
 
     def report(self, event: str, **values: Any) -> None:
-        """Send one event. A process that the trial's model has forked exits here, since it is no trial."""
+        """Send one event. A process that the trial's model has forked exits here, since it is not a trial."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
@@ -149,7 +149,7 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
     try:
         _measure(trial, link, place)
     except BaseException as error:
-        if link.reported_result:  # what comes after it is none of the run's business
+        if link.reported_result:  # what comes after it does not concern the run
             return
         backend, error_type = trial["device"]["backend"], type(error).__name__
         status, oom_kind = classify(error, backend == "cpu", _free_device_mib(trial, place))

@@ -209,7 +209,7 @@ class TrialRun:
 
 
 class TrialWatch:
-    """Samples a trial while it runs, and tells when what it samples is steady.
+    """Samples a trial while it runs, and notes when what it samples is steady.
 
     Of several ranks each has sensors of its own, whose samples carry its number, and the whole process tree one more.
     The first rank's figures decide on the window, as it does itself.
@@ -286,7 +286,7 @@ class TrialWatch:
             sampler.wind_up(until_ns)
 
     def stop(self, until_ns: int | None) -> None:
-        """End all sensors, and give `observed` their samples."""
+        """End all sensors, and pass their samples to `observed`."""
         observed = self._observed
         for sampler in self._samplers:
             rank = self._of_ranks.index(sampler) if sampler in self._of_ranks else None

@@ -1,6 +1,6 @@
 """Parses and checks everything that arrives on a trial's socket, and records it in the trial's `Observed`.
 
-Start reading at `ReportReader`. A trial runs other people's code, so nothing that it sends is trusted: the first breach
+Start reading at `ReportReader`. A trial runs third-party code, so nothing that it sends is trusted: the first breach
 of the rules is recorded as `Observed.broken`, and nothing more of that trial is read.
 """
 
@@ -28,7 +28,7 @@ _LATEST_VIRTUAL_NS = 2**62
 _FAILURES = ("oom", "crashed", "invalid")  # the statuses that a trial may claim; `timeout` is the worker's to say
 _WINDOW_ENDS = ("steady", "max_seconds", "fixed")
 _STEP_METRICS = frozenset({"step_time_ms", "allocated_mib", "reserved_mib"})
-# Columns of `kernels` that a trial gives itself, with their types; the others are its run's.
+# Columns of `kernels` that a trial sets itself, with their types; the others are its run's.
 KERNEL_COLUMNS = {
     name: str(KERNEL_SCHEMA.field(name).type)
     for name in (
@@ -54,7 +54,7 @@ KERNEL_COLUMNS = {
         "timing",
     )
 }
-# Columns of `runs` that a trial gives itself.
+# Columns of `runs` that a trial sets itself.
 _LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
 _RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # labels of `ranks`, likewise
 
@@ -70,7 +70,7 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a trial says of its own failure; `rank` of several."""
+    """A trial's description of its own failure; `rank`: which one of several."""
 
     status: str
     oom_kind: str | None
@@ -89,7 +89,7 @@ class TrialExit:
     signal: int | None = None
     timed_out: bool = False
     killed_for: str | None = None  # why it was killed, other than the deadline
-    output: str = ""  # of its standard output and error: the beginning and the end
+    output: str = ""  # its standard output and error: the beginning and the end
     left: int = 0  # processes that it left behind and that had to be killed
     stayed: int = 0  # those of them that could not be
 
@@ -100,8 +100,8 @@ class Observed:
 
     backend     cuda, cpu or simulated
     t0_ns       when the trial began
-    period_s    of the sampling
-    samples     as the sensors gave them
+    period_s    period of the sampling
+    samples     the sensors' readings
     values      what the trial itself reported: column -> figure
     shared      other trials of its group were on the device: what that shows is not this trial's alone
     oom_kills   by the kernel since boot, before the trial was started
@@ -408,7 +408,7 @@ def _kernel(row: Any) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for name, value in _mapping("rows", row).items():
         if name not in KERNEL_COLUMNS:
-            raise _Broken(f"{name!a} is no column that a trial gives to kernels"[:_NAME_CHARACTERS])
+            raise _Broken(f"{name!a} is not a column that a trial sets in kernels"[:_NAME_CHARACTERS])
         if value is None:
             continue
         kind = KERNEL_COLUMNS[name]
@@ -445,7 +445,7 @@ def _number(key: str, value: Any) -> float:
 def _numbers(values: Any, known: Any) -> dict[str, float]:
     for key in _mapping("values", values):
         if key not in known:
-            raise _Broken(f"{key!a} is no figure that this event has"[:_NAME_CHARACTERS])
+            raise _Broken(f"{key!a} is not a figure of this event"[:_NAME_CHARACTERS])
     return {key: _number(key, value) for key, value in values.items()}
 
 

@@ -126,7 +126,7 @@ class TrialServer(ChildServer):
         """Yield the names of the trial's recorded events, None at least every `tick_s`, and last its `TrialExit`.
 
         At `deadline_ns` or `trial.leave_by_ns` (monotonic), or when a report was broken, it is killed with all that it
-        started. So is what has not ended half a minute after it was told `bye`.
+        started. So is any that has not ended half a minute after `bye`.
         """
         channel_open, over, killed, timed_out, reads_after_exit = True, False, False, False, 0
         next_tick_ns = time.monotonic_ns()
