@@ -13,6 +13,7 @@ from learn.rows import step_store
 from learn.rows.data import make_rows
 from learn.rows.step_store import StepStore
 from learn.rows.targets import TARGETS
+from tests.learn.conftest import few_trees as few_trees
 
 FITTED_ROWS, TRAINING_FREE_ROWS = 40, 8  # a row of the latter takes a whole analysis, and none learns from others
 STEPS = StepStore()  # of the cases that the tests share
