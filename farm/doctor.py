@@ -215,7 +215,7 @@ def _source(
 
 
 def _listened_to(sensor: Sensor, uuid: str | None) -> dict[str, Any]:
-    """Return what a sensor gives, by sampling it until it has a reading, or an exporter's interval is known."""
+    """Return a sensor's readings, by sampling it until it has a reading, or an exporter's interval is known."""
     from workers.telemetry.dcgm import DcgmSensor
 
     exporter = sensor if isinstance(sensor, DcgmSensor) else None

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from warehouse.files.presence import Presence
 
-_MAIN_REASONS = 2  # of doubts, in the table
+_MAIN_REASONS = 2  # reasons for doubt in the table
 _PLAIN_WIDTH = 200  # without a terminal nothing is cut off
 
 
@@ -57,8 +57,8 @@ class StatusSettings(Checked):
 
 
 def entry(settings: StatusSettings) -> None:
-    """Print the jobs of the folder. `UsageError`: an unknown job or format, and what is no data folder; one without
-    jobs is none."""
+    """Print the jobs of the folder. `UsageError`: an unknown job or format, and a folder that is not a data folder; one
+    without jobs is not an error."""
     folder = DataFolder.resolve(settings.data).open()
     presence = presence_of(folder)
     report = read(folder, settings.job, time.time(), presence)

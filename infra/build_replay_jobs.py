@@ -1,4 +1,4 @@
-"""Writes `farm/replaying/carma_jobs.csv`: the job types of CARMA's traces, and what each estimator says of them.
+"""Writes `farm/replaying/carma_jobs.csv`: the job types of CARMA's traces, and each estimator's figures for them.
 
 Start reading at `main`; the figures that CARMA's authors published are in `farm/replaying/carma_published.csv`. What is
 estimated here is computed by this project without a GPU: nothing of it was measured. Needs torchvision, timm and
@@ -235,7 +235,7 @@ def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
 
 
 def main() -> int:
-    """Write the catalogue anew; with names of models as arguments, their rows only."""
+    """Rewrite the catalogue; with names of models as arguments, their rows only."""
     with PUBLISHED_FILE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     only = sys.argv[1:]

@@ -1,7 +1,8 @@
 """`make collect-gpu`: measure runs of every family on a GPU that is lent for a while, and add them to the data set.
 
-Start reading at `collect`. `python -m infra.collect minutes=9`: the same command goes on where it was, and every family
-gets its turn in each round, so that an early end leaves some of each. `measure=kernels` and others go the same way.
+Start reading at `collect`. `python -m infra.collect minutes=9`: the same command continues where it was, and every
+family gets its turn in each round, so that an early end leaves some of each. `measure=kernels` and others go the same
+way.
 """
 
 from __future__ import annotations
@@ -211,7 +212,8 @@ def rounds(n: int) -> Iterator[int]:
 def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bool:
     """Queue and run round after round until all is done or the time is up, then export; whether all is done.
 
-    A family whose space cannot be sampled here is told and left out. Raises `UsageError` where the device is not here.
+    A family whose space cannot be sampled here is reported and left out. Raises `UsageError` where the device is not
+    here.
     """
     until_s = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes - _LEAVE_S
     jobs = submissions(settings)
@@ -295,7 +297,7 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure; 130 where it was told to stop before all was done, but for the end of its minutes."""
+    """Measure; 130 where it was asked to stop before all was done, except by the end of its minutes."""
 
     def collected() -> int:
         settings = settings_of(argv)

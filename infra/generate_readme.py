@@ -54,7 +54,7 @@ class Block:
     command   as it is shown and run by bash; `the sql above` and `the python above` run the fenced code before it
     code      that code, or None
     hide      lines of the output that match are left out; `[...]` stands for each group of them
-    rewrite   (pattern, text): what is rewritten besides `VOLATILE`
+    rewrite   (pattern, text): what is rewritten in addition to `VOLATILE`
     body      what stands in the page now
     """
 
@@ -144,7 +144,7 @@ def body_of(block: Block, output: str) -> str:
 
 
 def regenerated(page: str, progress: Callable[[str], None] = lambda command: None) -> str:
-    """Return the page with every block's output made anew."""
+    """Return the page with every block's output renewed."""
     with tempfile.TemporaryDirectory(prefix="gpufarm-readme-") as folder:
         blocks = iter(blocks_of(page))
 

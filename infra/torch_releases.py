@@ -115,11 +115,12 @@ def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]
 def main(versions: list[str]) -> int:
     """Test the given releases, else those that `golden_traces.json` names as tested; print a line for each.
 
-    Returns 1 if a release gives other figures than that file or if a command or a test fails, 2 for what is no version.
+    Returns 1 if a release computes other figures than that file or if a command or a test fails, 2 for an invalid
+    version.
     """
     wrong = [version for version in versions if not _VERSION.fullmatch(version)]
     if wrong:
-        print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is no version')
+        print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is not a version')
         return 2
     golden = json.loads((ROOT / "tests" / "featurize" / "golden_traces.json").read_text(encoding="utf-8"))
     # Of pip, such as another index, for CPU builds.

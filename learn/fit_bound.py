@@ -32,9 +32,9 @@ from learn.estimators.protocol import LEVEL, BoundShares, bound_shares, group_sc
 AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
 LEAST_ROWS = 30
 LEAST_GROUPS = 4  # values of an axis, for leaving one out to say anything
-MOST_OVER = 0.15  # of the need, that a bound may lie above it in the median
+MOST_OVER = 0.15  # share of the need by which a bound may lie above it in the median
 _CONTRADICTS = 1.5  # times the estimate: such a row is probably of another job. It is judged, and not fitted on
-# The causes whose shares rows tell apart; the others stay in proportion, as too few rows are moved by them alone.
+# The causes whose shares rows can separate; the others stay in proportion, as too few rows are moved by them alone.
 _FITTED = (WORKSPACES, KERNELS)
 # Instrument -> causes that move it: torch counts no context, and its allocated memory no caches.
 _MOVED_BY = {
@@ -96,7 +96,7 @@ class Answers:
 
 
 def read_answers(path: Path) -> Answers:
-    """Return the rows of a file. Raises `UsageError` that names the first line that is none, or for too few."""
+    """Return the rows of a file. Raises `UsageError` that names the first invalid line, or for too few."""
     rows: list[Mapping[str, Any]] = []
     refused = 0
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -198,7 +198,7 @@ def _evened(answers: Answers, inside: np.ndarray) -> np.ndarray:
     for axis in ("family", "source"):
         _, member = np.unique(answers.groups[axis][inside], return_inverse=True)
         weight /= np.bincount(member, weights=weight)[member]
-    return weight / weight.sum()
+    return np.asarray(weight / weight.sum())
 
 
 def _scores(need: np.ndarray, names: np.ndarray) -> dict[float, float]:

@@ -94,7 +94,7 @@ class TrialSettings(TrialRules):
     window: WindowSettings = section(WindowSettings, required=True)
     telemetry: TelemetrySettings = section(TelemetrySettings)
     kernels: KernelSettings = section(KernelSettings)
-    sharing: str = "time_slicing"  # of trials that run together
+    sharing: str = "time_slicing"  # how trials that run together share
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields as the class takes them. Ids of older jobs stay: no `kernels` where none are asked for."""

@@ -79,7 +79,7 @@ def traced(
 ) -> dict[str, dict[str, Any]]:
     """Config hash -> `summary_of` its step under the environment's torch; what `kept` holds is not traced again.
 
-    `kept` is a file of JSON lines that grows as configurations are traced, so an interrupted call goes on there.
+    `kept` is a file of JSON lines that grows as configurations are traced, so an interrupted call continues there.
     Raises `UsageError` where the environment's Python fails.
     """
     tag = mapping_hash({"code": FEATURES_STAMP, "device": spec.to_mapping()})
@@ -193,12 +193,12 @@ def _changes(
     totals: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
     differing: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for key, pair in compared.items():
-        own: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
+        figures_by_name: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
         for side, record in enumerate(pair):
             for name, figures in record[part].items():
                 for figure in FIGURES:
-                    own[named(name)][side][figure] += figures[figure]
-        for name, (old, new) in own.items():
+                    figures_by_name[named(name)][side][figure] += figures[figure]
+        for name, (old, new) in figures_by_name.items():
             for side, figures in enumerate((old, new)):
                 for figure in FIGURES:
                     totals[name][side][figure] += figures[figure]

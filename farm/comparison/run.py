@@ -94,7 +94,7 @@ class CompareSettings(SampledSettings):
         """The jobs that environments run; None where both sides have their runs."""
         if self.arch is None or self.n is None:
             return None
-        shared = {one.name: getattr(self, one.name) for one in dataclasses.fields(SampledSettings)}
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(SampledSettings)}
         return SubmitSettings(n=self.n, **shared)
 
 
@@ -102,7 +102,7 @@ class CompareSettings(SampledSettings):
 class Result:
     """A finished comparison.
 
-    name       of its files; job_id of the runs of environments
+    name       name of its files; job_id: that of the runs of environments
     operators  None where they were not compared: `no_operators` says why
     caveat     what these figures can and cannot show
     folders    where the runs of each side are
@@ -154,11 +154,11 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
     """Resolve both sides in parallel, since importing torch takes seconds."""
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(side_of, key, getattr(settings, key), code) for key in ("before", "after")]
-        errors = [error for one in asked if (error := one.exception()) is not None]
+        errors = [error for future in asked if (error := future.exception()) is not None]
     if errors:
         other = next((error for error in errors if not isinstance(error, CommandError)), None)
         raise other or UsageError("; ".join(map(str, errors)))
-    before, after = (one.result() for one in asked)
+    before, after = (future.result() for future in asked)
     same = isinstance(before, Environment) and isinstance(after, Environment) and before.python == after.python
     if same or (isinstance(before, Recorded) and before == dataclasses.replace(after, text=before.text)):
         raise UsageError(

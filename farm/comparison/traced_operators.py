@@ -27,7 +27,7 @@ FIGURES = ("calls", "launches", "moved_mib", "gflops", "ms", "peak_mib")
 def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     """Trace one step; return figures by operator and by module, operators by dtype, the peak by kind in MiB.
 
-    A step that cannot be traced gives `{"error": why}`.
+    A step that cannot be traced yields `{"error": why}`.
     """
     from featurize.configs.trial import config_from_mapping
     from featurize.memory.replay import replay

@@ -24,14 +24,14 @@ from featurize.configs.trial import TrialConfig, config_from_mapping, config_of_
 from featurize.device.device_spec import same_device
 from featurize.families import layers_of
 from featurize.job.layers import rough_memory_mib
-from learn.rows.targets import TARGETS
+from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RUN_RATIOS
 from warehouse.tables.run import reasons_of
 from warehouse.tables.schema import ENVIRONMENT
 from workers.labels.quality import REASONS
 
-PREFIX = "canary-"  # of the ids of the jobs that canaries run in
+PREFIX = "canary-"  # prefix of the ids of the jobs that canaries run in
 LABELS = {target.column: target.unit for target in TARGETS.values()}
 _ABOUT = (
     "run_id",
@@ -50,7 +50,7 @@ _ABOUT = (
     "started_at",
     "finished_at",
 )
-_CLOCK_SHARE = 0.05  # by which the SM clock must be lower to be named as a cause
+_CLOCK_SHARE = 0.05  # how much lower the SM clock must be to be named as a cause
 _HOTTER_C = 10.0
 _LATEST = 3  # runs of the history whose telemetry is looked at
 
@@ -129,7 +129,7 @@ def _night(of_job: Sequence[tuple[CanaryRun, tuple[Any, ...]]], before: tuple[An
         return CanaryNight(environments.most_common(1)[0][0], runs)
     known = tuple(next((e[i] for _, e in of_job if e[i] is not None), None) for i in range(len(ENVIRONMENT)))
     # No run came so far as to say all of it: it is the environment before where nothing speaks against that.
-    if before is not None and all(one in (None, other) for one, other in zip(known, before, strict=True)):
+    if before is not None and all(column in (None, other) for column, other in zip(known, before, strict=True)):
         return CanaryNight(before, runs)
     return CanaryNight(known, runs)
 
@@ -137,7 +137,7 @@ def _night(of_job: Sequence[tuple[CanaryRun, tuple[Any, ...]]], before: tuple[An
 def _run(row: Mapping[str, Any]) -> CanaryRun | None:
     try:
         config = config_of_row(row["config"])
-    except UsageError:  # of another version of the code: no canary of this one's
+    except UsageError:  # from another version of the code: not a canary of this one
         return None
     return CanaryRun(
         run_id=row["run_id"],
@@ -200,7 +200,7 @@ def _causes_of(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Co
         why = ", ".join(f"{name}: {text}" for name, text in sensors.items() if name not in known)
         reasons.append(("a sensor gave nothing", ", ".join(sorted(lost)) + (f" ({why})" if why else "")))
     failed = next((run for run in runs if run.status != "ok"), None)
-    if failed is not None:  # of a canary that moved: one whose failure was accepted has not
+    if failed is not None:  # reached only by a canary that moved: one with an accepted failure has not
         reasons.append((f"ended as {failed.status}", failed.error))
     return reasons
 
@@ -232,7 +232,7 @@ def _slower(
 MEMORY = "peak_memory_mib"
 
 # Never change an entry, nor a default that it leaves open: its hash is what ties tonight to the nights before. Each is
-# small, and which operator families each has, and which not, tells later what moved (`farm.nights.watch`): batch norm
+# small, and which operator families each has, and which not, shows later what moved (`farm.nights.watch`): batch norm
 # without convolutions, convolutions without batch norm, embeddings without attention, half precision in two of them.
 _CANARIES = (
     {
@@ -331,13 +331,13 @@ _CANARIES = (
 _BESIDE_MIB = 1024.0
 
 MEMORY_SHARE, MEMORY_MIB = 0.01, 2.0  # the larger of the two
-SHARED_MEMORY_SHARE = 0.25  # of host memory, where it moved by up to 11 % on a busy machine
+SHARED_MEMORY_SHARE = 0.25  # share of host memory, where it moved by up to 11 % on a busy machine
 RATIO = 0.05
 TIME_AND_POWER_SHARE = 0.10
-_OF_SHARED = (MEMORY,)  # what is compared on a device that serves other programs too
+_OF_SHARED = (MEMORY,)  # labels that are compared on a device that serves other programs too
 UNKNOWN = "unknown: neither the runs' quality nor their telemetry says why"
-DEVIATIONS = 4.0  # robust standard deviations of the history that are no move, whatever the tolerance
-_TO_DEVIATION = 1.4826  # of a median absolute deviation, for normal noise
+DEVIATIONS = 4.0  # robust standard deviations of the history that are not a move, whatever the tolerance
+_TO_DEVIATION = 1.4826  # factor of a median absolute deviation, for normal noise
 _LEAST_FOR_DEVIATION = 3  # runs: of two, one that was off would hide the next
 
 
@@ -362,7 +362,7 @@ class CanaryVerdict:
     verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
                  environment; `sick`: a canary failed, or something moved that no change of the environment explains
     environment  tonight's; before: the one compared with; newest: that of the night before. Columns of `ENVIRONMENT`
-    runs         of canaries tonight, whatever came of them
+    runs         runs of canaries tonight, whatever their outcome
     shared       as in `compare`
     configs      config_hash -> canary; job_ids: tonight's
     """
@@ -415,8 +415,8 @@ def compare(
 
     The history is that of the very same environment, however long ago, else that of the newest night. Compared are
     the median of all GPUs, and each GPU for itself, since one of several may be sick. A canary that fails has moved,
-    also where it has no history; failed runs are no history.
-    `forget`: earlier jobs that are no history, as those of nights that were sick. Untrusted runs never are.
+    also where it has no history; failed runs do not count as history.
+    `forget`: earlier jobs that do not count as history, such as those of sick nights. Untrusted runs never are.
     `shared`: the device serves other programs too, as a CPU does, whose times say nothing of it.
     `accepted`: hashes of the canaries that the user lets fail, until they run to their end once.
     """
@@ -481,7 +481,7 @@ def _first_night(
     """Return the verdict on canaries that no earlier night can be compared with."""
     ended = [run for of_canary in runs.values() for run in of_canary]
     if ended and not any(run.status == "ok" for run in ended):
-        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
+        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error given'}" for run in ended))
         return replace(
             verdict, verdict="sick", said=f"none of the {_canaries(runs)} ran to its end: {why[0]}", causes=why
         )
@@ -581,8 +581,10 @@ def _of_single_gpus(
     known = {(entry.config_hash, entry.label) for entry in together if entry.moved}
     on_one_gpu = []
     for gpu in gpus:
-        own = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
-        entries = compare_canaries({name: of_gpu for name, of_gpu in own.items() if of_gpu}, history, shared, accepted)
+        on_gpu = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
+        entries = compare_canaries(
+            {name: of_gpu for name, of_gpu in on_gpu.items() if of_gpu}, history, shared, accepted
+        )
         on_one_gpu += [
             replace(entry, said=f"{entry.said} on {gpu} alone")
             for entry in entries

@@ -152,7 +152,10 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
         for number, began in enumerate(step.attempts):
             last = number == len(step.attempts) - 1
             until = None if last else step.attempts[number + 1]
-            ended = max((at for at in finished if began <= at and (until is None or at < until)), default=began)
+            ended = max(
+                (ended_at for ended_at in finished if began <= ended_at and (until is None or ended_at < until)),
+                default=began,
+            )
             if last and step.ended_at is not None:
                 ended = step.ended_at
             total += max(0.0, (ended - began).total_seconds())  # less where the clock was put back

@@ -58,7 +58,7 @@ class Drift:
 
     operators  label -> the operator families that moved, or `everything`
     moved      each label in a sentence
-    marks      of the rows whose labels are stale in tonight's environment
+    marks      marks of the rows whose labels are stale in tonight's environment
     families   run_id of each of these -> its family
     """
 
@@ -190,7 +190,7 @@ def _rows(
 def _config(text: str | None) -> TrialConfig | None:
     try:
         return config_of_row(text)
-    except UsageError:  # of a family or field that this version does not have: nothing learns from it
+    except UsageError:  # a family or field that this version does not have: nothing learns from it
         return None
 
 
@@ -240,7 +240,7 @@ def remeasure(
 
     Every combination of a stale label, an operator family that moved and a bin of memory of a family is to be measured
     again in `environment`, twice where it has two configs; what was so since counts. Greedy, so nearly the fewest.
-    Reads the marks, so it goes on in later nights.
+    Reads the marks, so it continues in later nights.
     """
     rows = _stale_rows(data, device_name, source, environment)
     if not rows:
@@ -314,8 +314,8 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, frozenset[_Cell
     parameters = np.array([about[key]["parameters"] or 0 for key in keys], dtype=float)
     bins = Map.of([configs[key] for key in keys], {"memory": memory}, parameters, capacity_mib)
     cells = {
-        key: frozenset((label, name, bins.cell(at, "memory")) for label, name in stale[key])
-        for at, key in enumerate(keys)
+        key: frozenset((label, name, bins.cell(row_index, "memory")) for label, name in stale[key])
+        for row_index, key in enumerate(keys)
     }
     return cells, measured, configs
 
@@ -334,7 +334,7 @@ def watch(
 ) -> CanariesPayload:
     """Run the canaries on every GPU, compare them with the nights before, and mark rows that drift made stale.
 
-    A canary that moved and ran only once runs again: one odd run is no verdict. May be killed and called again.
+    A canary that moved and ran only once runs again: one odd run is not a verdict. May be killed and called again.
 
     Args:
         measure: runs `(kind, configs, shares)` as a job of the cycle; returns its id, or None where the time was up.
@@ -412,7 +412,7 @@ def _accepted_failures(earlier: Sequence[Cycle]) -> set[str]:
 
 
 def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
-    """Return the canary jobs that are no history: those of sick nights, and all before accepted new labels."""
+    """Return the canary jobs that do not count as history: those of sick nights, and all before accepted new labels."""
     accepted = [place for place, cycle in enumerate(earlier) if cycle.settings.get("canaries") == ACCEPT]
     from_here = len(earlier) if accept else accepted[-1] if accepted else 0
     forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or _was_sick(cycle)]

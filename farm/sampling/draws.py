@@ -61,9 +61,9 @@ def _stratified_points(space: Space, key: bytes, indices: range) -> list[list[fl
     keys = np.frombuffer(digests, "<u8").astype(np.uint64)
     index = np.arange(indices.start, indices.stop, dtype=np.uint64)
     points = (_stratified_digits(keys, index) + 0.5) / 2**_DIGITS  # the middle of the cell
-    sizes = {at: len(d.choices) for at, d in enumerate(space.varied) if isinstance(d, Choice)}
-    for at, places in _choice_places(sizes, keys, index).items():
-        points[at] = (places + 0.5) / sizes[at]
+    sizes = {axis: len(d.choices) for axis, d in enumerate(space.varied) if isinstance(d, Choice)}
+    for axis, places in _choice_places(sizes, keys, index).items():
+        points[axis] = (places + 0.5) / sizes[axis]
     of_index: list[list[float]] = points.T.tolist()
     return of_index
 
@@ -95,9 +95,9 @@ def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -
             period = _MANY * size
         shared = math.gcd(period, size)
         joint = period // shared * size
-        at = index % np.uint64(min(total, _MANY))
-        block, place = (at % np.uint64(joint)) // np.uint64(size), at % np.uint64(size)
-        shift = (at // np.uint64(joint)) % np.uint64(shared)
+        turn_index = index % np.uint64(min(total, _MANY))
+        block, place = (turn_index % np.uint64(joint)) // np.uint64(size), turn_index % np.uint64(size)
+        shift = (turn_index // np.uint64(joint)) % np.uint64(shared)
         of_block = _mix(_mix(keys[row] ^ _mix(turn)) ^ block)
         kind, rest = place % np.uint64(shared), place // np.uint64(shared)
         kind = _permuted(of_block, kind, shared) + _permuted(_mix(of_block), shift, shared)
@@ -164,7 +164,7 @@ POLICIES: dict[str, PointsOf] = {
 }
 
 
-# Part of a job's identity: grows whenever the same seed would give other configs. A job of an older version goes on
+# Part of a job's identity: grows whenever the same seed would draw other configs. A job of an older version continues
 # with what its queue holds; submitted again, it is a new job. 3: lists are drawn evenly, small spaces without repeats.
 SAMPLER_VERSION = 3
 MAX_ATTEMPTS = 1000  # points tried for one index before the space is called empty
@@ -176,7 +176,7 @@ _POINTS_AT_ONCE = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Checked, section="limits"):
-    """Ceilings that a config must stay under, computed from its layer plan; None is no limit."""
+    """Ceilings that a config must stay under, computed from its layer plan; None: no limit."""
 
     max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
     max_memory_mib: float | None = key(
@@ -228,18 +228,18 @@ def sample_range(
     rejections: Counter[str] | None = None,
     batch_sizes: Sequence[int] | None = None,
 ) -> Iterator[TrialConfig]:
-    """Yield the configs of the indices `start` <= i < `stop`, as `sample` gives them one by one.
+    """Yield the configs of the indices `start` <= i < `stop`, as `sample` draws them one by one.
 
-    A space of no more than `SMALL_SPACE` points gives no config twice while it has others.
+    A space of no more than `SMALL_SPACE` points draws no config twice while it has others.
 
-    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space says of batch
-    sizes: the very same trial but for that. A point is taken only if its configs are valid at all of them.
+    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space sets for batch
+    sizes: the same trial except for that. A point is taken only if its configs are valid at all of them.
     `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
     config drawn.
     """
     sizes = tuple(batch_sizes or ())
     k = max(1, len(sizes))
-    first, last = start // k, -(-stop // k)  # of points
+    first, last = start // k, -(-stop // k)  # first and last point
     groups = _configs(space, key_of(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
     skipped = start - first * k
     return itertools.islice(itertools.chain.from_iterable(groups), skipped, skipped + max(0, stop - start))
@@ -257,7 +257,7 @@ def _configs(
 ) -> Iterator[list[TrialConfig]]:
     """Yield each point's config, or its configs at every batch size.
 
-    What a small space gave before an index is drawn again first, from the last multiple of its number of points on.
+    What a small space drew before an index is drawn again first, from the last multiple of its number of points on.
     """
     family = families.get_family(space.family)
     drawn = _drawn_before(space)
@@ -274,7 +274,7 @@ def _configs(
 
 
 class _Drawn:
-    """Values and configs that a space of so many points gave so far; empty again once all points were drawn."""
+    """Values and configs so far of a space with this many points; empty again once all points were drawn."""
 
     def __init__(self, points: int) -> None:
         self.points = points
@@ -290,7 +290,7 @@ class _Drawn:
         return len(self.values) > before
 
     def gives(self, configs: list[TrialConfig]) -> bool:
-        """Return whether no other values gave these configs, and record them."""
+        """Return whether no other values led to these configs, and record them."""
         before = len(self.configs)
         self.configs.add(tuple(configs))
         return len(self.configs) > before
@@ -372,11 +372,11 @@ def _search(
     values = space.values(point)
     searched = [d for d in space.varied if d.name not in kept]
     points = math.prod(dimension.count or 1 for dimension in searched)
-    at, stride = int(draw("start") * points), int(draw("stride") * points) + 1
+    cell, stride = int(draw("start") * points), int(draw("stride") * points) + 1
     while math.gcd(stride, points) != 1:
         stride += 1
     for _ in range(points):
-        at, rest = (at + stride) % points, at
+        cell, rest = (cell + stride) % points, cell
         for dimension in searched:
             rest, place = divmod(rest, dimension.count or 1)
             values[dimension.name] = dimension.at(place)

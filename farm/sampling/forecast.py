@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")
 WAYS = ("fast", "trace", "plan")  # how a config's figures were found, the better ones first
-_FAR, _RARE = 3.0, 0.01  # of the table: where numbers are cut off; the share from which on a word has a column
+_FAR, _RARE = 3.0, 0.01  # where the table cuts numbers off; the share from which on a word has a column
 _AT_ONCE = 512  # configs worked on together
 _WORTH_WORKERS = 8_000  # configs from which on other processes start sooner than one is done
 
@@ -86,7 +86,7 @@ class Forecaster:
         }
         parts = [
             rows[i : i + _AT_ONCE] for rows in families.values() for i in range(0, len(rows), _AT_ONCE)
-        ]  # of one family each
+        ]  # rows of one family each
         n = len(configs)
         figures = {name: np.full(n, np.nan) for name in TARGETS}
         parameters = np.zeros(n)
@@ -172,7 +172,7 @@ def _columns(n: int, features: Sequence[tuple[list[int], Mapping[str, np.ndarray
             if column.dtype == object:
                 for word in set(column.tolist()) - {None}:
                     words.setdefault((name, word), np.zeros(n, dtype=np.float32))[places] = column == word
-            elif not name.startswith("log_"):  # of a number that has a column of its own
+            elif not name.startswith("log_"):  # a number that has a column of its own
                 numbers.setdefault(name, np.zeros(n, dtype=np.float32))[places] = np.nan_to_num(column)
     logged = [np.sign(column) * np.log1p(np.abs(column)) for _, column in sorted(numbers.items())]
     return np.stack(logged, axis=1), np.stack([column for _, column in sorted(words.items())], axis=1)
@@ -180,7 +180,7 @@ def _columns(n: int, features: Sequence[tuple[list[int], Mapping[str, np.ndarray
 
 def _table(standardized: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Numbers around 0 with a spread of 1, cut off at 3: one odd config must not be all that is far away. Words as they
-    are, so that a rare one is no farther off than a common one; those of fewer than 1 % of the configs tell nothing."""
+    are, so that a rare one is no farther off than a common one; those of fewer than 1 % of the configs mean nothing."""
     centre, spread = standardized.mean(0, dtype=np.float64), standardized.std(0, dtype=np.float64)
     varied = spread > 1e-6
     standardized = np.clip((standardized[:, varied] - centre[varied]) / spread[varied], -_FAR, _FAR)

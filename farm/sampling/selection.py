@@ -20,7 +20,7 @@ from farm.sampling.draws import NO_LIMITS, Limits, sample_range
 from featurize.configs.trial import TrialConfig, config_hash, problem_of
 from featurize.families import get_family
 from learn.estimators.protocol import from_space, to_space
-from learn.rows.targets import get_target
+from learn.rows.data import get_target
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,7 +47,7 @@ class CandidateForecaster(Protocol):
 class CandidatePool:
     """Candidates of one or more spaces: config, its hash, and its index in its family's sequence, in one order.
 
-    next_index  family -> where its sequence goes on after all of these
+    next_index  family -> where its sequence continues after all of these
     """
 
     configs: tuple[TrialConfig, ...]
@@ -63,11 +63,11 @@ class CandidatePool:
 class Chosen:
     """One candidate to run, with the reasons.
 
-    index         in its family's sequence
+    index         index in its family's sequence
     bins          dimension -> the cell that it probably falls into (`farm.sampling.coverage.DIMENSIONS`)
     rows          dimension -> rows that were known of that cell before this choice
-    uncertainty   of `active`: 1 is the candidates' mean; disagreement: of it, in the logarithm of memory
-    distance      of `active`: to the nearest row known or chosen before, in standard deviations of features
+    uncertainty   for `active`: 1 is the candidates' mean; disagreement: its own, in the logarithm of memory
+    distance      for `active`: distance to the nearest row known or chosen before, in standard deviations of features
     figures       target -> what is expected, in the target's unit
     """
 
@@ -83,7 +83,7 @@ class Chosen:
 
     @property
     def why(self) -> str:
-        """Return the reason in words: the cell with the fewest rows, the region, and the doubt if asked for."""
+        """Return the reason in words: the cell with the fewest rows, the region, and any uncertainty."""
         emptiest = min((name for name in self.rows if name != "region"), key=lambda name: self.rows[name])
         reason = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
         return reason if self.uncertainty is None else f"{reason}; {self.uncertainty:.1f} x as uncertain as the mean"
@@ -94,7 +94,8 @@ class Selection:
     """The candidates that `choose` took, in the order in which they will run.
 
     pool, measured, repeated  candidates; of them left out as measured already, and as copies of one another
-    next_index  family -> where its sequence goes on: what a policy has not looked at comes again, what it has does not
+    next_index  family -> where its sequence continues: what a policy has not looked at comes again, what it has does
+                not
     gained      dimension -> cell -> (rows known, rows chosen), the cells that gain
     ways        how the figures were found (`farm.sampling.forecast.WAYS`) -> candidates chosen
     """
@@ -121,7 +122,7 @@ def candidates(
 ) -> CandidatePool:
     """Return `count` configs of the space's sequence from index `start` on, where the last night ended.
 
-    `uniform` draws independent points; every other policy goes on with the low-discrepancy sequence. Errors as in
+    `uniform` draws independent points; every other policy continues with the low-discrepancy sequence. Errors as in
     `farm.sampling.draws.sample_range`.
     """
     points = "uniform" if policy == "uniform" else "stratified"
@@ -156,7 +157,7 @@ def choose(
 
     uniform, stratified  the first of the sequence
     coverage  those whose label bins and feature regions have the fewest rows (`farm.sampling.coverage.fill`)
-    active    drawn at random, the likelier the less the known rows tell of them and the rarer their bins
+    active    drawn at random, the likelier the less the known rows cover them and the rarer their bins
               (`worth`); while fewer than 20 rows are known, as `coverage`
 
     Candidates whose `config_hash` is in `known.measured` are left out, copies within the pool, and those whose network
@@ -340,12 +341,12 @@ def _chosen(
     memory = doubts.get("memory")
     chosen = []
     for rank, place in enumerate(places.tolist()):
-        at = fresh[place]
+        candidate = fresh[place]
         chosen.append(
             Chosen(
-                index=pool.indices[at],
-                config=pool.configs[at],
-                config_hash=pool.hashes[at],
+                index=pool.indices[candidate],
+                config=pool.configs[candidate],
+                config_hash=pool.hashes[candidate],
                 bins={name: cells.cell(place, name) for name in DIMENSIONS},
                 rows={name: int(before[k][cells.codes[place, k]]) for k, name in enumerate(DIMENSIONS)},
                 figures={name: float(column[place]) for name, column in figures.items()},
@@ -385,7 +386,7 @@ class Networks:
 
 LEAST_ROWS = 20  # with a label: fewer teach nothing about doubt
 MEMBERS, TREES = 8, 8  # forests that are each grown on a sample of the rows of their own, and the trees of each
-_POWER = 1.5  # of the doubt
+_POWER = 1.5  # exponent of the doubt
 _LOG_ERROR = 0.15  # at least, of a memory figure: standard deviation of its logarithm
 _FITTING_AT_LEAST = 0.1  # so that figures that are wrong about what does not fit are found out
 _BLOCK = 512  # rows whose distances to all chosen ones are held together

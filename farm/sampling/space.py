@@ -63,7 +63,7 @@ _TRIED_ON = 16  # configs that a value is tried on
 def require_within_limits(space: Space) -> None:
     """Raise `UsageError` that names each value of the space beyond its family's limits, with the limit.
 
-    For what a user gives now. Spaces that older jobs recorded are read without it: `repair` has mended their values.
+    For a user's new spaces. Spaces that older jobs recorded are read without it: `repair` has mended their values.
     """
     problems = [
         f"arch.space.{dimension.name}: {'' if end is None else f'{end}: '}{problem}"
@@ -162,7 +162,7 @@ def _with_field(config: TrialConfig, name: str, value: Any) -> TrialConfig:
 
 
 def _problem_of_sampled_only(family: str, name: str, value: Scalar) -> str | None:
-    """Return why the value gives no config, or only configs of another value of the family's own space."""
+    """Return why the value leads to no config, or only configs of another value of the family's own space."""
     known = next((dimension for dimension in own_space(family).dimensions if dimension.name == name), None)
     if known is None:
         return None
@@ -239,8 +239,8 @@ def _own_points(family: str) -> tuple[dict[str, Scalar], ...]:
     space = own_space(family)
     golden = 0.6180339887498949
     return tuple(
-        space.values([((at + 0.5) * golden + place / (place + 2)) % 1.0 for place in range(len(space.varied))])
-        for at in range(_TRIED_ON)
+        space.values([((point + 0.5) * golden + place / (place + 2)) % 1.0 for place in range(len(space.varied))])
+        for point in range(_TRIED_ON)
     )
 
 

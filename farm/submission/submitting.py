@@ -36,7 +36,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
 ASK_ABOVE = 1_000_000  # trials that one command adds
-_EXAMPLES = 200  # configurations that tell how long the others are
+_EXAMPLES = 200  # configurations that show how long the others are
 # Of a trial in the queue beside its configuration: 80 to 100 were measured, half-filled pages included.
 _BYTES_BESIDE = 90
 _RULES_SHOWN = 3
@@ -71,9 +71,12 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
         configs = enumerate(task_texts(settings, existing, settings.n, rejections, shown), start=existing)
         counted = configs if quiet else _shown(configs, bar, existing, settings.n)
         try:
-            added = queue.submit(job, counted, time.time(), on_interrupt=lambda: bar.update("taking back", 0, 0))
+            added = queue.submit(job, counted, time.time())
         except KeyboardInterrupt:
-            print(f"{job_id}: interrupted while it was queued; its trials are taken out again", file=sys.stderr)
+            print(
+                f"{job_id}: interrupted while it was queued; its trials are taken out again",
+                file=sys.stderr,
+            )
             raise
     RunWriter(folder).write_job(
         {
@@ -184,7 +187,7 @@ def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
 
 
 def queue_bytes(trials: int, example_texts: Iterable[str]) -> int:
-    """Estimate the size in bytes of so many trials in the queue's file, from the texts of a few."""
+    """Estimate the size in bytes of this many trials in the queue's file, from the texts of a few."""
     lengths = [len(text.encode()) for text in example_texts]
     return round(trials * (sum(lengths) / max(1, len(lengths)) + _BYTES_BESIDE))
 

@@ -68,7 +68,7 @@ def config_with_marks(mapping: Mapping[str, Any], marks: Mapping[str, str]) -> T
 
 
 def data_refusal(config: TrialConfig) -> str | None:
-    """`refusal` of the config as data would bring it, whoever named its code."""
+    """`refusal` of the config as if it came from data, whatever named its code."""
     plain: dict[str, Any] = {name: str(getattr(config, name)) for name in code_fields(config.family)}
     return refusal(replace(config, **plain))
 
@@ -117,7 +117,8 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
         raise UsageError(f"{cls.family}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     if missing := [name for name in required if name not in values]:
         raise UsageError(f"{cls.family}: missing {', '.join(missing)}")
-    return cls(**values)
+    config: TrialConfig = cls(**values)
+    return config
 
 
 @functools.cache  # every leased task asks
@@ -144,8 +145,8 @@ class UnreadableConfig(UsageError):
 
 
 def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
-    """The config that `runs.config` holds as JSON, its names of code not allowed to run but for those of modules in
-    `trust` (see `featurize.configs.trial`). Raises `UnreadableConfig` for anything else, however large, deep or
+    """The config that `runs.config` holds as JSON, its names of code not allowed to run except those of modules in
+    `trust` (see the module's docstring). Raises `UnreadableConfig` for anything else, however large, deep or
     absurd."""
     try:
         config = config_from_mapping(_plain(text))
@@ -159,7 +160,7 @@ def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
 
 def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
     """`config_of_row` of a row whose figures are those of its whole job. `UnreadableConfig` also for a job on several
-    GPUs: what one rank takes and how long it waits for the others is no label of its config alone."""
+    GPUs: what one rank takes and how long it waits for the others is not a label of its config alone."""
     config = config_of_row(text, trust)
     if config.parallel is not None:
         raise UnreadableConfig(f"a rank's figures of a job on several GPUs ({config.parallel})")
@@ -220,7 +221,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and endless brackets
-        raise UnreadableConfig(f"{name} is no JSON: {printable(str(error))}") from error
+        raise UnreadableConfig(f"{name} is not JSON: {printable(str(error))}") from error
     if not isinstance(values, dict):
         raise UnreadableConfig(f"{name} is JSON of a {type(values).__name__}, not of an object")
     if problem := _problem_of_values(values):
@@ -246,7 +247,7 @@ def _problem_of_values(mapping: dict[str, Any]) -> str | None:
                     return f"holds a number beyond {MOST_INTEGER:,}"
             elif isinstance(value, float):
                 if not math.isfinite(value):
-                    return f"holds {value}, which is no figure"
+                    return f"holds {value}, which is not a figure"
             elif value is not None:
                 waiting.append((value, depth + 1))
     return None

@@ -6,8 +6,8 @@ Start reading at `linear`. FLOPs count matrix products and convolutions only, as
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig
@@ -28,12 +28,12 @@ def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int =
 
 
 def activation(name: str, elements: int) -> Layer:
-    """Any of `featurize.configs.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
+    """Any of `featurize.job.training_settings.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
     return Layer(name, elements, 1 * (name == "prelu"))
 
 
 def dropout(rate: float, elements: int) -> Layer:
-    """Absent at rate 0: PyTorch then returns its input as it is."""
+    """Return a dropout layer, marked absent at rate 0, where PyTorch returns its input unchanged."""
     return Layer("dropout", elements, present=rate > 0)
 
 
@@ -59,7 +59,7 @@ def token_batch(
 
 
 def rates(config: TrialConfig, *names: str) -> list[str]:
-    """`dropout must be a number in [0, 1), got 1.5` for each field that is no rate."""
+    """Yield `dropout must be a number in [0, 1), got 1.5` for each field that is not a rate."""
     problems = []
     for name in names:
         value = getattr(config, name)
@@ -69,7 +69,7 @@ def rates(config: TrialConfig, *names: str) -> list[str]:
 
 
 def switches(config: TrialConfig, *names: str) -> list[str]:
-    """`batch_norm must be true or false, got 1` for each field that is no bool."""
+    """Yield `batch_norm must be true or false, got 1` for each field that is not a bool."""
     return [
         f"{name} must be true or false, got {getattr(config, name)!r}"
         for name in names
@@ -86,7 +86,7 @@ def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def at_least(values: dict[str, Any], name: str, floor: int) -> None:
-    """Raise an integer of a sampled point to `floor`; what is no integer is left for the config to reject."""
+    """Raise an integer of a sampled point to `floor`; anything else is left for the config to reject."""
     value = values.get(name)
     if is_integer(value):
         values[name] = max(value, floor)
@@ -96,6 +96,9 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def pick(options: list, draw: Callable[[str], float], name: str):
+T = TypeVar("T")
+
+
+def pick(options: Sequence[T], draw: Callable[[str], float], name: str) -> T:
     """One of `options`, evenly, by the sampled point's own draw."""
     return options[min(int(draw(name) * len(options)), len(options) - 1)]

@@ -11,8 +11,8 @@ from typing import Any
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer
 
-SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # of the search spaces, consumed by `repair`
-HEAD_SIZES = range(32, 129, 8)  # of sampled heads
+SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # keys of the search spaces, consumed by `repair`
+HEAD_SIZES = range(32, 129, 8)  # sizes of sampled heads
 
 
 def layer_norm(width: int, length: int) -> Layer:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PLAIN = ("pyramid", "reverse_pyramid", "uniform", "bottleneck", "gradual", "hourglass")
 TOPOLOGIES = (*PLAIN, "residual", "dense")
 MAX_FILTERS = 2048
-SMALLEST_MAP = 7  # published: neither strides nor pooling go on below 7x7
+SMALLEST_MAP = 7  # published: neither strides nor pooling continue below 7x7
 SAMPLED_ONLY = ("use_dropout",)  # dimensions of the search space that only `repair` consumes
 DENSE_LAYERS = 4  # convolutions in a dense block
 MIN_DEPTH = {"residual": 2, "dense": DENSE_LAYERS}  # convolutions in their first block
@@ -80,7 +80,7 @@ def widths(config: Config) -> list[int]:
     base, depth = config.base_filters, config.depth
 
     def grow(steps: int, power: int) -> int:
-        # int() of this very product: published widths hang on its rounding
+        # int() of exactly this product: the published widths depend on its rounding
         return min(int(base * ((MAX_FILTERS / base) ** (1 / steps)) ** power), MAX_FILTERS)
 
     if config.topology == "residual":

@@ -123,7 +123,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
     return (dense, indices), torch.randint(2, (config.batch_size,), device=device).float()
 
 
-def loss(config: Config) -> Callable:
+def loss(config: Config) -> Callable[..., Any]:
     """Binary cross entropy of the logits."""
     import torch.nn.functional as F
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 OPERATORS = ("gcn", "sage", "gat")
-SAMPLED_ONLY = ("use_dropout",)  # of the search space, consumed by `repair`
-MAX_SAMPLED_EDGES = 4_000_000  # of a sampled batch
+SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
+MAX_SAMPLED_EDGES = 4_000_000  # edges of a sampled batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ SAMPLED_ONLY = prenorm.SAMPLED_ONLY
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
     """heads: must divide `embedding_size`. feed_forward: inner size of the feed-forward part, absolute.
-    projection: of the blocks' linear layers; `conv1d` keeps weights as [in, out], as transformers' GPT-2 does.
+    projection: kind of the blocks' linear layers; `conv1d` keeps weights as [in, out], as transformers' GPT-2 does.
     activation: `gelu`, or `gelu_new`, its tanh formula operator by operator, which keeps more tensors.
     tied_embeddings: the output layer has the token embedding's weights. dropout: rate of every dropout, the
     attention's included; 0 for none."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TOPOLOGIES = ("decoder", "encoder")
 ACTIVATIONS = ("relu", "gelu", "silu")
 MAX_CHOICES = 2
-BALANCE_WEIGHT = 0.01  # of the auxiliary loss, as published
+BALANCE_WEIGHT = 0.01  # weight of the auxiliary loss, as published
 SAMPLED_ONLY = prenorm.SAMPLED_ONLY
 
 
@@ -172,7 +172,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
     return parts.token_batch(config, device, per_token=config.topology == "decoder")
 
 
-def loss(config: Config) -> Callable:
+def loss(config: Config) -> Callable[..., Any]:
     """Cross entropy of the logits and a hundredth of the routers' auxiliary loss."""
     from featurize.training.training_step import cross_entropy
 

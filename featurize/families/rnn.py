@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GATES = {"lstm": 4, "gru": 3}
 TASKS = ("classify_last", "classify_mean", "language_model")
-SAMPLED_ONLY = ("use_dropout",)  # of the search space, consumed by `repair`
+SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TOPOLOGIES = ("encoder", "decoder", "hybrid")
 SAMPLED_ONLY = prenorm.SAMPLED_ONLY
-HEAD_SIZES = range(8, 257, 8)  # of sampled heads
+HEAD_SIZES = range(8, 257, 8)  # sizes of sampled heads
 
 
 @dataclass(frozen=True, kw_only=True)

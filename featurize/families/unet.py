@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 ENLARGEMENTS = ("transposed", "upsample")
-MAX_CHANNELS = 1024  # of any level
+MAX_CHANNELS = 1024  # channels of any level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def widths(config: Config) -> list[int]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass. A map is as large as what the block gives."""
+    """The network in the order of the forward pass. A map is as large as the block's output."""
     levels, inputs, steps = widths(config), config.channels, []
     for index, width in enumerate(levels):
         side = config.image_size >> index
@@ -123,7 +123,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
     return (images,), torch.randint(config.classes, (config.batch_size, *places), device=device)
 
 
-def loss(config: Config) -> Callable:
+def loss(config: Config) -> Callable[..., Any]:
     """Cross entropy with the classes in the second dimension, also where there are as many classes as pixels a side."""
     import torch.nn.functional as F
 

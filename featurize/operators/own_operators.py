@@ -197,7 +197,7 @@ class _LinearCrossEntropy(Function):
         of_x = torch.zeros_like(x)
         losses = torch.zeros(rows, dtype=torch.float32, device=x.device)
         dtype = torch.get_autocast_dtype("meta") if torch.is_autocast_enabled("meta") else x.dtype
-        product = weight.to(dtype)  # autocast keeps it, and casts the transposed weight anew for each part
+        product = weight.to(dtype)  # autocast keeps it, and casts the transposed weight again for each part
         aten = torch.ops.aten  # which autocast leaves alone
         for start in range(0, rows, step):
             part = x[start : start + step].to(dtype)
@@ -275,7 +275,7 @@ class _Quantized(nn.Module):
         return self.dequantizer()(self.weight_dtype)
 
     def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
-        """Return what dequantizes the weight that the layer has now: a compiler puts others in its place meanwhile."""
+        """Return a function that dequantizes the current weight; a compiler swaps the layer's tensors later."""
         raise NotImplementedError
 
     def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
@@ -407,7 +407,7 @@ def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *,
         keeps_inputs: Each 4-bit layer keeps its input for the backward pass, as bitsandbytes did before 0.43.2.
 
     Raises:
-        UsageError: The model is not on meta, a name of `skip` is no linear layer's, or nothing is left to quantize.
+        UsageError: The model is not on meta, a name of `skip` is not a linear layer's, or nothing is left to quantize.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if any(not layer.weight.is_meta for layer in layers.values()):

@@ -28,9 +28,9 @@ PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "depthwise",
     "stream",
 )
-_MOST_PLACES = 49  # of a depthwise kernel, for which fast ones exist
+_MOST_PLACES = 49  # largest depthwise kernel for which fast ones exist
 _USUAL_WIDTHS = (4, 8, 16, 32)
-_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
+_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies this much less (Lavin and Gray, CVPR 2016)
 _NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels
 
 _ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
@@ -42,10 +42,10 @@ class KernelCall(NamedTuple):
     kind      what it does: `product`, `convolution_weight`, `batch_norm_backward`, ...
     group     one of `GROUPS`: how it fills the GPU
     pipe      one of `PIPES`: which units do the arithmetic. `tensor`: half precision; `fp8`: 8-bit floats
-    flops     of its arithmetic, a multiply-add counted as 2, after the algorithm's own savings
-    nbytes    of distinct tensors, read and written
-    rows, columns, depth, batch   of the product that it is: output sizes, inner size, how many of them. Of attention:
-              queries, head size, 0, heads. Of a stream: what its blocks share (elements, rows or channels), 1, 0, 1
+    flops     FLOPs of its arithmetic, a multiply-add counted as 2, after the algorithm's own savings
+    nbytes    bytes of distinct tensors, read and written
+    rows, columns, depth, batch   the product's output sizes, inner size, and number of products. For attention:
+              queries, head size, 0, heads. For a stream: what its blocks share (elements, rows or channels), 1, 0, 1
     aligned   sizes that tensor cores take without padding
     """
 
@@ -90,7 +90,7 @@ def kernel_calls(
     """Return the kernels of a step's operators.
 
     Args:
-        operators: Of one step, as `StepTrace.operators` has them.
+        operators: The operators of one step, as `StepTrace.operators` has them.
         tf32_products: `torch.backends.cuda.matmul.allow_tf32`.
         tf32_convolutions: `torch.backends.cudnn.allow_tf32`.
         listed: The optimizer runs for-each kernels over lists of tensors; False: one kernel a tensor, as PyTorch
@@ -143,7 +143,7 @@ def as_calls(counts: Counter[KernelCall], launches: float, updates: float = 0.0)
 
 
 def stream(kind: str, nbytes: float, units: float, flops: float = 0.0) -> KernelCall:
-    """Return a kernel that only moves its tensors through the GPU: of so many elements, rows or channels."""
+    """Return a kernel that only moves its tensors through the GPU: of this many elements, rows or channels."""
     return KernelCall(kind, STREAM, FP32, flops, nbytes, units, 1, 0, 1, True)
 
 
@@ -180,13 +180,13 @@ def convolution(
 
     Args:
         kind: `convolution`, `convolution_data` or `convolution_weight`.
-        flops: Of the direct algorithm.
-        nbytes: Of its three tensors.
-        rows, columns: Of the product's output, within one group.
-        groups: Of channels.
-        pipe: Which units do it.
+        flops: FLOPs of the direct algorithm.
+        nbytes: Bytes of its three tensors.
+        rows, columns: Sizes of the product's output, within one group.
+        groups: Groups of channels.
+        pipe: Which units compute it.
         widths: Input and output channels of a group.
-        places: Of the kernel.
+        places: Places of the kernel.
         same_size: The output is as large as the input: stride 1 and padded.
     """
     depth = flops / (2 * groups * rows * columns) if rows * columns else 0.0
@@ -323,7 +323,7 @@ def _convolutions(op: Operator, pipe: str) -> Iterator[KernelCall]:
 def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
     """Yield a recurrent layer's products: one for all inputs, then one a time step, each with a pointwise kernel.
 
-    Backward, a step's product gives the state's gradient; inputs' and weights' gradients are products over all steps.
+    Backward, a step's product is the state's gradient; inputs' and weights' gradients are products over all steps.
     """
     x, *others = op.input_shapes
     states = next(shape for shape in others if len(shape) == 3)  # layers and directions, samples, hidden units

@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from featurize.job.training_settings import TrainingSettings
     from featurize.recording.step_trace import Operator, StepTrace
 
-_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # of operands, where the result has another
+_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # types of operands, where the result has another
 _RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 
 
 def model_flops(op: Operator) -> int:
-    """Return an operator's share of the step's model FLOPs: 0 for what is no matrix product, convolution or attention.
+    """Return an operator's share of the step's model FLOPs: 0 for anything but a matrix product, convolution or
+    attention.
 
     A multiply-add counts as 2. Nothing counts of the optimizer, of what a checkpoint computes again, and of the scores
     that fused attention computes again in its backward pass. Attention counts all pairs of query and key, also where
     its kernel leaves out those that a causal mask hides. Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
 
-    Known limitations: Of texts packed one behind the other, attention counts what its kernel computes.
+    Known limitations: for texts packed one after the other, attention counts what its kernel computes.
     """
     if op.recomputed or op.phase == "optimizer":
         return 0
@@ -57,7 +58,7 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
         settings: The trace's own.
 
     Returns:
-        None where the description gives no rate for a type that the step uses, as bf16 on GPUs without it.
+        None where the description has no rate for a type that the step uses, as bf16 on GPUs without it.
 
     Known limitations:
         Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.

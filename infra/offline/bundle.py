@@ -34,10 +34,11 @@ from conf.cli.command_line import exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
-from conf.plain_text import bounded
+from conf.plain_text import truncated
 from infra.offline.launch import FORMAT, MANIFEST, file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
 # Of the extras, beside `warehouse` and `farm`: what a step uses.
 _ALSO_NEEDED = {"serve": ("prometheus-client",), "dev": ("pytest",)}
 # Tracked files that no step reads, and files of wheels that only programs in C++ or machines with a network load.
@@ -109,7 +110,7 @@ def bundle(settings: BundleSettings) -> list[str]:
     source, described = tracked_files()
     requirements = required(project)
     work = folder.with_name(folder.name + ".gpufarm-partial")
-    shutil.rmtree(work, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(work, ignore_errors=True)  # left by a killed process
     work.mkdir(parents=True)
     try:
         downloaded: dict[str, Path] = {}
@@ -139,7 +140,7 @@ def bundle(settings: BundleSettings) -> list[str]:
         shutil.rmtree(work)
     lines = _table(folder, manifest, archives)
     if unneeded := sorted(named.keys() - expects - downloaded.keys()):
-        lines.append(bounded(f"present= has what nothing here requires: {', '.join(unneeded)}"))
+        lines.append(truncated(f"present= has what nothing here requires: {', '.join(unneeded)}"))
     return lines
 
 
@@ -315,13 +316,6 @@ def _table(folder: Path, manifest: dict, archives: Sequence[Archive]) -> list[st
     ]
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
-CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
-
-
 @dataclass(frozen=True)
 class Target:
     """The machine's Python, as `3.12`."""
@@ -356,7 +350,7 @@ def brought_by_torch() -> dict[str, Version | None]:
         names[name] = None
         try:
             lines = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:  # of another build of torch, or another platform
+        except importlib.metadata.PackageNotFoundError:  # another build of torch, or another platform
             continue
         wanted += [
             requirement.name for requirement in map(Requirement, lines) if "extra" not in str(requirement.marker)
@@ -464,3 +458,7 @@ def _built_wheel(requirement: str, target: Target, folder: Path) -> Path:
 def _pip(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", "--no-deps"]
     return subprocess.run([*words, *map(str, arguments)], capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -64,8 +64,8 @@ class Figure:
 
     Args:
         title: Its name with its unit.
-        measured: Of a row of `runs`; None where it was not measured.
-        estimated: Of an estimate.
+        measured: A row's value in `runs`; None where it was not measured.
+        estimated: The estimate's value.
         is_ratio: Whether it lies in [0, 1]. Errors of ratios are differences; others are relative.
     """
 
@@ -203,7 +203,7 @@ def estimated_runs(
 
     Args:
         data: The data folder.
-        source: Of the runs, one of `warehouse.export.SOURCES`.
+        source: Source of the runs, one of `warehouse.export.SOURCES`.
         progress: Called before each run with the number of runs done and their total.
     """
     import warehouse

@@ -18,7 +18,7 @@ import tempfile
 
 FORMAT = 2
 STEPS = ("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
-PATH_KEYS = ("results", "previous", "work")  # of steps: the step runs in another folder
+PATH_KEYS = ("results", "previous", "work")  # the steps' keys that are paths: a step runs in another folder
 MANIFEST = "manifest.json"
 INSTALLED = "bundle.json"  # in the target: which bundle it is
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
@@ -106,7 +106,7 @@ def read_manifest(folders: "list[str]") -> dict:
             if own["format"] != FORMAT:
                 raise ValueError("another format")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Problem(f"{folder} is no part of an offline bundle: {MANIFEST}: {error}") from error
+            raise Problem(f"{folder} is not part of an offline bundle: {MANIFEST}: {error}") from error
         if manifest is not None and bundle != manifest["bundle"]:
             raise Problem(f"{folders[0]} and {folder} are parts of different bundles; name one bundle's with parts=")
         manifest = own

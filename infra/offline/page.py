@@ -73,9 +73,9 @@ _OFF = {
 _KERNELS = ("step_time", "smact", "smocc", "drama")  # what `learn.fit_kernels` changes
 _CONTEXT_MIB = 50.0
 _WORKSPACE_MIB = 2.0
-_SPEED = 0.1  # of jobs beside others, 1 / slowdown
+_SPEED = 0.1  # speed of jobs beside others, 1 / slowdown
 _OPERATOR_SHARE, _OPERATOR_RATIO = 0.05, 1.25
-_FARTHER = 1.1  # than the trace, of a corrected model's median error
+_FARTHER = 1.1  # how much larger than the trace's a corrected model's median error is
 _VERDICTS = {
     ALLOCATOR: "our allocator places the recorded requests differently",
     REQUESTS: "the recorded blocks differ from the trace's",
@@ -242,8 +242,8 @@ class Results:
         kind: `measured` (on a GPU), `cpu`, `simulated`, or `none` where neither runs nor probes say it.
         has_runs: Whether there are rows of that kind, with estimates or not.
         device_name: As the driver names it; empty where nothing names a device.
-        device: Its description; None of a GPU without one. Of other devices the default GPU's.
-        runs: Of that kind.
+        device: Its description; None for a GPU without one. Other devices have the default GPU's.
+        runs: Runs of that kind.
         problem: Why the runs cannot be read; empty if they can.
     """
 
@@ -357,6 +357,7 @@ def sections_of(results: Results, compared: Callable[[], tuple[Block, ...]]) -> 
         ),
         "Pairs": ("Jobs that share the GPU", lambda: run_sections.pair_blocks(results.data)),
         "Ranks": ("Jobs on several GPUs", lambda: run_sections.rank_blocks(runs)),
+        "Questions": ("Open questions", lambda: probe_sections.questions_blocks(work)),
         "Tests": ("Tests on the machine", lambda: probe_sections.tests_blocks(work)),
         "Calls": ("Calls", lambda: probe_sections.calls_blocks(work)),
     }

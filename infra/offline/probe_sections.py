@@ -1,4 +1,4 @@
-"""Sections of the page on what was probed: contexts, workspaces, allocator histories, tests, calls.
+"""Sections of the page on what was probed: contexts, workspaces, allocator histories, questions, tests, calls.
 
 Start reading at `history_blocks`. Each function makes a section's blocks, and raises `Absent` where there is nothing.
 """
@@ -44,11 +44,17 @@ from learn.calibrate import Calibration, calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
 
 _MARGINS = Margins(width=400, height=210, left=52, right=10, top=12, bottom=28)
-_MOST_COLUMNS = 200  # of a curve
+_MOST_COLUMNS = 200  # columns of a curve
 _SHOWN = 12  # rows of a table that can be long
 _MEASURED_CSS, _TRACED_CSS = "k1", "k5"
-NUMBERS = "numbers.csv"  # of lazy loading
+NUMBERS = "numbers.csv"  # numbers of lazy loading
 _NUMBERS_OF = {CURRENT: NUMBERS, EAGER: "numbers_eager.csv"}  # machine -> what was measured of it
+QUESTIONS = {
+    "tf32_under_half": "TF32 in operators that autocast leaves in fp32",
+    "gpm_first_sample": "GPM's first sample",
+    "nvml_process_and_card": "NVML's process memory beside the card's",
+    "peak_memory_under_mps": "Peak memory under MPS",
+}
 
 
 class Absent(Exception):
@@ -274,6 +280,20 @@ def _thinned(values: Sequence[int]) -> list[float]:
     """Return at most `_MOST_COLUMNS` values in MiB, each the most of its neighbours."""
     size = -(-len(values) // _MOST_COLUMNS)
     return [max(values[start : start + size]) / MIB for start in range(0, len(values), size)]
+
+
+def questions_blocks(work: Path) -> tuple[Block, ...]:
+    """Return the blocks on the questions that only hardware answers."""
+    asked = contents(work / "probes" / "questions.json")
+    blocks: list[Block] = []
+    for name in (*QUESTIONS, *(name for name in asked if name not in QUESTIONS)):
+        question = asked.get(name) or {}
+        answer, reason, figures = (question.get(key) for key in ("answer", "reason", "figures"))
+        blocks.append(Heading(QUESTIONS.get(name, name)))
+        blocks.append(Lead(answer) if answer else Callout(f"Not answered: {reason or 'it was not asked'}."))
+        if figures:
+            blocks.append(Fold("figures", (Preformatted(json.dumps(figures, indent=1)),)))
+    return tuple(blocks)
 
 
 def tests_blocks(work: Path) -> tuple[Block, ...]:

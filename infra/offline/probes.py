@@ -1,6 +1,6 @@
 """Runs probes of `workers.probes` one after another and says what each did, as a program of a step.
 
-Start reading at `main`. `python -m infra.offline.probes probes=[contexts,workspaces] out=DIR device=cuda seconds=180`.
+Start reading at `main`. `python -m infra.offline.probes probes=[contexts,questions] out=DIR device=cuda seconds=180`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from conf.cli.settings import Checked, key
 from conf.plain_text import counted
 from workers.probes.children import DEVICES
 
-PROBES = ("contexts", "workspaces", "histories")
+PROBES = ("contexts", "workspaces", "questions", "histories")
 EXIT_LEFT = 3  # some of it is not measured: no time was left, or it failed
 EXIT_NOT_HERE = 4  # nothing can be measured on this machine
 
@@ -33,16 +33,16 @@ class ProbesSettings(Checked):
 
 
 def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int:
-    """Run the probes, within so many seconds together, and print what each did; return the exit code.
+    """Run the probes, within this many seconds in all, and print what each did; return the exit code.
 
     The last line says how many measurements failed, and the first reason.
 
     Returns:
         0, `EXIT_LEFT`, `EXIT_NOT_HERE`, or 1 where some failed and none was ever measured.
     """
-    from workers.probes import contexts, histories, workspaces
+    from workers.probes import contexts, histories, questions, workspaces
 
-    probes = dict(zip(PROBES, (contexts, workspaces, histories), strict=True))
+    probes = dict(zip(PROBES, (contexts, workspaces, questions, histories), strict=True))
     until_s = time.monotonic() + seconds
     given, left, is_here = 0, 0, True
     failures: dict[str, str] = {}

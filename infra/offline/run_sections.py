@@ -71,7 +71,7 @@ def _solo(runs: EstimatedRuns) -> tuple[EstimatedRun, ...]:
 
 
 def label_blocks(data: Path) -> tuple[Block, ...]:
-    """Return the farm's own verdicts on the labels, their reasons, and the sensors that gave nothing."""
+    """Return the farm's own verdicts on the labels, their reasons, and the sensors that read nothing."""
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = connection.execute(
             "SELECT status, coalesce(quality, 'not judged'), quality_reasons, telemetry_missing FROM runs"
@@ -247,7 +247,7 @@ def shipped_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
 
 
 def is_corrected(one: EstimatedRun, target: str) -> bool:
-    """Return True if a model that was fitted on measured rows gives the run's figure, for the loop that the run had."""
+    """Return True if a model that was fitted on measured rows has the run's figure, for the loop that the run had."""
     shipped = one.estimates[SHIPPED]
     is_of_loop = target == "memory" or shipped.loops.get(target) == RESIDENT  # memory hardly depends on the loop
     return is_of_loop and shipped.answered_by.get(target, TRACE) != TRACE

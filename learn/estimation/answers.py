@@ -10,8 +10,8 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +52,11 @@ from learn.estimation.notes import (
     loops_of_sources,
     times,
 )
-from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of, workspace_notes
+from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
-from learn.rows.step_store import StepStore, traced_column
-from learn.rows.targets import get_target
+from learn.rows.data import get_target
+from learn.rows.step_store import StepRecord, StepStore, traced_column
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from featurize.trace.trace_cache import Traces
     from learn.estimation.job_estimate import RankGroup
     from learn.estimation.known_runs import KnownRun
+    from learn.estimation.platforms import Platform
     from learn.estimation.requests import Request, StepFiles
     from learn.estimators.protocol import Prediction
     from learn.fitting.artifacts import Artifact, Wanted
@@ -76,9 +77,6 @@ _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem"
 WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
 
 
-@naming_the_extra()
-@as_a_training_script()
-@without_collection()
 def answered(
     request: Request, *, timeline: bool = False, traces: Traces | None = None
 ) -> tuple[Estimate, TracedStep | None]:
@@ -90,15 +88,41 @@ def answered(
         traces: As in `learn.job.traced.step_of`.
 
     Raises:
-        UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
+        UsageError: Peak memory cannot be estimated. Other figures may be None.
     """
+    (asked,) = _asked([request], timeline, traces)
+    if asked.error is not None:
+        raise asked.error
+    return asked.estimate, asked.traced
+
+
+@naming_the_extra()
+@as_a_training_script()
+@without_collection()
+def _asked(requests: Sequence[Request], timeline: bool, traces: Traces | None) -> list[_Answer]:
+    """Return the answers to requests that differ in their platform alone: each fitted model is asked once for all."""
     began = time.monotonic_ns()
-    asked = _Answer(request, timeline, traces)
-    asked.trace()
-    asked.ask()
-    asked.place()
-    done = asked.moved(asked.estimate())
-    return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), asked.traced
+    steps = StepStore(requests[0].options.data)
+    answers = [_Answer(request, timeline, traces, steps) for request in requests]
+    with contextlib.ExitStack() as overrides:
+        for answer in answers:
+            answer.attempt(partial(answer.trace, answers[0].failure))
+            answer.attempt(partial(answer.ask, overrides))
+        of_model: dict[int, list[_Question]] = {}
+        for question in (question for answer in answers for question in answer.questions):
+            of_model.setdefault(id(question.artifact), []).append(question)
+        for questions in of_model.values():
+            if (artifact := questions[0].artifact) is not None:
+                prediction = artifact.estimator.predict([question.case for question in questions], steps)
+                for row, question in enumerate(questions):
+                    question.prediction, question.row = prediction, row
+    for answer in answers:
+        answer.attempt(answer.finish)
+    seconds = (time.monotonic_ns() - began) / 1e9 / len(answers)
+    for answer in answers:
+        if answer.error is None:
+            answer.estimate = replace(answer.estimate, seconds=seconds)
+    return answers
 
 
 @as_a_training_script()
@@ -120,6 +144,24 @@ def is_of_job(error: CommandError) -> bool:
     return isinstance(error.__cause__, CommandError) and not isinstance(error.__cause__, UnsuitableDevice)
 
 
+@dataclass
+class _Question:
+    """A target whose figure a fitted model may know: what it is asked, and, once it was, the row of its prediction.
+
+    artifact   the model; None: none knows the target
+    default    it comes with the project
+    notes      on models that were passed over
+    """
+
+    target: str
+    artifact: Artifact | None
+    default: bool
+    case: Case
+    notes: list[Note]
+    prediction: Prediction | None = None
+    row: int = 0
+
+
 class _Answer:
     """Gathers the figures of one estimate.
 
@@ -128,15 +170,19 @@ class _Answer:
     case        what estimators are asked about
     memory      the figure and its bound, by whoever is asked; None: nobody has answered
     figures     column of each further target -> the figure
-    by, loops   target -> who gave it, and of which loop
+    by, loops   target -> its estimator, and its loop
     beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
+    questions   questions to fitted models between `ask` and `finish`
+    estimate, error   what is gathered, or why nothing is
     """
 
-    def __init__(self, request: Request, timeline: bool, traces: Traces | None) -> None:
+    def __init__(self, request: Request, timeline: bool, traces: Traces | None, steps: StepStore) -> None:
         self.request, self.platform, self._timeline, self._traces = request, request.platform, timeline, traces
         self.device, self._on = request.platform.device, request.platform.machine
-        self._steps = StepStore(request.options.data)
-        self._lent = contextlib.ExitStack()
+        self._steps = steps
+        self.questions: list[_Question] = []
+        self.estimate: Estimate
+        self.error: CommandError | None = None
         self.job = _in_loop(request, request.job)
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
@@ -148,6 +194,14 @@ class _Answer:
         self.loops: dict[str, str] = {}
         self.notes: list[Note] = []
         self.beyond_fit = False
+
+    def attempt(self, stage: Callable[[], None]) -> None:
+        """Take a stage of the answer, unless one before it failed."""
+        if self.error is None:
+            try:
+                stage()
+            except CommandError as error:
+                self.error = error
 
     def _case(self) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
@@ -163,16 +217,20 @@ class _Answer:
 
         return step_of(job, self.device, allocator=self.platform.allocator, **options)
 
-    def trace(self) -> None:
-        """Trace the step, or keep why it cannot be traced."""
+    def trace(self, failure: CommandError | None) -> None:
+        """Trace the step, or keep why it cannot be traced: `failure`, where it was tried on another GPU model."""
         buffers_mib(self.job, self.device)  # refuses a GPU model before anything is traced
         self.platform.prepare_workspaces(self.job)
         try:
+            if failure is not None and not isinstance(failure, UnsuitableDevice):
+                raise failure
             self.traced = self._step_of(self.job, timeline=self._timeline, traces=self._traces)
         except CommandError as error:
             self.failure = error
             if self.case.config is not None:  # it may name code that nobody allowed to run: what was stored may answer
                 self._steps.recall([self.case, replace(self.case, training_loop=True)])
+            if self._steps.features(self.case) is None:
+                self._steps.keep(self.case, StepRecord(error=str(error)))
         if self.traced is not None and self.traced.trace.mix is not None:
             self.alone = self.job.alone(self.traced.trace.mix.longest)
             self.case = self._case()
@@ -190,13 +248,11 @@ class _Answer:
             f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
         )
         self.notes.append(Note("batch-mix", INFO, text, ("memory",)))
-        self.notes += [Note("trace", WARNING, one) for one in mixed.trace.notes if one not in longest.trace.notes]
+        self.notes += [Note("trace", WARNING, note) for note in mixed.trace.notes if note not in longest.trace.notes]
         return longest
 
-    def ask(self) -> None:
-        """Ask the estimator that was named, else the fitted models. Raises the trace's failure where nobody answers."""
-        from learn.job.traced import CannotTrace
-
+    def ask(self, overrides: contextlib.ExitStack) -> None:
+        """Ask the method that was named, else choose the fitted models to ask, with records at hand for them."""
         estimator, job = self.request.options.estimator, self.job
         beyond = training_of(job.settings).beyond_fits()
         beyond += () if job.parallel is None else (SEVERAL_GPUS,)
@@ -215,16 +271,28 @@ class _Answer:
                 text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
             at_hand = self.traced if self.platform.allocator is None and not job.batches else None
-            with self._steps.lent(self.case, at_hand), self._lent:
-                self._ask_fitted()
-        if self.failure is None:
-            return
-        if estimator in (None, "trace") and job.parallel is None:
+            overrides.enter_context(self._steps.override(self.case, at_hand))
+            self._choose_models(overrides)
+
+    def finish(self) -> None:
+        """Take what fitted models answered, and gather the estimate. Raises why there is none."""
+        if self.questions:
+            self._take_fitted()
+        if self.failure is not None:
+            self._answer_without_trace(self.failure)
+        self.place()
+        self.estimate = self.moved(self.gathered())
+
+    def _answer_without_trace(self, failure: CommandError) -> None:
+        """Take what was stored of the job. Raises `failure`, why it cannot be traced, where nobody answers."""
+        from learn.job.traced import CannotTrace
+
+        if self.request.options.estimator in (None, "trace") and self.job.parallel is None:
             self._ask_stored()
         if self.memory is None:
-            advice = f"; {WITHOUT_TRACE}" if isinstance(self.failure, CannotTrace) and self.failure.limit else ""
-            kind = UsageError if isinstance(self.failure, UsageError) else EnvironmentProblem
-            raise kind(f"{self.failure}{advice}") from self.failure
+            advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
+            kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
+            raise kind(f"{failure}{advice}") from failure
 
     def _take(self, target: str, figure: float, by: str, loop: str) -> None:
         """Take a target's figure, with its source and its loop."""
@@ -253,7 +321,7 @@ class _Answer:
         self.notes.append(Note("estimator", WARNING, known.warning))
 
     def _ask_stored(self) -> None:
-        """Take the trace's figures that were stored of a case that cannot be traced here, where there is no answer."""
+        """Fill missing figures from a stored trace of a case that cannot be traced here."""
         if (features := self._steps.features(self.case)) is None:
             return
         for target in TARGETS:
@@ -263,9 +331,8 @@ class _Answer:
         text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
         self.notes.append(Note("stored-trace", INFO, text))
 
-    @cached_property
-    def _case_in_a_plain_loop(self) -> Case:
-        """The case in such a loop, its record at hand while models are asked."""
+    def _case_in_a_plain_loop(self, overrides: contextlib.ExitStack) -> Case:
+        """Return the case in such a loop, its record at hand while models are asked."""
         from learn.job.traced import step_of
 
         case = self.case
@@ -275,12 +342,12 @@ class _Answer:
         looped = replace(case, training_loop=True, module=module)
         with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
             traced = step_of(looped.job, case.spec, traces=self._traces)
-            self._lent.enter_context(self._steps.lent(looped, traced))
+            overrides.enter_context(self._steps.override(looped, traced))
         return looped
 
-    def _ask_fitted(self) -> None:
-        """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
-        folder's, else the one that comes with the project.
+    def _choose_models(self, overrides: contextlib.ExitStack) -> None:
+        """Choose for each target the newest fitted model that knows the case's family and device: the data folder's,
+        else the one that comes with the project.
 
         Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
         each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
@@ -304,66 +371,65 @@ class _Answer:
         shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
         if estimator is not None and "memory" not in shipped:
             load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
-        absent: list[str] = []
-        notes: list[Note] = []
+        in_a_loop = None
         for target in TARGETS:
-            own = None
+            newest, notes = None, list[Note]()
             try:
-                own = find_latest(folder, target, **learnt)
+                newest = find_latest(folder, target, **learnt)
             except StaleArtifact as error:
                 if estimator is not None:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
-            artifact, passed_over = _of_loop(target, own, shipped.get(target), self.request.options.loop)
-            notes += passed_over
-            of_model = None if artifact is None else self._ask_model(target, artifact, artifact is not own)
-            if of_model is None:
-                absent.append(target)
-            else:
-                notes += of_model
-        self.notes += _merged(notes)
-        if absent:
+            artifact, passed_over = _of_loop(target, newest, shipped.get(target), self.request.options.loop)
+            asked = case
+            if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
+                asked = in_a_loop = in_a_loop or self._case_in_a_plain_loop(overrides)
+            self.questions.append(_Question(target, artifact, artifact is not newest, asked, [*notes, *passed_over]))
+
+    def _take_fitted(self) -> None:
+        """Take the figures of fitted models, and note what has none."""
+        answers = [(question, self._take_model(question)) for question in self.questions]
+        self.notes += _merged([note for question, notes in answers for note in (*question.notes, *(notes or ()))])
+        if absent := [question.target for question, notes in answers if notes is None]:
+            home = DataFolder.resolve(self.request.options.data).models
             text = (
-                f"no fitted model for {family or 'modules'} on {case.device} in {folder.models} for "
-                f"{', '.join(absent)}{': answered by the trace' if self.traced is not None else ''} "
+                f"no fitted model for {self.case.family if self.case.config else 'modules'} on {self.case.device} in "
+                f"{home} for {', '.join(absent)}{': answered by the trace' if self.traced is not None else ''} "
                 f"(python -m learn.fit target={absent[0]} fits one)"
             )
             self.notes.insert(0, Note("not-fitted", INFO, text))
 
-    def _ask_model(self, target: str, artifact: Artifact, default: bool) -> list[Note] | None:
+    def _take_model(self, question: _Question) -> list[Note] | None:
         """Take the figure of one fitted model. Returns the notes on it; None where it has no answer.
-
-        Args:
-            target: Of the model.
-            artifact: The model.
-            default: It comes with the project.
 
         Raises:
             UsageError: The estimator that was named has no answer for memory.
         """
-        sources = artifact.meta["rows"]["source"]
-        asked = self._case_in_a_plain_loop if loops_of_sources(sources) == {PIPELINE} else self.case
-        prediction = artifact.estimator.predict([asked], self._steps)
-        if prediction.refusals:
-            if target == "memory" and self.request.options.estimator is not None:
-                raise UsageError(f"estimator={self.request.options.estimator} has no answer: {prediction.refusals[0]}")
+        target, artifact, default = question.target, question.artifact, question.default
+        prediction, row = question.prediction, question.row
+        if artifact is None or prediction is None:
             return None
-        point, name = float(prediction.point[0]), artifact.meta["estimator"]
+        if row in prediction.refusals:
+            if target == "memory" and (named := self.request.options.estimator) is not None:
+                raise UsageError(f"estimator={named} has no answer: {prediction.refusals[row]}")
+            return None
+        point, name = float(prediction.point[row]), artifact.meta["estimator"]
         by = f"{name} (default)" if default else f"{name} {artifact.version}"
-        self._take(target, point, by, loop_named(asked.training_loop))
+        self._take(target, point, by, loop_named(question.case.training_loop))
         if target == "memory":
             assert self.memory is not None
-            if (bound := _bound_of(prediction, artifact, self.request.options.coverage)) is not None:
-                self.memory = self.memory.bounded(bound)
-            self.beyond_fit = default and 0 in prediction.outside
+            if (bound := _bound_of(prediction, row, artifact, self.request.options.coverage)) is not None:
+                self.memory = self.memory.with_bound(bound)
+            self.beyond_fit = default and row in prediction.outside
         of_target = (target,)
         notes = [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
         notes += [
             Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", of_target)
-            for text in prediction.unfamiliar.get(0, ())
+            for text in prediction.unfamiliar.get(row, ())
         ]
-        of_loop = ", for a plain training loop with its input pipeline" if asked is not self.case else ""
-        notes.append(Note("fitted-rows", INFO, f"fitted on {', '.join(sources)} rows{of_loop}", of_target))
+        of_loop = ", for a plain training loop with its input pipeline" if question.case is not self.case else ""
+        sources = ", ".join(artifact.meta["rows"]["source"])
+        notes.append(Note("fitted-rows", INFO, f"fitted on {sources} rows{of_loop}", of_target))
         if default and not is_current(artifact.meta["feature_version"]):
             text = (
                 "the model that comes with the project was fitted with features "
@@ -373,7 +439,7 @@ class _Answer:
         return notes
 
     def place(self) -> None:
-        """Place the traced step on the machine, and bound memory that no fit can speak of by its causes."""
+        """Place the traced step on the machine, and bound memory that no fit covers by its causes."""
         if self.traced is None:
             return
         described_mib = self.traced.step.peak_memory_mib
@@ -392,14 +458,16 @@ class _Answer:
             uncertainty = uncertainty_of(self.traced, self.device, self._on)
             centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
             limit_mib = self.platform.limit_mib(self.traced)
-            self.memory = self.memory.bounded(uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib))
+            self.memory = self.memory.with_bound(
+                uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib)
+            )
 
     def _move(self, mib: float) -> None:
-        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
+        """Move a packaged model's memory to another machine than its rows were measured on."""
         if self.memory is not None and self.by["memory"].endswith("(default)"):
             self.memory = self.memory.moved(mib)
 
-    def estimate(self) -> Estimate:
+    def gathered(self) -> Estimate:
         """Return what was gathered, and the trace's figures for the rest."""
         traced, device = self.traced, self.device
         limit_mib, timing, energy = self.platform.limit_mib(traced), Timing(), Energy()
@@ -439,7 +507,7 @@ class _Answer:
         from featurize.timing.overlap import lengthened
 
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
-        talk = talk_of(traced, job, device)
+        talk = communication_of_step(traced, job, device)
         step = lengthened(self._priced(traced, loop), talk, device)
         of_step: dict[str, Any] = {}
         notes: list[Note] = []
@@ -556,11 +624,11 @@ class _Answer:
         Raises:
             UsageError: There are runs, and the job is not traced.
         """
-        own, known, device = self.request.own_runs, self.request.options.known, self.device
-        if own is not None and (self.traced is not None or own.asked_for):
-            runs, notes = own.of(self.job.batch_size, device)
+        own_runs, known, device = self.request.own_runs, self.request.options.known, self.device
+        if own_runs is not None and (self.traced is not None or own_runs.asked_for):
+            runs, notes = own_runs.of(self.job.batch_size, device)
         else:
-            own, runs, notes = None, tuple(run for run in known if run.is_of(device)), []
+            own_runs, runs, notes = None, tuple(run for run in known if run.is_of(device)), []
             if known and not runs:
                 notes.append(Note("no-known-run", WARNING, f"known: no run was measured on {device.name}"))
         if not runs:
@@ -570,12 +638,12 @@ class _Answer:
         try:
             by_runs = self._moved_by(runs, done, self.traced)
         except CommandError as error:
-            if own is None or own.asked_for:
+            if own_runs is None or own_runs.asked_for:
                 raise
-            return replace(done, notes=(*done.notes, own.left_out(error)))
-        if own is None or by_runs.answered_by == done.answered_by:
+            return replace(done, notes=(*done.notes, own_runs.left_out(error)))
+        if own_runs is None or by_runs.answered_by == done.answered_by:
             return by_runs
-        return replace(by_runs, notes=(own.note(runs), *by_runs.notes))
+        return replace(by_runs, notes=(own_runs.note(runs), *by_runs.notes))
 
     def _moved_by(self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep) -> Estimate:
         """Return the estimate moved by runs, each traced at its batch size."""
@@ -606,35 +674,35 @@ def _parameters(job: TrainingJob) -> int | None:
 
     try:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
-    except Exception:  # a model may raise anything, and the trace's reason is told already
+    except Exception:  # a model may raise anything, and the trace's reason is noted already
         return None
 
 
-def _bound_of(prediction: Prediction, artifact: Artifact, coverage: float) -> MemoryBound | None:
+def _bound_of(prediction: Prediction, row: int, artifact: Artifact, coverage: float) -> MemoryBound | None:
     """Return the bound of one case by a fitted model, of left-out groups, or of held-out rows where its fit left out
     none. None where it is not calibrated."""
     quantiles = {}
     for level in sorted({*COVERAGES, coverage}):
-        at = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
-        if at is None:
+        values = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
+        if values is None:
             return None
-        quantiles[level] = float(at[0])
+        quantiles[level] = float(values[row])
     held_out: Mapping[str, Any] = {}
     if coverage == LEVEL:
-        held = prediction.held_of(0)
+        held = prediction.held_of(row)
         held_out = artifact.bound_held_out() if held is None else asdict(held)
-    causes_mib = {HELD_OUT: quantiles[coverage] - float(prediction.point[0])}
+    causes_mib = {HELD_OUT: quantiles[coverage] - float(prediction.point[row])}
     return MemoryBound(coverage=coverage, quantiles_mib=quantiles, causes_mib=causes_mib, held_out=held_out)
 
 
 def _of_loop(
-    target: str, own: Artifact | None, shipped: Artifact | None, loop: str | None
+    target: str, newest: Artifact | None, shipped: Artifact | None, loop: str | None
 ) -> tuple[Artifact | None, list[Note]]:
     """Return the first of the two models that knows the loop, and which model was passed over for that."""
     if loop is None or target == "memory":
-        return own or shipped, []
+        return newest or shipped, []
     passed_over: list[Note] = []
-    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
+    for artifact, words in ((newest, "the newest model of the data folder"), (shipped, "the packaged model")):
         if artifact is None:
             continue
         known = loops_of_sources(artifact.meta["rows"]["source"])
@@ -703,8 +771,8 @@ def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings)
     if not groups:
         return seconds_at_peak(trace, device, settings)
     seconds = [(seconds_at_peak(group.trace, device, settings), len(group.ranks)) for group in groups]
-    known = [(one, count) for one, count in seconds if one is not None]
-    return sum(one * count for one, count in known) / sum(count for _, count in known) if known else None
+    known = [(figure, count) for figure, count in seconds if figure is not None]
+    return sum(figure * count for figure, count in known) / sum(count for _, count in known) if known else None
 
 
 def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
@@ -731,19 +799,37 @@ MOST_ANSWERS = 5000
 _answers: dict[str, Estimate] = {}  # oldest first
 
 
-def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] | None = None) -> Estimate:
-    """Return the answer of `answered`, made now where it was not given before. Raises as there.
+def answer(request: Request) -> Estimate:
+    """Return the answer of `answered`, made now where it was not given before. Raises as there."""
+    (outcome,) = answers_on(request, [request.platform])
+    if isinstance(outcome, CommandError):
+        raise outcome
+    return outcome
 
-    A new one is left in the user's cache, or with `kept`, among what the caller leaves there at once.
-    """
+
+def answers_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate | CommandError]:
+    """Return a job's estimate on each of the platforms, made now where it was not given before, or why there is none.
+    The job is traced once. What is new is left in the user's cache."""
     key, request = _key(request)
-    known = _found(key)
-    if known is None:
-        known = answered(request, traces=traces)[0]
-        if key is not None:
-            fresh = {f"answer {key}": known.to_mapping()}
-            keep(fresh) if kept is None else kept.update(fresh)
-    return _remembered(key, known)
+    keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
+    known_answers = _found([answer_key for answer_key in keys if answer_key is not None])
+    missing = [place for place, answer_key in enumerate(keys) if answer_key not in known_answers]
+    asked = _asked([replace(request, platform=platforms[place]) for place in missing], False, {}) if missing else []
+    made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
+    answers = {
+        f"answer {keys[place]}": estimate.to_mapping()
+        for place, estimate in made.items()
+        if isinstance(estimate, Estimate)
+    }
+    keep(answers if key is not None else {})
+    outcomes = [
+        known_answers[answer_key] if answer_key in known_answers else made[place]
+        for place, answer_key in enumerate(keys)
+    ]
+    return [
+        _remembered(answer_key, outcome) if isinstance(outcome, Estimate) else outcome
+        for answer_key, outcome in zip(keys, outcomes, strict=True)
+    ]
 
 
 def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: StepFiles) -> Estimate:
@@ -755,20 +841,21 @@ def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: 
     """
     began = time.monotonic_ns()
     request, notes = made()
-    done, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
-    done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
+    estimate, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
+    estimate = replace(estimate, notes=(*notes, *estimate.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if any(files):
-        files.write(request, done, traced)
-    return done
+        files.write(request, estimate, traced)
+    return estimate
 
 
-def _found(key: str | None) -> Estimate | None:
-    if key is None or key in _answers:
-        return None if key is None else _answers[key]
-    try:
-        return Estimate.from_mapping(recall(f"answer {key}"))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+def _found(keys: Sequence[str]) -> dict[str | None, Estimate]:
+    """Return the answers that are in memory or in the user's cache, by key."""
+    known_answers: dict[str | None, Estimate] = {key: _answers[key] for key in keys if key in _answers}
+    others = [key for key in keys if key not in known_answers]
+    for key, stored in zip(others, recall(*(f"answer {key}" for key in others)), strict=True):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            known_answers[key] = Estimate.from_mapping(stored)
+    return known_answers
 
 
 def _remembered(key: str | None, known: Estimate) -> Estimate:
@@ -778,16 +865,8 @@ def _remembered(key: str | None, known: Estimate) -> Estimate:
     _answers[key] = known
     if len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
-    own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
-    return replace(known, **own)
-
-
-def with_key(request: Request) -> Request:
-    """Return the request with its job's key, for which a factory is built once for all that is asked of it."""
-    from learn.job.traced import key_of
-
-    job_key, build = key_of(request.job)
-    return replace(request, job=replace(request.job, build=build, key=job_key or ""))
+    copies: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
+    return replace(known, **copies)
 
 
 def clear() -> None:
@@ -796,31 +875,33 @@ def clear() -> None:
 
 
 def _key(request: Request) -> tuple[str | None, Request]:
-    """Return what tells the answer, and the request as it is then answered: its job is built once. No key with
-    workspaces, which depend on this process's cuDNN."""
+    """Return what identifies the answer apart from its platform, and the request as it is then answered: its job is
+    built once. No key with workspaces, which depend on this process's cuDNN."""
+    from learn.job.traced import key_of
+
     if request.platform.workspaces is not None:
         return None, request
-    request = with_key(request)
-    job, how, own = request.job, request.options, request.own_runs
+    job_key, build = key_of(request.job)
+    job, how, own_runs = replace(request.job, build=build, key=job_key or ""), request.options, request.own_runs
     folder = DataFolder.resolve(how.data)
-    if not job.key:
-        return None, request
-    identity = (
+    key = job_key and _digest(
         job.key,
         job.name,
         job.training_loop,
         job.parallel and job.parallel.deepspeed,
-        request.platform,
-        request.platform.device.interconnect,
         how.estimator,
         how.loop,
         how.coverage,
         how.known,
-        own and (own.asked_for, own.changed_ns),
+        own_runs and (own_runs.asked_for, own_runs.changed_ns),
         str(folder.root),
         tuple(_models_of(folder)),
     )
-    return hashlib.sha256(repr(identity).encode()).hexdigest(), request
+    return key, replace(request, job=job)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _models_of(folder: DataFolder) -> Iterator[tuple[str, int, int]]:

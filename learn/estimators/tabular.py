@@ -43,8 +43,8 @@ class TabularEstimator(Estimator):
     ratios. The result does not depend on the rows' order, nor on the number of cores. Modules are refused by row.
     """
 
-    model_name: ClassVar[str]  # of the file of its trees
-    dtype: ClassVar[type[np.floating]] = np.float64  # in which the trees compare features
+    model_name: ClassVar[str]  # name of the file of its trees
+    dtype: ClassVar[type[np.floating]] = np.float64  # type in which the trees compare features
     table: FeatureTable  # the columns that the model reads, once it is fitted or loaded
     trees: Trees  # which read it
 

@@ -22,7 +22,7 @@ _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
 _ROWS = 1000  # followed at a time
 _CELLS = 24_000  # rows times trees: these trees and their rows stay in the processor's cache
 _FEW = 50  # rows, of which it does not pay to look for what they have in common
-_STEPS = 4  # taken at a time: looking for those that are at a leaf costs as much as one
+_MOST_GOING = 0.5  # share of them, from which on those that are at their end are not taken out yet
 _DEEPEST = 1000
 _INFINITE = 1e300  # what LightGBM writes for an infinite threshold
 _KINDS: Mapping[str, type] = {
@@ -111,7 +111,7 @@ class Trees:
         Splits by other columns are the same for all k: each row follows them once.
         """
         members = self.members(table, last)
-        values = self.start + np.cumsum(members, axis=0)[-1] / len(members)
+        values: np.ndarray = self.start + np.cumsum(members, axis=0)[-1] / len(members)
         return values.reshape(len(table), 1 if last is None else len(last))
 
     def members(self, table: np.ndarray, last: np.ndarray | None = None) -> np.ndarray:
@@ -138,8 +138,9 @@ class Trees:
 
     def _sums(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
         roots, children = self.root, self.children
-        if last is None and len(table) > _FEW:
+        if last is not None or len(table) > _FEW:
             same = (table == table[0]).all(axis=0) | np.isnan(table).all(axis=0)
+            same[-1] &= last is None
             roots, children = self._past(same, table[0])
             table = np.where(same, 0.0, table)  # no split that is left asks for these
         trees = max(_CELLS // len(table), 1)  # a few at a time
@@ -159,27 +160,31 @@ class Trees:
             return self._followed(table, row, node, children).reshape(len(roots), -1)
         held = (self.feature == table.shape[1] - 1)[:, None]  # such a split follows itself, as a leaf does
         node = self._followed(table, row, node, np.where(held, np.arange(len(children))[:, None], children))
+        leaves = np.repeat(node[:, None], len(last), axis=1)
+        split = np.flatnonzero(children[node, 0] != node)
         table = np.repeat(table, len(last), axis=0)
         table[:, -1] = np.tile(last, len(table) // len(last))
-        row = np.tile(np.arange(len(table)), len(roots))
-        return self._followed(table, row, np.repeat(node, len(last)), children).reshape(len(roots), -1)
+        row = np.add.outer(row[split] * len(last), np.arange(len(last))).ravel()
+        leaves[split] = self._followed(table, row, leaves[split].ravel(), children).reshape(-1, len(last))
+        return leaves.reshape(len(roots), -1)
 
     def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, children: np.ndarray) -> np.ndarray:
         """Return where each node leads for its row: a node that follows itself."""
-        values, following, ends = table.ravel(), children.ravel(), node.copy()
+        values, following, ends = table.ravel(order="F"), children.ravel(), node.copy()
         some_missing = bool(np.isnan(values).any())
+        column = self.feature * len(table)  # where the column begins that a node compares
         going = np.arange(len(node))  # those that are not at their end
-        first = row * table.shape[1]
         while going.size:
-            for _ in range(_STEPS):
-                value = values.take(first + self.feature.take(node))
-                right = value > self.threshold.take(node)
-                if some_missing:
-                    right |= np.isnan(value) & ~self.missing_left.take(node)
-                node = following.take(2 * node + right)
-            ends[going] = node
-            on = following.take(2 * node) != node
-            going, node, first = going[on], node[on], first[on]
+            value = values.take(column.take(node) + row)
+            right = value > self.threshold.take(node)
+            if some_missing:
+                right |= np.isnan(value) & ~self.missing_left.take(node)
+            before, node = node, following.take(2 * node + right)
+            on = before != node
+            if np.count_nonzero(on) < _MOST_GOING * len(node):
+                ends[going] = node
+                on = np.flatnonzero(on)
+                going, node, row = going.take(on), node.take(on), row.take(on)
         return ends
 
     # ---- on disk
@@ -303,7 +308,8 @@ class Boosters:
 
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64."""
-        return self.start + np.mean([booster.predict(table, num_threads=1) for booster in self.boosters], axis=0)
+        of_members = [booster.predict(table, num_threads=1) for booster in self.boosters]
+        return np.asarray(self.start + np.mean(of_members, axis=0))
 
     def predict_along(self, table: np.ndarray, last: np.ndarray) -> np.ndarray:
         """As `Trees.predict_along`."""
@@ -325,11 +331,11 @@ def boost(
     weight: np.ndarray,
     members: int = MEMBERS,
 ) -> Boosters:
-    """Fit boosters. What they give depends neither on the rows' order nor on the number of cores.
+    """Fit boosters. The result depends neither on the rows' order nor on the number of cores.
 
     Args:
-        settings: Of the trees.
-        seed: Of the first member; each has one of its own.
+        settings: The trees' settings.
+        seed: Seed of the first member; each has its own.
         table: (n, columns).
         label: (n,).
         at_least: (n,) bool: the label is a bound from below, so that a prediction above it is not an error. None: no
@@ -343,7 +349,7 @@ def boost(
     bound = np.zeros(n, dtype=bool) if at_least is None else at_least
     spread = max(_ROBUST, float(np.median(np.abs(label - np.median(label)))))
 
-    def objective(predicted: np.ndarray, _data) -> tuple[np.ndarray, np.ndarray]:
+    def objective(predicted: np.ndarray, _data: object) -> tuple[np.ndarray, np.ndarray]:
         gap = predicted - label
         satisfied = bound & (gap > 0)
         gradient = np.where(satisfied, 0.0, np.clip(gap, -spread, spread))

@@ -48,7 +48,7 @@ FARM = "farm"  # source of what this folder's own trials measured
 _COLUMNS = ("run_id", "source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
-_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # of timm's models, before the family's name
+_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # before the family's name of timm's models
 # Operators whose output has the shape of their first input.
 _POINTWISE = tuple(
     f"aten::{name}"
@@ -95,7 +95,7 @@ def measured_rows(
 
     Args:
         data: The folder; None: the default one.
-        progress: Hears of each traced row.
+        progress: Is called for each traced row.
         steps: As `most` of `measured_times`.
         kernels: As `most` of `kernel_times`.
         same_shapes: As in `kernel_times`.
@@ -180,7 +180,8 @@ def measured_activity(
 def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """Return the rows of a query of a data folder; None: the default one."""
     with contextlib.closing(warehouse.connect(data)) as connection:
-        return connection.execute(sql, parameters).fetchall()
+        rows: list[tuple[Any, ...]] = connection.execute(sql, parameters).fetchall()
+    return rows
 
 
 class RowLeftOut(Exception):

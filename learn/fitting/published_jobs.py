@@ -45,9 +45,9 @@ def workload_of(row: PublishedRow) -> TrainingJob:
     """Return the job of one row. Raises `UsageError` for a row without one: no known model, fields that don't fit
     together, a model that the installed timm does not know.
 
-    A row of a configuration gives its family's model, trained as published. A model of timm is built with random
+    A row of a configuration becomes its family's model, trained as published. A model of timm is built with random
     weights and trained on images of its own default size; the other models are those of `KNOWN_MODELS`. All in the
-    usual loop and in fp32; with Adam, but for timm's (`warehouse.exchange.published.timm_config` says why).
+    usual loop and in fp32; with Adam, except timm's (`warehouse.exchange.published.timm_config` says why).
     """
     from featurize.families import timm
 
@@ -67,7 +67,7 @@ def config_of(row: PublishedRow) -> TrialConfig:
         return config_from_mapping(row.config)
     if row.group is not None and row.model is not None and row.batch_size is not None:
         return config_from_mapping(timm_config(row))
-    raise UsageError(f"{row.name}: {row.reason or 'is no configuration of a family'}")
+    raise UsageError(f"{row.name}: {row.reason or 'is not a configuration of a family'}")
 
 
 def known_workload(name: str, batch_size: int) -> TrainingJob:
@@ -90,8 +90,8 @@ def _workload(
     return TrainingJob(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
 
 
-def _first_logits_loss(output, targets: Tensor) -> Tensor:
-    """Return the cross entropy of [N, classes]. Models without a head give features: their mean costs the same."""
+def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
+    """Return the cross entropy of [N, classes]. Models without a head return features: their mean costs the same."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -159,7 +159,7 @@ class _Language:
         return _workload(name, build, batch, batch_size, loss)
 
 
-def _next_token_loss(output, targets: Tensor) -> Tensor:
+def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the loss of [N, T, V] against the tokens one place on; both are copied, as the package's own losses do."""
     from torch.nn.functional import cross_entropy
 
@@ -389,7 +389,7 @@ def zeus_calls(model: str, dataset: str, batch_size: int, device: DeviceSpec) ->
 
     Args:
         model, dataset: As the published table names them: a key of `JOBS`.
-        batch_size: Of one step.
+        batch_size: Samples of one step.
         device: The GPU model. PyTorch 1.10 allowed TF32 in matrix products, where a GPU has it.
     """
     build, inputs = JOBS[model, dataset]
@@ -457,7 +457,7 @@ def _images(side: int) -> Callable[[int], Any]:
 
 def _tokens(alone: int, a_doubling: int, *labels: str) -> Callable[[int], Any]:
     """Return inputs that are padded to the longest of a batch: `alone` tokens, and more with each doubling. Assumed of
-    the texts' lengths: the longest of so many."""
+    the texts' lengths: the longest of this many."""
 
     def inputs(batch: int) -> dict[str, Tensor]:
         length = min(round(alone + a_doubling * math.log2(batch)), _MOST_TOKENS)
@@ -554,9 +554,9 @@ def megatron_step(
     """Return the trace of one rank's step.
 
     Args:
-        layers, width, heads: Of the model.
-        samples: Of a micro-batch.
-        micro_batches: Of a step.
+        layers, width, heads: Sizes of the model.
+        samples: Samples of a micro-batch.
+        micro_batches: Micro-batches of a step.
         split: Over how many ranks each layer is split.
         fused: With PyTorch's fused attention, under autocast and without dropout; else with Megatron's own layers.
         device: The GPU model.
@@ -591,8 +591,8 @@ _TOKENS = 50_368
 
 
 def mpt_config(size: str, length: int, samples: int, *, recompute: bool) -> gpt.Config:
-    """Return the model of a size of `SIZES` with a batch of so many samples of `length` tokens; `recompute`: blocks are
-    checkpointed."""
+    """Return the model of a size of `SIZES` with a batch of this many samples of `length` tokens; `recompute`: blocks
+    are checkpointed."""
     width, heads, depth = SIZES[size]
     return gpt.Config(
         vocabulary_size=_TOKENS,

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from featurize.recording.values import Inputs
 
 
-DEFAULT_DTYPE = "float32"  # of inputs that are given as shapes
-MOST_ELEMENTS = 2**56  # of an input: 16 bytes each, and products of a few of them, stay below 2**63
+DEFAULT_DTYPE = "float32"  # type of inputs that are given as shapes
+MOST_ELEMENTS = 2**56  # elements of an input: 16 bytes each, and products of a few of them, stay below 2**63
 
 
 def batch_size_of(inputs: Any) -> int:
@@ -188,10 +188,9 @@ def holds_tensors(value: Any) -> bool:
 
 def first_sizes(value: Any) -> Sequence[int]:
     """Return the sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
-    if is_tensor(value):
-        return value.shape
-    if is_shape(value):
-        return value
+    if is_tensor(value) or is_shape(value):
+        sizes: Sequence[int] = value.shape if is_tensor(value) else value
+        return sizes
     if isinstance(value, Mapping):
         value = list(value.values())
     for one in value if isinstance(value, list | tuple) else ():
@@ -240,7 +239,7 @@ def _filled(tensor: Tensor) -> Tensor:
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs and target
 
-STEPS_DRAWN = 32  # of a distribution: enough that the cache has met the lengths in many orders
+STEPS_DRAWN = 32  # steps of a distribution: enough that the cache has met the lengths in many orders
 SEED = 0
 _FORMS = (
     "batches is a list of batches, as in [[8,128],[8,512]], or with inputs= a list of sequence lengths, or their "
@@ -258,7 +257,7 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
         target: With lengths: is set to each length likewise. Without: None.
 
     Raises:
-        UsageError: Anything else; a length or a share that is none.
+        UsageError: Anything else; an invalid length or share.
     """
     if isinstance(batches, str | bytes) or is_tensor(batches) or not isinstance(batches, Sequence | Mapping):
         raise UsageError(f"{_FORMS}; got {type(batches).__name__}")
@@ -266,7 +265,7 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
         raise UsageError(f"{_FORMS}; got none")
     if not is_of_lengths(batches):
         if isinstance(batches, Mapping):
-            raise UsageError(f"{_FORMS}; the key {next(iter(batches))!r} is no length")
+            raise UsageError(f"{_FORMS}; the key {next(iter(batches))!r} is not a length")
         if given := [name for name, value in (("inputs", inputs), ("target", target)) if value is not None]:
             raise UsageError(f"batches= has the inputs of each step; leave {', '.join(given)} out, or give lengths")
         return [(batch, None) for batch in batches]
@@ -337,9 +336,6 @@ def _shape_at(sizes: Sequence[int], length: int, given: int) -> list[int]:
     return [length if dim in dims and size == given else size for dim, size in enumerate(sizes)]
 
 
-_TYPED = {"shape", "dtype"}  # the keys of a shape with a type of its own
-
-
 def model_inputs(given: list[Any] | Mapping[str, Any] | None, batch: int | None) -> Any:
     """Return the inputs as `learn.estimate` takes them.
 
@@ -349,7 +345,7 @@ def model_inputs(given: list[Any] | Mapping[str, Any] | None, batch: int | None)
         batch: Samples to scale the first dimension of every input to; None leaves the inputs as they are.
 
     Raises:
-        UsageError: A shape or a type that is none, or a first dimension that is not the batch's.
+        UsageError: An invalid shape or type, or a first dimension that is not the batch's.
     """
     return None if given is None else _in_batches_of(_typed(given, "input"), batch)
 
@@ -375,17 +371,14 @@ def _in_batches_of(inputs: Any, batch: int | None) -> Any:
 
 def _typed(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
-        if set(value) == _TYPED:
-            return _meta_tensor(value["shape"], value["dtype"], name)
+        if set(value) == {"shape", "dtype"}:  # a shape with a type of its own
+            import torch
+
+            if not is_shape(shape := value["shape"]):
+                raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
+            dtype = torch_dtype(value["dtype"], f"{name}.dtype")
+            return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=dtype, device="meta")
         return {key: _typed(one, f"{name}.{key}") for key, one in value.items()}
     if isinstance(value, list) and not is_shape(value):
         return [_typed(one, f"{name}[{at}]") for at, one in enumerate(value)]
     return value
-
-
-def _meta_tensor(shape: Any, dtype: Any, name: str) -> Any:
-    import torch
-
-    if not is_shape(shape):
-        raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
-    return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=torch_dtype(dtype, f"{name}.dtype"), device="meta")

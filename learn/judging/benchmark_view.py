@@ -28,7 +28,7 @@ from conf.reports.blocks import (
 )
 from learn.judging.report import plots_of
 from learn.judging.scores import NOT_INFORMATIVE, by_group, worst_of
-from learn.rows.targets import LEVELS, MIB_PER_GB, TARGETS
+from learn.rows.data import LEVELS, MIB_PER_GB, TARGETS, Bins
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from learn.commands.benchmark_rows import BenchmarkSettings
     from learn.judging.scores import Benchmark, Figures
 
-OTHERS = "(published)"  # behind the name of an estimator whose figures are other people's
+OTHERS = "(published)"  # behind the name of an estimator whose figures are published ones
 # Columns of words; the others hold figures.
 WORDS = {
     *("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of"),
@@ -44,8 +44,8 @@ WORDS = {
 }
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
-_CLASSES = 8  # more recalls than that are told in the files only
-_REASONS = 5  # of an estimator's refusals on a file are told; `out=` holds all
+_CLASSES = 8  # beyond this many classes, recalls are in the files only
+_REASONS = 5  # an estimator's refusals on a file that are shown; `out=` holds all
 
 
 class BenchmarkProgress:
@@ -185,7 +185,7 @@ def published_table(done: Benchmark) -> TableText:
     return "published by others, on their own rows and splits; nothing of it is measured here", columns, rows
 
 
-def _rule(bins) -> str:
+def _rule(bins: Bins) -> str:
     if bins.by_family or len(bins.labels) == len(LEVELS):
         return bins.rule
     return f"{bins.edges[0] / MIB_PER_GB:g} GB" if bins.edges else "one class"
@@ -205,7 +205,7 @@ def print_table(table: TableText) -> None:
     from rich.text import Text
 
     title, columns, rows = table
-    # titles hold brackets, which are no markup
+    # titles hold brackets, which are not markup
     drawn = rich_table.Table(title=Text(title), title_justify="left")
     for name in columns:
         whole = name in ("rows", "estimator", "answered")

@@ -15,11 +15,10 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.device.device_spec import plain_device
-from learn.estimators.protocol import Prediction, make_estimator
+from learn.estimators.protocol import OF_CONFIGS, PREFERRED, Estimator, Prediction, make_estimator
 from learn.judging.scores import Figures, Scored, described, figures_of, given_of, has_relative, mean, median, p90
-from learn.rows.data import MIN_GROUPS, Rows
+from learn.rows.data import MIN_GROUPS, Bins, Rows
 from learn.rows.step_store import StepStore
-from learn.rows.targets import Bins
 
 TEST = "held-out test"
 PUBLISHED = "published"  # name of the classes that a benchmark has, too
@@ -31,7 +30,7 @@ class Evaluation:
     """Held-out rows that took no part in a fit, and cross-validation inside the rows that did. Rows that the estimator
     refused are in neither, and in `warnings`.
 
-    scored    the test rows with their answers; figures: what a benchmark says of them
+    scored    the test rows with their answers; figures: a benchmark's figures of them
     refused   why other rows have no answer, a reason each
     cv        `metrics_of` each fold
     """
@@ -93,7 +92,7 @@ def evaluate(
     `steps` has the records of the rows' steps (None: a new store).
 
     Raises `UsageError` where there are too few groups to split.
-    `progress` hears the name of each step before it starts.
+    `progress` is called with the name of each step before it starts.
     """
     steps = StepStore() if steps is None else steps
     classes = classes_of(rows, bins)
@@ -124,9 +123,9 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
     """Judge an estimator's prediction of rows that it has not seen.
 
     Args:
-        prediction: Of the rows.
+        prediction: Prediction of the rows.
         rows: Held-out rows.
-        bins: Classes that the rows are told apart by.
+        bins: Classes of the rows.
         estimator: Its name.
         train_rows: What it was fitted on.
     """
@@ -190,9 +189,42 @@ def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
     return bins.classify(rows.label, rows.family)
 
 
+def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
+    """Return what a reader of the figures has to know of the rows that are fitted on and judged."""
+    notes = []
+    present = np.unique(classes_of(rows, bins))
+    if len(present) == 1:
+        exact = rows.exact.label
+        span = f"{exact.min():.4g} to {exact.max():.4g} {rows.target.unit}" if exact.size else "out of memory"
+        notes.append(f"all {len(rows)} rows fall into one class, {bins.labels[present[0]]} ({span}): no accuracy")
+    if rows.censored.any():
+        known = "they are fitted on as lower bounds"
+        if not estimator.uses_out_of_memory:
+            known = "they are not fitted on, so estimates near the device's memory lean low"
+        shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
+        notes.append(
+            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}"
+            + (f", {shares} of them, which had a share of the device only, of any from their own on" * bool(shares))
+            + f"; {known}"
+        )
+    if doubted := int((rows.doubt != "").sum()):
+        notes.append(
+            f"{doubted} rows are in doubt (runs.error says why, or the rows beside them do): judged, but not fitted on"
+        )
+    if "simulated" in rows.count("source"):
+        origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
+        notes.append(origin + "nothing about real GPUs")
+        if estimator.name in ("trace", PREFERRED):  # whose figures are the trace's own, corrected or not
+            notes.append(
+                "the trace made these very labels, so that errors here are near zero by construction; "
+                f"estimator={OF_CONFIGS} learns them from configurations"
+            )
+    return notes + rows.left_out
+
+
 SPLITS = ("cv", "holdout", "leave_one_out")
 GROUPINGS = ("module", "family", "device", "source")
-TEST_TENTHS = 3  # of ten folds: 30 % held out
+TEST_TENTHS = 3  # three of ten folds: 30 % held out
 
 
 @dataclass(frozen=True)
@@ -262,10 +294,11 @@ def parts_of(
 
 
 def keys_of(rows: Rows, by: str) -> np.ndarray:
-    """(n,) str: what each row is told apart by; spellings of one device are the same."""
+    """(n,) str: the kind that each row counts as; spellings of one device are the same."""
     if by == "device":
         return np.array([plain_device(name) for name in rows.device], dtype=object)
-    return getattr(rows, by).astype(str)
+    names: np.ndarray = getattr(rows, by)
+    return names.astype(str)
 
 
 def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

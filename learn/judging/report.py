@@ -37,7 +37,7 @@ from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 ONE_CLASS = "one class"
-_NAMES = {
+METRICS = {  # name in `Evaluation.summary` -> in words
     "accuracy": "accuracy",
     "macro_f1": "macro F1",
     "mean_relative_error": "mean relative error",
@@ -64,18 +64,12 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
     one_class = evaluation.one_class
     for name, values in evaluation.summary().items():
         if one_class and name in ("accuracy", "macro_f1"):
-            rows.append((_NAMES[name], ONE_CLASS, ONE_CLASS))
+            rows.append((METRICS[name], ONE_CLASS, ONE_CLASS))
             continue
-        absolute = name.endswith("absolute_error")
-
-        def say(value, absolute=absolute) -> str:
-            if value is None:
-                return "–"
-            return (f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}") if absolute else f"{value:.1%}"
-
-        spread = f" ± {say(values['cv_std'])}" if values["cv_std"] is not None else ""
-        label = _NAMES[name] + (f" [{unit}]" if absolute and unit != "ratio" else "")
-        rows.append((label, f"{say(values['cv_mean'])}{spread}", say(values["test"])))
+        mean, std, test = (metric_text(name, values[of], unit) for of in ("cv_mean", "cv_std", "test"))
+        spread = f" ± {std}" if values["cv_std"] is not None else ""
+        label = METRICS[name] + (f" [{unit}]" if name.endswith("absolute_error") and unit != "ratio" else "")
+        rows.append((label, f"{mean}{spread}", test))
     for name, recall in () if one_class else evaluation.test["recall"].items():
         folds = [fold["recall"][name] for fold in evaluation.cv if name in fold["recall"]]
         cv = f"{np.mean(folds):.1%}" if folds else "–"
@@ -83,6 +77,13 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
             cv += f" ± {np.std(folds, ddof=1):.1%}"
         rows.append((f"recall of {name} (n={evaluation.test['support'][name]})", cv, f"{recall:.1%}"))
     return rows
+
+
+def metric_text(name: str, value: float | None, unit: str) -> str:
+    """Return a metric as text: absolute errors in the target's unit, others in percent."""
+    if value is None or not name.endswith("absolute_error"):
+        return "–" if value is None else f"{value:.1%}"
+    return f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}"
 
 
 def write_report(folder: Path, evaluation: Evaluation, meta: Mapping[str, Any]) -> None:
@@ -147,8 +148,8 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
 
 _COLOURS = ("k1", "k5", "k4", "k2", "k6", "k3", "k7", "k0")
 _DASHES = ("", " dashed", " dotted")
-_CLASSES = 24  # more than that are no picture
-_POINTS = 300  # of a line at most
+_CLASSES = 24  # more than that make no picture
+_POINTS = 300  # most points of a line
 _MARGINS = np.linspace(0.5, 4.0, 141)  # on top of estimates without a bound of their own
 _CLIP = {"log": 0.5, "ratio": 0.3}  # error at which the colours end
 _SHARES = Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0))
@@ -296,7 +297,7 @@ def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
 
 
 def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
-    """Draw how many rows of each class were told to be in which, coloured by the share of the class; a panel an
+    """Draw how many rows of each class were estimated to be in which, coloured by the share of the class; a panel an
     estimator. Nothing where there are more classes than can be read."""
     bins = done.bins[file]["published"]
     classes_of = {

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
+from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -36,7 +37,7 @@ class FakeTensor(Peer):
     warning: ClassVar[str] = f"{Peer.warning}; faketensor leaves the CUDA context out"
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        # A model may hold plain tensors besides its buffers.
+        # A model may hold plain tensors in addition to its buffers.
         with _quiet_failures(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             model = _fake_model(workload)
             with explained("making the batch"), torch.device("cpu"):
@@ -68,7 +69,7 @@ def _quiet_failures() -> Iterator[None]:
         logger.disabled = before
 
 
-def _fake_model(workload: TrainingJob):
+def _fake_model(workload: TrainingJob) -> nn.Module:
     """The model with fake tensors of the CPU, under the mode that the caller has entered.
 
     A model that reads figures from tensors while it is built (stochastic depth's rates, in timm) can't be built of fake

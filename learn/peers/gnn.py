@@ -36,16 +36,17 @@ from learn.estimators.protocol import (
 )
 from learn.estimators.tabular import group_folds
 from learn.job.training_job import Case
-from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
+from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_arrays
 from learn.rows.data import Rows
 from learn.rows.step_store import StepRecord, StepStore
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
 LEAST_ROWS = 10
-CATEGORIES = 64  # of operators; `featurize.operators.table.VOCABULARY` may grow
+CATEGORIES = 64  # categories of operators; `featurize.operators.table.VOCABULARY` may grow
 _MIB_LOG2 = 20
 
-# Features of the whole graph; besides all of the device (`gpu_*`). None is the trace's own figure of memory or time.
+# Features of the whole graph, in addition to those of the device (`gpu_*`). None is the trace's own figure of memory or
+# time.
 _SCALARS = (
     "net_states",
     "net_math_bits",
@@ -73,11 +74,11 @@ class Scaling:
 
 class GNNEstimator(Estimator):
     """Learns any target from the operator graph, of configs and modules alike. A fifth of the groups is held out (a
-    third of few): it tells which of the last epochs is kept, and its errors are the distribution and the bound.
+    third of few): it decides which of the last epochs is kept, and its errors are the distribution and the bound.
 
     Out-of-memory rows count as errors where the estimate is below the device's memory. A case that cannot be traced is
     refused, and left out when fitting. Since the same held-out rows choose the epoch and calibrate the bound, the bound
-    leans a little low: it is no bound from rows that fitting never looked at.
+    leans a little low: it is not a bound from rows that fitting never looked at.
     """
 
     name: ClassVar[str] = "gnn"
@@ -92,7 +93,7 @@ class GNNEstimator(Estimator):
 
         raw = [_Raw.of(case, record) for case, record in zip(rows.cases, records, strict=True)]
         self._scaling = _learn_scaling(raw)
-        graphs = [one.scaled(self._scaling) for one in raw]
+        graphs = [graph.scaled(self._scaling) for graph in raw]
         label = to_space(rows.label, rows.target.space)
         exact = label[~rows.censored]
         kind = "sum" if rows.target.is_memory else "ratio" if rows.target.space == "ratio" else "plain"
@@ -204,7 +205,7 @@ class _Raw:
         source, reader = self.edges
         written = self.record_nodes[:, self.node_columns.index("log_bytes_written")].astype(float)
         inner = written[source] / _MIB_LOG2, np.log1p(reader - source) / 4
-        # Both ways, told apart by the last feature: what an operator keeps depends on who reads it.
+        # Both ways, distinguished by the last feature: what an operator keeps depends on who reads it.
         there, back = (np.stack([*inner, np.full(len(source), way)], axis=1) for way in (0.0, 1.0))
         scalars = np.array([self.scalars.get(name, 0.0) for name in scaling.scalar_columns])
         return Graph(
@@ -220,9 +221,9 @@ class _Raw:
 
 
 def _learn_scaling(raw: Sequence[_Raw]) -> Scaling:
-    columns = tuple(sorted({name for one in raw for name in one.scalars}))
-    scalars = np.array([[one.scalars.get(name, 0.0) for name in columns] for one in raw])
-    nodes = np.concatenate([one.record_nodes for one in raw]).astype(float)
+    columns = tuple(sorted({name for graph in raw for name in graph.scalars}))
+    scalars = np.array([[graph.scalars.get(name, 0.0) for name in columns] for graph in raw])
+    nodes = np.concatenate([graph.record_nodes for graph in raw]).astype(float)
     return Scaling(raw[0].node_columns, columns, _mean_and_scale(nodes), _mean_and_scale(scalars))
 
 
@@ -233,14 +234,14 @@ def _mean_and_scale(table: np.ndarray) -> np.ndarray:
 
 def _standardised(values: np.ndarray, by: np.ndarray) -> np.ndarray:
     """float32; what lies far from everything seen is taken as 6 deviations away."""
-    return np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0).astype(np.float32)
+    return np.asarray(np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0), dtype=np.float32)
 
 
 # Suffixes: G graphs, V nodes, E edges, X node features, Z edge features, S scalars of a graph, D width.
 
 WIDTH = 48
 CONVOLUTIONS = 3
-_LEAST_LOG, _MOST_LOG = -8.0, 3.0  # of the share of an operator's output that counts
+_LEAST_LOG, _MOST_LOG = -8.0, 3.0  # share of an operator's output that counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,21 +273,21 @@ class Batch:
     @classmethod
     def of(cls, graphs: Sequence[Graph], dtype: torch.dtype = torch.float32) -> Batch:
         """The graphs side by side, none joined to another."""
-        counts = [len(one.category_V) for one in graphs]
+        counts = [len(graph.category_V) for graph in graphs]
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        ends = [np.stack([one.source_E, one.reader_E]) + start for one, start in zip(graphs, first, strict=True)]
+        ends = [np.stack([graph.source_E, graph.reader_E]) + start for graph, start in zip(graphs, first, strict=True)]
 
         def joined(name: str) -> Tensor:
-            return torch.from_numpy(np.concatenate([getattr(one, name) for one in graphs])).to(dtype)
+            return torch.from_numpy(np.concatenate([getattr(graph, name) for graph in graphs])).to(dtype)
 
         return cls(
-            category_V=torch.from_numpy(np.concatenate([one.category_V for one in graphs])),
+            category_V=torch.from_numpy(np.concatenate([graph.category_V for graph in graphs])),
             nodes_VX=joined("nodes_VX"),
             ends_2E=torch.from_numpy(np.concatenate(ends, axis=1)),
             edges_EZ=joined("edges_EZ"),
-            scalars_GS=torch.from_numpy(np.stack([one.scalars_S for one in graphs])).to(dtype),
+            scalars_GS=torch.from_numpy(np.stack([graph.scalars_S for graph in graphs])).to(dtype),
             size_V=joined("size_V"),
-            states_G=torch.tensor([one.states for one in graphs], dtype=dtype),
+            states_G=torch.tensor([graph.states for graph in graphs], dtype=dtype),
             graph_V=torch.from_numpy(np.repeat(np.arange(len(graphs)), counts)),
         )
 
@@ -353,7 +354,7 @@ def train(
     *,
     epochs: int,
 ) -> GraphNet:
-    """The net, trained on the graphs outside `held_out` (n,) bool, as it was when those were told best.
+    """The net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
 
     label (n,) is in the target's space; where censored, only what is below it is an error.
     """
@@ -387,7 +388,7 @@ def train(
 
 
 def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:
-    """(n,) labels in their space, of a net from `learn.peers.torch_fit.with_arrays`."""
+    """(n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
     with torch.inference_mode():
         parts = [Batch.of(graphs[i : i + 128], torch.float64) for i in range(0, len(graphs), 128)]
         return np.concatenate([net(batch).numpy() for batch in parts]) if parts else np.empty(0)

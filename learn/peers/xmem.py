@@ -34,8 +34,8 @@ from learn.peers.base import (
 )
 
 STEPS = 2
-PREFIX = "xmem::"  # of the marks that name a step's phases in the profile
-RAM_SHARE = 0.8  # of the free memory; the rest is for what the first guess leaves out
+PREFIX = "xmem::"  # prefix of the marks that name a step's phases in the profile
+RAM_SHARE = 0.8  # share of the free memory; the rest is for what the first guess leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
     is a gradient, freed where the CPU freed it, at the latest by the next `zero_grad`.
     """
     opened: dict[int, ProfiledBlock] = {}
-    done: list[ProfiledBlock] = []
+    ended: list[ProfiledBlock] = []
     cleared = {e.step: i for i, e in reversed(list(enumerate(events))) if e.phase == "zero_grad"}
     for i, event in enumerate(events):
         if event.nbytes > 0:
@@ -108,12 +108,12 @@ def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
             phase = events[block.begin].phase
             same = event.step == events[block.begin].step and event.phase == phase
             kind = "temporaries" if same and phase in ("optimizer", "backward") else block.kind
-            done.append(replace(block, end=i, kind=kind))
+            ended.append(replace(block, end=i, kind=kind))
     kept = [
         replace(block, end=cleared.get(events[block.begin].step + 1)) if block.kind == "gradients" else block
         for block in opened.values()
     ]
-    return sorted([*done, *kept], key=lambda block: block.begin)
+    return sorted([*ended, *kept], key=lambda block: block.begin)
 
 
 def replay(
@@ -233,10 +233,10 @@ def _events(roots: Iterable[Any]) -> list[ProfilerEvent]:
             marks.append((node.start_time_ns, node.name.removeprefix(PREFIX)))
         stack += [(child, in_operator or (kind.name == "TorchOp" and not marked)) for child in node.children]
     marks.sort()
-    events, at = [], -1
+    events, mark = [], -1
     for when, address, nbytes, in_operator in sorted(moves, key=lambda row: row[0]):
-        while at + 1 < len(marks) and marks[at + 1][0] <= when:
-            at += 1
-        step, _, phase = marks[at][1].partition(":") if at >= 0 else ("0", "", None)
+        while mark + 1 < len(marks) and marks[mark + 1][0] <= when:
+            mark += 1
+        step, _, phase = marks[mark][1].partition(":") if mark >= 0 else ("0", "", None)
         events.append(ProfilerEvent(address, nbytes, phase, int(step), in_operator))
     return events

@@ -19,7 +19,7 @@ from featurize.configs.trial import TrialConfig
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
 from learn.estimation.answers import answered
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.requests import Request, platform_and_options, request_of
+from learn.estimation.requests import Request, checked_path, platform_and_options, request_of
 from learn.estimators.protocol import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
@@ -31,7 +31,7 @@ from learn.planning.meshes import (
     modes_of_job,
     traced_as,
 )
-from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order
+from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order, write_plan_report
 from learn.planning.search import SHALLOW, Findings, LayoutSearch, MicroBatches, Screening
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def plan(
             batch that is given.
 
     Raises:
-        UsageError: As in `estimate`; no layout can be.
+        UsageError: As in `estimate`; no layout is possible.
 
     Known limitations:
         A micro-batch smaller than one that fits is not tried: it is taken to be slower.
@@ -94,8 +94,6 @@ def plan(
     """
     began = time.monotonic_ns()
     if report is not None:
-        from learn.estimation.requests import checked_path
-
         page = checked_path(Path(report), like="plan.html")
     spec = platform_and_options(options)[0].device
     counts = checked_gpus(gpus)
@@ -113,7 +111,7 @@ def plan(
     searches.confirm()
     ordered = in_order(searches.rows)
     if all(row.fits is None for row in ordered):
-        raise UsageError(f"no layout can be: {ordered[0].mesh}: {ordered[0].why}")
+        raise UsageError(f"no layout is possible: {ordered[0].mesh}: {ordered[0].why}")
     best = ordered[0]
     limits = {one.limit_mib for one in searches.estimates.values() if one.limit_mib is not None}
     limit_mib = min(limits, default=spec.memory_mib)
@@ -130,8 +128,6 @@ def plan(
         seconds=(time.monotonic_ns() - began) / 1e9,
     )
     if report is not None:
-        from learn.planning.plan_report import write_plan_report
-
         write_plan_report(page, done)
     return done
 
@@ -174,7 +170,9 @@ def _planned(model: object, inputs: Inputs | None, global_batch: object, options
         )
     if inputs is None:
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
-    job = _PlannedJob(request_of(model, inputs, **options), _checked_global_batch(global_batch))
+    if global_batch is not None and (type(global_batch) is not int or global_batch < 1):
+        raise UsageError(f"global_batch must be a whole number >= 1, got {shown(global_batch)}")
+    job = _PlannedJob(request_of(model, inputs, **options), global_batch)
     if job.global_batch is not None and job.settings.accumulation != 1:
         raise UsageError("global_batch decides how many micro-steps a step has: leave accumulation out")
     job.request.job.with_samples(2 * job.request.job.batch_size)  # refuses what cannot be scaled
@@ -192,7 +190,7 @@ class _Kept:
 class _Searches:
     """Goes over the layouts.
 
-    rows        of all layouts so far; `estimates` of those that were traced
+    rows        all layouts so far; `estimates`: those of the traced ones
     refused     checkpointing that the model does not take -> why
     """
 
@@ -318,9 +316,3 @@ def _ways(given: str | Sequence[str] | None, settings: Training) -> tuple[str | 
     if not names:
         raise UsageError(f"checkpointing names nothing to try; known: {', '.join(WAYS)}")
     return tuple(None if way == NONE else way for way in WAYS if way in names)
-
-
-def _checked_global_batch(given: object) -> int | None:
-    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
-        return given
-    raise UsageError(f"global_batch must be a whole number >= 1, got {shown(given)}")

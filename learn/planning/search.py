@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import first_line
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import training_of
+from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
+from learn.estimation.answers import traces_of
 from learn.estimation.job_estimate import Estimate
 from learn.planning.meshes import mesh_text, ranks_within, shards_of, within_text
 from learn.planning.plan_report import PlanRow
@@ -33,7 +36,7 @@ SHALLOW = 4  # blocks of the shallow copy: the first and the last, and two betwe
 class Screening:
     """Shallow copies of one model, and what their traces show of the model itself.
 
-    blocks   of the model that are all alike; 0: it is traced whole
+    blocks   number of the model's identical blocks; 0: it is traced whole
 
     Args:
         factory: Makes the model.
@@ -41,29 +44,24 @@ class Screening:
 
     def __init__(self, factory: Callable[[], nn.Module]) -> None:
         self._factory = factory
-        self._model: nn.Module | None = None
         self._short: dict[int, nn.Module] = {}
         self._whole: set[Hashable] = set()  # kinds of layouts that cannot be extrapolated
-        self._blocks: int | None = None
 
-    @property
+    @cached_property
     def model(self) -> nn.Module | None:
         """The model on the meta device. None where it cannot be built, or a copy would not be like it."""
-        if self._blocks is None:
-            self._blocks = self._counted()
-        return self._model
+        try:
+            return built_to_shorten(self._factory)
+        except Exception:  # a model may raise anything, and its trace says so
+            return None
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """The number of blocks. The model is built when this is first asked."""
-        if self._blocks is None:
-            self._blocks = self._counted()
-        return self._blocks
+        return 0 if self.model is None else alike_blocks(self.model)
 
     def traces(self, request: Request) -> Traces:
         """Return the traces of a job, as `learn.estimation.answers` takes them; none where it is to be traced whole."""
-        from featurize.recording.deeper import CannotDeepen, deeper
-
         parallel, training = request.job.parallel, training_of(request.job.settings)
         # Buckets of gradients hold parts of several blocks, stages of a pipeline have blocks of their own, and FSDP1's
         # host waits for those before.
@@ -81,22 +79,10 @@ class Screening:
             self._whole.add(kind)
             return {}
 
-    def _counted(self) -> int:
-        from featurize.recording.deeper import alike_blocks, built_to_shorten
-
-        try:
-            self._model = built_to_shorten(self._factory)
-        except Exception:  # a model may raise anything, and its trace says so
-            return 0
-        return 0 if self._model is None else alike_blocks(self._model)
-
     def _traced(self, request: Request, count: int) -> Traces:
-        from featurize.recording.deeper import with_blocks
-        from learn.estimation.answers import traces_of
-
-        assert self._model is not None, "it has blocks"
+        assert self.model is not None, "it has blocks"
         if count not in self._short:
-            self._short[count] = with_blocks(self._model, count)
+            self._short[count] = with_blocks(self.model, count)
         short = self._short[count]
         return traces_of(replace(request, job=replace(request.job, build=lambda: short)))
 
@@ -125,7 +111,7 @@ class MicroBatches:
 
     given        samples of the inputs
     per_replica  samples of a step of one replica: powers of two that divide them are the sizes. None: any
-    micro_steps  of a step, where `per_replica` is None
+    micro_steps  micro-steps of a step, where `per_replica` is None
     pipelined    ranks of `pp`, whose micro-steps are the micro-batches of one run of the schedule
     """
 
@@ -135,7 +121,7 @@ class MicroBatches:
     pipelined: int = 1
 
     def at_most(self, size: int) -> int:
-        """Return the largest size that is at most this one; 0 stands for the given batch."""
+        """Return the largest allowed size of at most `size`; 0 means the given batch."""
         most = size or self.given
         if self.per_replica is None:
             return most
@@ -365,7 +351,7 @@ class LayoutSearch:
         return row
 
     def _times(self, done: Estimate, first: Estimate, size: int, count: int, alike: int) -> dict[str, Any]:
-        """Return the times of a step with so many micro-steps: those beyond `alike` are as long as the last one."""
+        """Return the times of a step with this many micro-steps: those beyond `alike` are as long as the last one."""
         more = max(count - alike, 0)
 
         def taken(name: str) -> float | None:

@@ -1,7 +1,7 @@
 """A function over items, in processes of this machine: one that dies, hangs or runs out of memory costs its item alone.
 
-Start reading at `in_processes`. Items go one at a time to whoever is free, so that slow ones hold nobody up. As a
-program, this file is such a process. It is started by its path, so that a caller's own script is not run again.
+Start reading at `in_processes`. Items go one at a time to the next free process, so that slow ones hold nothing up. As
+a program, this file is such a process. It is started by its path, so that a caller's own script is not run again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def in_processes(
     """Yield (place of the item, what the function returns of it or `NoResult`) as items end. Raises what it raises.
 
     Args:
-        function: Of a module. Each process has one thread.
+        function: A module's function. Each process has one thread.
         items: What is sent to processes, by pickle.
         workers: Processes; 0: this one, without any limit.
         imports: Modules that each process imports before it takes items.
@@ -124,7 +124,7 @@ class _Worker:
 
 def _death(code: int) -> str:
     if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}, perhaps for want of memory"
+        return f"its process was ended by {signal.Signals(-code).name}, perhaps for lack of memory"
     return f"its process ended with code {code}"
 
 

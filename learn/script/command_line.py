@@ -32,10 +32,10 @@ _ACCELERATE_S = 120.0
 class ScriptCommand:
     """`python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`, and in how many processes a launcher starts it.
 
-    environment   of its process, before a launcher adds to it
+    environment   environment of its process, before a launcher adds to it
     nodes         computers
-    per_node      processes of each, one GPU each
-    variables     that the launcher sets for the first process; empty: the script is started once, by itself
+    per_node      processes of each computer, one GPU each
+    variables     variables that the launcher sets for the first process; empty: the script is started once, by itself
     """
 
     script: str
@@ -130,7 +130,7 @@ def _thread_limit(per_node: int, environment: Mapping[str, str]) -> dict[str, st
 
 
 def _count_of(text: object, option: str) -> int:
-    """Return a number of processes or of nodes. Raises `UsageError` for what is none."""
+    """Return a number of processes or of nodes. Raises `UsageError` for anything else."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", str(text)):
         raise UsageError(f"{option} must be a whole number >= 1, got {text}")
     return int(str(text))
@@ -155,7 +155,7 @@ def _torchrun(launcher: str, words: list[str], before: Mapping[str, str]) -> Scr
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    is_old = launcher == "torch.distributed.launch"  # it passes `--local-rank` to the script, unless it is told not to
+    is_old = launcher == "torch.distributed.launch"  # it passes `--local-rank` to the script, unless set otherwise
     if is_old:
         parser.add_argument("--use-env", "--use_env", action="store_true")
     options = _options(parser, launcher, words)

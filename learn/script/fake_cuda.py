@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from conf.cli.own_packages import ROOT
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
-from featurize.operators.replacing import replace_attribute, stands_for
+from featurize.operators.replacing import replace_attribute, replace_in
 from learn.script.script_recorder import ScriptRecorder
 
 CUDA = torch.device("cuda", 0)
@@ -103,22 +103,9 @@ def _asked_by_own_code() -> bool:
     return sys._getframe(3).f_code.co_filename.startswith(_OWN)
 
 
-def _make_device(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Make a device; a bare index is a GPU."""
-    return torch.device("cuda", args[0]) if len(args) == 1 and type(args[0]) is int else func(*args, **kwargs)
-
-
 def _device(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     device = func(*args)
     return CUDA if device.type == "meta" and not _asked_by_own_code() else device
-
-
-def _is_cuda(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return func(*args) if _asked_by_own_code() else args[0].is_meta
-
-
-def _is_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return func(*args) and _asked_by_own_code()
 
 
 def _data_ptr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -131,10 +118,6 @@ def _data_ptr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 def _storage_ptr(storage: torch.UntypedStorage) -> int:
     return storage._cdata if storage.device.type == "meta" and storage.nbytes() else _POINTER_OF_STORAGE(storage)
-
-
-def _cuda(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    return args[0].to(_META, memory_format=kwargs.get("memory_format") or torch.preserve_format)
 
 
 def _to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -156,10 +139,6 @@ def _from_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     rest = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad", "pin_memory")}
     made = func(*args, **rest, **({} if is_tensor else {"device": "cpu"})).to(_META)
     return made.requires_grad_() if kwargs.get("requires_grad") else made
-
-
-def _tolist(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(args[0].detach().cpu() if args[0].is_meta else args[0])
 
 
 def _format(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -203,15 +182,15 @@ def enter_everywhere(unless: Callable[[], bool]) -> None:
     recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked.
     `unless` says whether a compiler runs the engine on tensors of its own, which a mode would confuse."""
 
-    @stands_for("_engine_run_backward", torch.autograd)
+    @replace_in("_engine_run_backward", torch.autograd)
     def run_inside(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_function_stack() or unless():
             return engine(*args, **kwargs)
         with PretendCuda():
             return engine(*args, **kwargs)
 
-    @stands_for("_parse_to", torch._C._nn)
-    def parse_to(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # of `module.to(0)`
+    @replace_in("_parse_to", torch._C._nn)
+    def parse_to(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # called by `module.to(0)`
         if args and type(args[0]) is int:
             args = (torch.device("cuda", args[0]), *args[1:])
         if type(kwargs.get("device")) is int:
@@ -231,18 +210,22 @@ _DEVICE, _IS_CUDA, _IS_META, _DATA = (
 )
 _POINTER_OF_STORAGE = torch.UntypedStorage.data_ptr
 _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.device: _make_device,
+    torch.device: lambda func, args, kwargs: (  # a bare index is a GPU
+        torch.device("cuda", args[0]) if len(args) == 1 and type(args[0]) is int else func(*args, **kwargs)
+    ),
     _DEVICE.__get__: _device,
-    _IS_CUDA.__get__: _is_cuda,
-    _IS_META.__get__: _is_meta,
+    _IS_CUDA.__get__: lambda func, args, kwargs: func(*args) if _asked_by_own_code() else args[0].is_meta,
+    _IS_META.__get__: lambda func, args, kwargs: func(*args) and _asked_by_own_code(),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_values),
     Tensor.get_device: lambda func, args, kwargs: 0 if args[0].is_meta else func(*args),
     Tensor.data_ptr: _data_ptr,
-    Tensor.cuda: _cuda,
+    Tensor.cuda: lambda func, args, kwargs: args[0].to(
+        _META, memory_format=kwargs.get("memory_format") or torch.preserve_format
+    ),
     Tensor.to: _to,
     Tensor.pin_memory: lambda func, args, kwargs: args[0],
     Tensor.is_pinned: lambda func, args, kwargs: False,
-    Tensor.tolist: _tolist,
+    Tensor.tolist: lambda func, args, kwargs: func(args[0].detach().cpu() if args[0].is_meta else args[0]),
     Tensor.__format__: _format,
     Tensor.__repr__: _repr,
     Tensor.type: _type,
@@ -274,14 +257,6 @@ _NOTHING = (
     "_set_rng_state_offset",
     "_sleep",
 )
-# Functions of `torch._C` that libraries take directly, once they see a GPU, and what they give. A CPU build has none.
-_OF_CUDA_BUILDS = {
-    "_cuda_getCurrentRawStream": 0,
-    "_cuda_getDevice": 0,
-    "_cuda_isInBadFork": False,
-    "_cuda_synchronize": None,
-    "_cuda_clearCublasWorkspaces": None,
-}
 
 
 def giving(value: Any) -> Callable[..., Any]:
@@ -349,7 +324,15 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
     cuda, accelerator = torch.cuda, torch.accelerator
     build, properties, device, stream = _build_of(spec), _properties_of(spec), torch.device("cuda"), FakeStream()
     torch.version.cuda, torch.version.hip = build.cuda, build.hip
-    for name, value in {**_OF_CUDA_BUILDS, "_cuda_getDeviceCount": gpus}.items():
+    # What libraries take directly, once they see a GPU; a CPU build has none of it.
+    for name, value in {
+        "_cuda_getCurrentRawStream": 0,
+        "_cuda_getDevice": 0,
+        "_cuda_isInBadFork": False,
+        "_cuda_synchronize": None,
+        "_cuda_clearCublasWorkspaces": None,
+        "_cuda_getDeviceCount": gpus,
+    }.items():
         setattr(torch._C, name, giving(value))
     constants: dict[Any, dict[str, Any]] = {
         cuda: {
@@ -409,7 +392,7 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
         # Weights of recurrent layers are not flattened.
         torch.backends.cudnn: {"is_available": True, "version": build.cudnn, "is_acceptable": False},
         torch.backends.cuda: {"is_built": True},
-        torch._C: {"_get_accelerator": device},  # of meshes by default
+        torch._C: {"_get_accelerator": device},  # the default of meshes
         torch.Tensor: {"record_stream": None},  # its C++ takes torch's own streams, before a mode is asked
     }
     memory = _memory_functions(spec, recorder)
@@ -425,15 +408,15 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
             replace_attribute(owner, name, function)
     for name in cuda.random.__all__:  # transformers and others call them there
         replace_attribute(cuda.random, name, getattr(cuda, name))
-    stands_for("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
+    replace_in("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
     _install_generator()
     _install_default_device(recorder)
     _install_dtypes(autocast)
 
 
 def _build_of(spec: DeviceSpec) -> types.SimpleNamespace:
-    """Return what a build of PyTorch says of itself and of its libraries. For AMD, MIOpen and RCCL answer in cuDNN's
-    and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
+    """Return a build of PyTorch's description of itself and of its libraries. For AMD, MIOpen and RCCL answer in
+    cuDNN's and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
     if spec.llvm_target is not None:
         return types.SimpleNamespace(
             cuda=None,
@@ -525,13 +508,13 @@ def _install_default_device(recorder: ScriptRecorder) -> None:
     """Put what is made while the default device is a GPU there. What is made on meta takes nothing, until it is moved
     or emptied onto a GPU."""
 
-    @stands_for("__init__", default_device.DeviceContext)
+    @replace_in("__init__", default_device.DeviceContext)
     def with_default(make: Callable[..., None], self: Any, device: Any) -> None:
         make(self, torch.device("meta") if names_cuda(device) else device)
         self.takes_nothing = not names_cuda(device) and self.device.type == "meta"
 
     # `with torch.device` is C++, and calls no `__enter__`.
-    @stands_for("__torch_function__", default_device.DeviceContext)
+    @replace_in("__torch_function__", default_device.DeviceContext)
     def call(calling: Callable[..., Any], self: Any, *function: Any) -> Any:
         recorder.memory.nowhere += self.takes_nothing
         try:
@@ -543,15 +526,15 @@ def _install_default_device(recorder: ScriptRecorder) -> None:
 def _install_dtypes(autocast: Any) -> None:
     """Answer for the GPU what asks whether autocast is on."""
 
-    @stands_for("is_autocast_enabled", torch)
+    @replace_in("is_autocast_enabled", torch)
     def is_enabled(enabled: Callable[..., bool], device_type: Any = "cuda") -> bool:
         return autocast.dtype is not None if device_type in ("cuda", "meta") else enabled(device_type)
 
-    @stands_for("get_autocast_dtype", torch)
+    @replace_in("get_autocast_dtype", torch)
     def dtype(dtype_of: Callable[..., torch.dtype], device_type: str = "cuda") -> torch.dtype:
         return autocast.dtype or torch.float16 if device_type in ("cuda", "meta") else dtype_of(device_type)
 
-    @stands_for("_is_any_autocast_enabled", torch._C)
+    @replace_in("_is_any_autocast_enabled", torch._C)
     def is_any_enabled(any_enabled: Callable[..., bool]) -> bool:
         return autocast.dtype is not None or any_enabled()
 
@@ -559,5 +542,5 @@ def _install_dtypes(autocast: Any) -> None:
 
 
 def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:
-    """Return what DataParallel gives its only replica."""
+    """Return what DataParallel passes its only replica."""
     return (tree_map(on_the_gpu, inputs),), (tree_map(on_the_gpu, kwargs or {}),)

@@ -30,10 +30,6 @@ _IN_PLACE_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adag
 _LARGE = 2**20  # elements
 _RANDOM = frozenset({"aten::normal_", "aten::uniform_", "aten::exponential_", "aten::log_normal_"})
 _ADJUSTING = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "fill", "zero"))
-_CONDITIONS = ("aten::equal", "aten::is_nonzero")
-_UNIQUE = ("aten::_unique2", "aten::unique_consecutive")
-ALL_DISTINCT = "unique keeps everything where its argument is computed in the step: an upper bound"
-_LOSS = 1.0  # of a loss whose number of classes is not known
 
 
 class ScriptRecorder(Recorder):
@@ -47,7 +43,7 @@ class ScriptRecorder(Recorder):
         self.updated_by_hand = False  # one of these was written to after the backward pass, by no optimizer of torch
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
-        self._loss = _LOSS
+        self._loss = 1.0  # the value of a loss whose number of classes is not known
         self.last_module = ""
 
     # -- the model
@@ -189,20 +185,20 @@ class ScriptRecorder(Recorder):
         if name == "aten::masked_select" and any(self.values.of(one) is None for one in args):
             self.values.assume(ALL_KEPT)
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
-        if name in _UNIQUE and self.values.of(args[0]) is None:
+        if name in ("aten::_unique2", "aten::unique_consecutive") and self.values.of(args[0]) is None:
             return self._all_distinct(args[0])
         if name.startswith(_IN_PLACE_UPDATES) and traits.mutates:
             return None if not func._schema.returns else args[0]
         try:
             return super().run(func, traits, args, kwargs)
         except UnknownValue:
-            if name in _CONDITIONS:
+            if name in ("aten::equal", "aten::is_nonzero"):
                 return True
             raise
 
     def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `unique` gives of values that are not known: each is another one."""
-        self.values.assume(ALL_DISTINCT)
+        self.values.assume("unique keeps everything where its argument is computed in the step: an upper bound")
         inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
         counts = torch.tensor([1]).expand(tensor.numel()).to("meta")
         return tensor.new_empty(tensor.numel()), inverse, counts
@@ -223,11 +219,12 @@ class ScriptRecorder(Recorder):
 
 
 def _only_initialises(func: OpOverload, args: Any) -> bool:
-    """Return whether an operator gives a large tensor on the host random values, or adjusts those of a parameter."""
+    """Return whether an operator fills a large tensor on the host with random values, or adjusts those of a
+    parameter."""
     name = func._schema.name
     if not (name in _RANDOM or (name in _ADJUSTING and isinstance(args[0], nn.Parameter))):
         return False
-    return args[0].is_floating_point() and args[0].numel() >= _LARGE
+    return bool(args[0].is_floating_point()) and args[0].numel() >= _LARGE
 
 
 def _concerns_meta(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> bool:

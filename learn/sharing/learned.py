@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
-from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, models_folder, read_json, say_damaged
-from learn.rows.targets import SLOWDOWN
+from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, newest_whole, read_json, version_folders
+from learn.rows.data import SLOWDOWN
 from learn.sharing.profile import JobProfile, Slowdown, utilization
 from warehouse.tables.schema import NOT_TOGETHER
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import os
 
 
-_PROFILE = {  # of JobProfile: column of collocations
+_PROFILE = {  # JobProfile's field: column of collocations
     "memory_mib": "solo_memory_mib",
     "step_ms": "solo_step_ms",
     "gpu_util": "solo_gpu_util",
@@ -56,15 +56,15 @@ class MeasuredGroup:
     """Jobs that trained on one GPU at the same time.
 
     Args:
-        group_id: Of `collocations`.
+        group_id: Id in `collocations`.
         title: Source of the rows, for tables: imported files by their name, else measured or simulated.
         series: Table or campaign of that source; empty where there is one.
         device: GPU model.
         jobs: Members alone, in the order of their numbers.
         models: Network of each, by which models are held out.
-        slowdowns: Of each member, as measured: noise may take them below 1.
-        joint_memory_mib: Of the whole group; None where it was not measured.
-        doubt: Why a figure may be wrong; empty: nothing speaks against them.
+        slowdowns: Each member's, as measured: noise may take them below 1.
+        joint_memory_mib: Memory of the whole group; None where it was not measured.
+        doubt: Why a figure may be wrong; empty: no reason is known.
     """
 
     group_id: str
@@ -176,6 +176,8 @@ def _group(rows: list[dict[str, Any]]) -> MeasuredGroup:
     )
 
 
+FORMAT = 1
+_FILE = "slowdown.json"
 FORMS = ("time", "time_and_bandwidth")
 
 
@@ -216,12 +218,13 @@ def _traffic(job: JobProfile) -> float:
     return 0.0 if known is None else known
 
 
+Part = tuple[Sequence[MeasuredGroup], Sequence[MeasuredGroup]]  # what is fitted on, and what is left out
 LEAST_GROUPS = 10
 _PERCENTILE = 0.90
-_BASE = 0.1  # of the spread of slowdowns: it grows with the slowdown beyond 1, from here
+_BASE = 0.1  # base of the spread of slowdowns: it grows with the slowdown beyond 1, from here
 _START = (0.0, 0.0, 2.0, -1.5)  # logarithms of the formula's figures, where the fit begins and what it is held to
 _FIRMNESS = 3e-3
-_TOLERANCE = 0.02  # of normalised speed; what is further off counts in proportion, not squared
+_TOLERANCE = 0.02  # in normalised speed; what is further off counts in proportion, not squared
 _STEPS = 200
 _ROW_FIRMNESS = 1.0  # rows that a job's figure is held to 0 by
 _ROUNDS = 30
@@ -233,7 +236,7 @@ class KnownJobs:
 
     Args:
         middle: Logarithm of the typical slowdown.
-        suffers, costs: Name -> beyond that.
+        suffers, costs: Job name -> logarithm added to `middle`, for its own slowdown and for the slowdown it causes.
         groups: (name, names of partners, sorted) -> logarithm of the slowdown.
     """
 
@@ -299,6 +302,12 @@ class LearnedSlowdowns:
     spread_known: float
     name: str = "learned"
 
+    def save(self, folder: Path) -> None:
+        """Write the fit, as `load_slowdowns` reads it."""
+        groups = [[name, list(partners), value] for (name, partners), value in sorted(self.known.groups.items())]
+        stored = {"format": FORMAT, **asdict(self), "known": {**vars(self.known), "groups": groups}}
+        (folder / _FILE).write_text(json.dumps(stored, indent=1, sort_keys=True))
+
     def unknown(self, group: Sequence[JobProfile]) -> list[str]:
         """Return the names of jobs without a utilization, where the group is not known by its names either.
 
@@ -324,8 +333,8 @@ class LearnedSlowdowns:
 def _within_all_sms(group: Sequence[JobProfile], expected: Sequence[float]) -> list[float]:
     """Return the slowdowns, longer where SMs would be active for more than all of the time.
 
-    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization cannot tell, since a kernel that leaves
-    most SMs idle counts as much as any.
+    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization does not show it, since a kernel that
+    leaves most SMs idle counts as much as any.
     """
     if any(job.smact is None for job in group):
         return list(expected)
@@ -404,28 +413,38 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
         off = 1.0 / slowdown - speed
         total = (weights * (torch.sqrt(off**2 + _TOLERANCE**2) - _TOLERANCE)).sum()
         total = total + _FIRMNESS * ((values - start) ** 2).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         return total
 
-    search.step(loss)  # type: ignore[no-untyped-call]
+    search.step(loss)
     own_share, others_share, sharpness, bandwidth = values.detach().exp().tolist()
     return ContentionFormula(own_share, others_share, sharpness, bandwidth * has_bandwidth)
+
+
+def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[Part]:
+    """Return what is fitted on and what is left out: each model (`by` model) or GPU model (`by` device) in turn.
+
+    Members that did not train at the same time are never fitted on; parts with too few groups to fit on are left out.
+    """
+
+    def names(group: MeasuredGroup) -> tuple[str, ...]:
+        return group.models if by == "model" else (group.device,)
+
+    parts: list[Part] = []
+    for name in sorted({name for group in groups for name in names(group)}):
+        inside = [group for group in groups if name not in names(group) and not group.is_apart]
+        if len(inside) >= LEAST_GROUPS:
+            parts.append((inside, [group for group in groups if name in names(group)]))
+    return parts
 
 
 def _left_out(groups: Sequence[MeasuredGroup], form: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (expected, measured) slowdowns of groups whose models were left out, each model in turn."""
     expected, measured = [], []
-    for model in sorted({model for group in groups for model in group.models}):
-        inside = [group for group in groups if model not in group.models]
-        outside = [group for group in groups if model in group.models]
-        if len(inside) < LEAST_GROUPS:
-            continue
+    for inside, outside in left_out_parts(groups, "model") or [(groups, groups)]:  # where all have the same model
         jobs, places, truth, _ = _rows(outside)
         expected.append(_fit_contention(inside, form).slowdown(loads_of(jobs, places)))
         measured.append(truth)
-    if not expected:  # every group has the same model
-        jobs, places, truth, _ = _rows(groups)
-        return _fit_contention(groups, form).slowdown(loads_of(jobs, places)), truth
     return np.concatenate(expected), np.concatenate(measured)
 
 
@@ -443,31 +462,17 @@ def _spread(pair: tuple[np.ndarray, np.ndarray]) -> float:
 def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
     """Return the spread of known jobs in groups that were left out: each device in turn, of one device every second
     group."""
-    parts = [group.device for group in groups]
-    if len(set(parts)) < 2:
-        parts = [str(at % 2) for at in range(len(groups))]
+    devices = sorted({group.device for group in groups})
+    parts = [[group for group in groups if group.device == device] for device in devices]
+    if len(parts) < 2:
+        parts = [list(groups[::2]), list(groups[1::2])]
     expected, measured = [], []
-    for part in sorted(set(parts)):
-        known = KnownJobs.fitted([group for group, own in zip(groups, parts, strict=True) if own != part])
-        for group, own in zip(groups, parts, strict=True):
-            if own == part and known.knows(group.jobs):
-                expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
-                measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
+    for part in parts:
+        known = KnownJobs.fitted([group for group in groups if group not in part])
+        for group in [group for group in part if known.knows(group.jobs)]:
+            expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
+            measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
     return _spread((np.array(expected), np.array(measured))) if expected else 1.0
-
-
-FORMAT = 1
-_FILE = "slowdown.json"
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Content that `learn.fitting.artifacts.save_artifact` writes of the fitted slowdowns."""
-
-    slowdowns: LearnedSlowdowns
-
-    def save(self, folder: Path) -> None:
-        (folder / _FILE).write_text(json.dumps(_to_mapping(self.slowdowns), indent=1, sort_keys=True))
 
 
 def default_slowdowns(data: DataPlace) -> LearnedSlowdowns:
@@ -480,52 +485,19 @@ def find_slowdowns(data: DataPlace) -> LearnedSlowdowns | None:
 
     A version that is not what was written is named on standard error, and the next older one takes its place.
     """
-    home = models_folder(data) / SLOWDOWN
-    if not home.is_dir():
-        return None
-    for path in sorted(home.iterdir(), reverse=True):
-        if path.name.startswith(".") or not (path / "meta.json").is_file():
-            continue
-        try:
-            return load_slowdowns(path)
-        except DamagedArtifact as error:
-            say_damaged(error, "an older version or the packaged one takes its place")
-    return None
+    return newest_whole(version_folders(data, SLOWDOWN), load_slowdowns)
 
 
 def load_slowdowns(path: Path) -> LearnedSlowdowns:
     """Return one version, its files verified first. Raises `DamagedArtifact`."""
     checked(path, read_json(path / "meta.json"))
     try:
-        return _from_mapping(json.loads((path / "model" / _FILE).read_text()))
+        stored = json.loads((path / "model" / _FILE).read_text())
+        if (version := stored.pop("format")) != FORMAT:
+            raise EnvironmentProblem(f"slowdown models of format {version}, this code knows {FORMAT}")
+        known, contention = stored["known"], stored["contention"]
+        known["groups"] = {(name, tuple(partners)): value for name, partners, value in known["groups"]}
+        stored["contention"] = None if contention is None else ContentionFormula(**contention)
+        return LearnedSlowdowns(**{**stored, "known": KnownJobs(**known)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedArtifact(f"{path} is damaged: {type(error).__name__} in {_FILE}") from error
-
-
-def _to_mapping(model: LearnedSlowdowns) -> dict[str, Any]:
-    known = model.known
-    return {
-        "format": FORMAT,
-        "contention": None if model.contention is None else asdict(model.contention),
-        "known": {
-            **vars(known),
-            "groups": [[name, list(partners), value] for (name, partners), value in sorted(known.groups.items())],
-        },
-        "typical": model.typical,
-        "spread": model.spread,
-        "spread_known": model.spread_known,
-    }
-
-
-def _from_mapping(stored: dict[str, Any]) -> LearnedSlowdowns:
-    if stored["format"] != FORMAT:
-        raise EnvironmentProblem(f"slowdown models of format {stored['format']}, this code knows {FORMAT}")
-    known, contention = stored["known"], stored["contention"]
-    groups = {(name, tuple(partners)): value for name, partners, value in known["groups"]}
-    return LearnedSlowdowns(
-        contention=None if contention is None else ContentionFormula(**contention),
-        known=KnownJobs(**{**known, "groups": groups}),
-        typical=stored["typical"],
-        spread=stored["spread"],
-        spread_known=stored["spread_known"],
-    )

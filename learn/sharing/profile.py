@@ -2,19 +2,16 @@
 
 Slowdowns and admissions are computed from `JobProfile`. A slowdown is the time of a step beside partners over the
 time of a step alone: 1 or more. Its inverse is the normalised speed (Hu et al., Lucid, ASPLOS 2023).
-`SlowdownEstimator` is what gives one; `ConstantSlowdown` and `SharedTime` are formulas to hold learned ones against.
+`SlowdownEstimator` returns one; `PointSlowdowns` are formulas to hold learned ones against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from conf.errors import UsageError
-
-if TYPE_CHECKING:
-    from learn.estimation.job_estimate import Estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +20,7 @@ class JobProfile:
 
     name: str
     memory_mib: float | None = None  # peak that a driver counts: reserved memory and the context
-    memory_bound_mib: float | None = None  # that an estimate does not expect to be exceeded
+    memory_bound_mib: float | None = None  # an estimate does not expect more
     step_ms: float | None = None
     gpu_util: float | None = None  # nvidia-smi's share of time with a kernel on the GPU
     memory_util: float | None = None  # nvidia-smi's share of time with the memory being read or written
@@ -33,19 +30,6 @@ class JobProfile:
     tensor: float | None = None  # share of cycles in which a tensor pipe is active
     launches_per_s: float | None = None
     power_w: float | None = None
-
-
-def profile_of_estimate(answer: Estimate, name: str) -> JobProfile:
-    """Return what an estimate says of a job alone."""
-    return JobProfile(
-        name,
-        memory_mib=answer.peak_memory_mib,
-        memory_bound_mib=answer.upper_mib,
-        step_ms=answer.step_time_ms,
-        smact=answer.smact,
-        smocc=answer.smocc,
-        drama=answer.drama,
-    )
 
 
 def utilization(job: JobProfile) -> float | None:
@@ -110,30 +94,37 @@ class NoUtilization(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class ConstantSlowdown:
-    """The same slowdown for every job that has a partner."""
+class PointSlowdowns:
+    """Slowdowns by a formula that knows no spread.
 
-    slowdown: float
-    name: str = "constant"
+    Args:
+        name: Name in tables.
+        slowdown_of: The formula: of a group and the place of one job in it, that job's slowdown.
+    """
 
-    def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
-        each = self.slowdown if len(group) > 1 else 1.0
-        return [Slowdown(each, each) for _ in group]
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTime:
-    """Time shared by utilization: max(1, u1 + u2 + ...); u is nvidia-smi's utilization, SMACT where that is unknown."""
-
-    name: str = "shared_time"
+    name: str
+    slowdown_of: Callable[[Sequence[JobProfile], int], float]
 
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
-        each = max(1.0, sum(_known_utilization(job) for job in group)) if len(group) > 1 else 1.0
-        return [Slowdown(each, each) for _ in group]
+        expected = [self.slowdown_of(group, place) for place in range(len(group))]
+        return [Slowdown(each, each) for each in expected]
 
 
-def _known_utilization(job: JobProfile) -> float:
-    known = utilization(job)
-    if known is None:
-        raise NoUtilization(f"{job.name}: neither its GPU utilization nor its SMACT is known")
-    return known
+def constant_slowdown(slowdown: float) -> PointSlowdowns:
+    """Return the same slowdown for every job that has a partner."""
+    return PointSlowdowns("constant", lambda group, _: slowdown if len(group) > 1 else 1.0)
+
+
+def shared_time() -> PointSlowdowns:
+    """Return time shared by utilization: max(1, u1 + u2 + ...); u is nvidia-smi's utilization, else SMACT."""
+    return PointSlowdowns(
+        "shared_time", lambda group, _: max(1.0, sum(utilizations(group, 0))) if len(group) > 1 else 1.0
+    )
+
+
+def utilizations(group: Sequence[JobProfile], place: int) -> tuple[float, float]:
+    """Return the utilization of one job, and the sum of its partners'. Raises `NoUtilization`."""
+    busy = [utilization(job) for job in group]
+    if unknown := [job.name for job, one in zip(group, busy, strict=True) if one is None]:
+        raise NoUtilization(f"{', '.join(unknown)}: neither GPU utilization nor SMACT is known")
+    return busy[place] or 0.0, sum(one or 0.0 for at, one in enumerate(busy) if at != place)

@@ -14,8 +14,7 @@ import pytest
 from conf.errors import UsageError
 from conf.reports.blocks import Tiles
 from farm.replaying import view
-from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, ReplaySettings, Standing
-from farm.replaying.policies import POLICIES, make_policy
+from farm.replaying.crossing import NO_ESTIMATOR, POLICIES, CrossedReplays, ReplaySettings, Standing, make_policy
 from farm.replaying.simulator import ClusterRules, Contention, replay
 from farm.replaying.traces import (
     ESTIMATORS,

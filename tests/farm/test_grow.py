@@ -531,7 +531,7 @@ def test_a_model_that_does_not_exist_tonight_is_told(root, tmp_path):
 @pytest.mark.parametrize(("settings", "code"), [({"n": 2}, 0), ({"n": 2, "limits": {"max_flops": 3}}, 2)])
 def test_the_models_are_looked_up_only_where_a_new_cycle_begins(root, tmp_path, monkeypatch, settings, code):
     """An unfinished cycle goes on; one of unknown settings is given up, and the new one is refused."""
-    monkeypatch.setattr("farm.grow._see_through", lambda *_: 0)
+    monkeypatch.setattr("farm.grow._run_cycle", lambda *_: 0)
     Journal.open(DataFolder.resolve(root).create()).begin(settings, "00000000")
     keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=1", keep) == code

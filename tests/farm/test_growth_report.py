@@ -76,9 +76,9 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
         "50.0 min",
         "0.25 kWh",
         "kept: better by 4 %",
-        "500 runs of 10,000 candidates",
+        "500 of 10,000 candidates (cnn: 300, gpt: 200)",
+        "41 runs out of memory",
         "3.25 GPU-hours",
-        "41 of them",
         "cnn 32-40 GB",
         "a note of the plan",
     ):

@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem
 from farm import serve
-from farm.serving.bodies import EstimateRequest
+from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.problems import Problem
-from farm.serving.questions import Policy, estimate_question
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
 from farm.serving.trace_store import QuestionLimits, TraceStore
 from learn import Estimate, JobProfile, estimate, estimate_many
@@ -400,7 +399,7 @@ def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, tmp_path, se
     limits = TraceLimits(str(folder.root), (), seconds, int(gib * 2**30))
     with contextlib.closing(store), TracePool(store, limits, 1):
         deadline = time.monotonic() + 60
-        while not (asked := store.get("k")).is_over:
+        while not (asked := store.get("k")).is_finished:
             assert time.monotonic() < deadline, "the trace goes on"
             time.sleep(0.02)
         assert asked.problem == f"the trace took {reason}"

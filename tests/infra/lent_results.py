@@ -211,4 +211,9 @@ def _plant_probes(probes: Path, histories: Mapping[str, Mapping]) -> None:
         for phase, measured_bytes, assumed_bytes in (("forward", 2**25, 2**24), ("backward", 2**26, 2**26))
     ]
     (probes / "workspaces.json").write_text(json.dumps(calls))
+    questions = {
+        "tf32_under_half": {"figures": [{"operator": "mm", "ms": 1.5}], "answer": "TF32 changes nothing there."},
+        "gpm_first_sample": {"figures": [], "reason": "GPM is not supported"},
+    }
+    (probes / "questions.json").write_text(json.dumps(questions))
     (probes / "doctor.txt").write_text("one GPU, all sensors\n")

@@ -73,6 +73,8 @@ def test_every_kind_of_result_is_on_the_page(shown):
         "conv2d forward",
         "by CUPTI",
         "aten::addmm 7",
+        "TF32 changes nothing there",
+        "GPM is not supported",
         "test_ranks: one GPU",
         "nvml, power 9 1.020",
         "10.0 x on 1 trials",
@@ -223,20 +225,20 @@ def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_se
     work = tmp_path / "work"
     shutil.copytree(planted / "probes", work / "probes")
     (work / "probes" / "context.json").write_text('[{"name": "context')
-    (work / "probes" / "workspaces.json").write_text("[1]")
+    (work / "probes" / "questions.json").write_text("[1]")
     code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
     assert code == 0
     lines = (
         "Memory: The results hold no runs",
         "Contexts: context.json cannot be read",
         "Calls: The results have no",
-        "Workspaces: cannot be shown",
+        "Questions: cannot be shown",
         "Kernels: The results have no data folder",
         "no runs, so nothing",
     )
     for line in lines:
         assert line in summary
-    assert "one GPU, all sensors" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
+    assert "conv2d forward" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
 
 
 def test_simulated_results_are_named_so_and_are_exported_only_where_datasets_says(tmp_path, capsys):

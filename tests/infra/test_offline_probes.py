@@ -4,43 +4,41 @@ import pytest
 
 from infra.offline import probes
 from workers.devices import Slot
-from workers.probes import children, contexts
+from workers.probes import children, questions
 
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Make each measurement's process give a reason, or none, by its name; there is a GPU."""
+    """Make each question's process give a reason, or none, by its name; there is a GPU."""
     slot = Slot(index=0, device_name="NVIDIA H100 80GB HBM3", device_uuid="GPU-1", device_memory_mib=81000.0)
     reasons = {}
     monkeypatch.setattr(children, "gpu_of", lambda device: (slot, {}, None))
     monkeypatch.setattr(
         children, "run_child", lambda measurement, *others: ([{"figure": 1.0}], reasons.get(measurement.name))
     )
-    monkeypatch.setattr(contexts, "STAGES", {"context": False})
+    monkeypatch.setattr(questions, "_ANSWERS", dict.fromkeys(("first", "second"), lambda rows: "Yes."))
     return reasons
 
 
 def measure(out, device="cuda"):
-    return probes.main(["probes=contexts", f"out={out}", f"device={device}", "seconds=100"])
+    return probes.main(["probes=questions", f"out={out}", f"device={device}", "seconds=100"])
 
 
 def test_a_probe_that_fails_everywhere_has_failed(answers, tmp_path, capsys):
-    answers |= {"idle": "CUDA error: out of memory", **dict.fromkeys(("context lazy", "context eager"), "it crashed")}
+    answers |= {"first": "CUDA error: out of memory", "second": "its process ended with code 1"}
     assert measure(tmp_path) == 1
     output = capsys.readouterr().out
-    assert "contexts: 0 measured, 0 before, 0 left" in output
-    assert output.splitlines()[-1] == "failed: 3 measurements, first idle: CUDA error: out of memory"
+    assert "questions: 0 measured, 0 before, 0 left" in output
+    assert output.splitlines()[-1] == "failed: 2 measurements, first first: CUDA error: out of memory"
 
 
 def test_what_fails_in_part_is_left_until_it_is_measured(answers, tmp_path, capsys):
-    answers["context lazy"] = "it took more than 60 s"
+    answers["second"] = "it took more than 60 s"
     assert measure(tmp_path) == probes.EXIT_LEFT
-    assert (
-        capsys.readouterr().out.splitlines()[-1] == "failed: 1 measurement, first context lazy: it took more than 60 s"
-    )
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: 1 measurement, first second: it took more than 60 s"
     answers.clear()
     assert measure(tmp_path) == 0
-    assert capsys.readouterr().out.splitlines() == ["contexts: 1 measured, 2 before, 0 left"]
+    assert capsys.readouterr().out.splitlines() == ["questions: 1 measured, 1 before, 0 left"]
 
 
 def test_without_a_gpu_nothing_can_be_measured_here(tmp_path, capsys):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from featurize.memory.allocator import CachingAllocator
 from featurize.memory.allocator_settings import AllocatorSettings
-from workers.probes import contexts, histories, workspaces
+from workers.probes import contexts, histories, questions, workspaces
 
 NAME, TOTAL_BYTES = "NVIDIA H100 80GB HBM3", 80 * 2**30
 
@@ -67,6 +67,22 @@ class StorageHistory(TorchDispatchMode):
         return {"device_traces": [list(self.entries)], "segments": []}
 
 
+class Event:
+    """A CUDA event that takes no time."""
+
+    def __init__(self, enable_timing=False):
+        pass
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1.0
+
+
 @contextlib.contextmanager
 def standing_in(conf=""):
     """Make the probes' functions run on the CPU; gives the history of its requests."""
@@ -95,9 +111,10 @@ def standing_in(conf=""):
             "num_ooms": 0,
             "allocation.all.allocated": sum(entry["action"] == "alloc" for entry in history.entries),
         },
+        "Event": Event,
     }
     with contextlib.ExitStack() as stack:
-        for probe in (contexts, histories, workspaces):
+        for probe in (contexts, histories, workspaces, questions):
             stack.enter_context(mock.patch.object(probe, "first_gpu", lambda: torch.device("cpu")))
         for name, function in memory.items():
             stack.enter_context(mock.patch.object(torch.cuda.memory, name, function, create=True))

@@ -1,15 +1,19 @@
-"""The probes without a GPU: children that fail, files that go on, numbers for calibration."""
+"""The probes without a GPU: children that fail, files that go on, numbers for calibration, answers from figures."""
 
 import json
 import lzma
 import os
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 
+import probed
+import psutil
 import pytest
 import torch
-from recorded_nvml import A100_UUID, RecordedNvml
+from recorded_nvml import A100_UUID, FakeGpmNvml, RecordedNvml
 from standing_in_gpu import standing_in
 
 from conf.errors import UsageError
@@ -18,12 +22,12 @@ from featurize.device.device_spec import load_device
 from infra.offline.block_comparison import compare_blocks
 from learn.calibrate import calibrate, measured_in_csv
 from workers.devices import Slot
-from workers.probes import children, contexts, histories, workspaces
+from workers.probes import children, contexts, histories, questions, workspaces
 from workers.probes.children import Measurement, keep_rows, measure_all
 from workers.probes.gpu import memory_reading, trial_step
 from workers.telemetry import nvml as nvml_module
 
-PROBES = (contexts, workspaces, histories)
+PROBES = (contexts, workspaces, histories, questions)
 HERE = str(Path(__file__).parent)
 
 
@@ -145,9 +149,9 @@ def test_a_child_has_its_variables_and_no_others_settings_of_the_allocator(on_a_
     assert rows == [{"stage": "GPU-1", "CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": None}]
 
 
-@pytest.mark.parametrize("probe", [contexts, workspaces])
+@pytest.mark.parametrize("probe", [contexts, workspaces, questions])
 def test_a_torn_file_is_named_and_stays(probe, tmp_path):
-    name = {contexts: "context.json", workspaces: "workspaces.json"}[probe]
+    name = {contexts: "context.json", workspaces: "workspaces.json", questions: "questions.json"}[probe]
     (tmp_path / name).write_text('[{"name": "idle"')
     with pytest.raises(UsageError, match="delete it to measure again"):
         probe.measure(tmp_path, "cpu", forever)
@@ -337,3 +341,147 @@ def test_there_are_twelve_jobs_of_which_each_is_a_valid_trial():
     families = {config_from_mapping(config).family for config, _ in histories.JOBS.values()}
     assert len(families) >= 10
     assert sum(bool(conf) for _, conf in histories.JOBS.values()) >= 3
+
+
+# ---- questions
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [(probed.fails_to_hold, "CUDA out of memory"), (probed.dies_holding, "the process ended")],
+)
+def test_a_process_that_cannot_hold_its_memory_is_the_reason(function, problem, monkeypatch):
+    monkeypatch.setattr(questions, "hold", function)
+    with pytest.raises(RuntimeError, match=problem), questions._holding("GPU-1", [1]):
+        pass
+
+
+def test_processes_hold_their_memory_together_and_have_ended_afterwards(monkeypatch):
+    monkeypatch.setattr(questions, "hold", probed.holds)
+    with questions._holding("GPU-1", [1, 2]) as answers:
+        assert [answer["held_mib"] for answer in answers] == [1, 2]
+        assert all(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
+    assert not any(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
+
+
+class CardOfAProcess(RecordedNvml):
+    """An NVML whose card holds memory as long as a process runs; each reading says whether somebody awaits its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.process, self.unreaped = None, []
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if self.process is None:
+            return types.SimpleNamespace(used=300 * 2**20)
+        self.unreaped.append(psutil.pid_exists(self.process))
+        runs = self.unreaped[-1] and psutil.Process(self.process).status() != psutil.STATUS_ZOMBIE
+        return types.SimpleNamespace(used=(3000 if runs else 300) * 2**20)
+
+
+def test_how_long_memory_stays_is_counted_from_the_kill_on(monkeypatch):
+    card = CardOfAProcess()
+    answer_of = questions._answer
+
+    def answer(pipe):
+        row = answer_of(pipe)
+        card.process = row.get("pid")
+        return row
+
+    monkeypatch.setattr(questions, "hold", probed.holds)
+    monkeypatch.setattr(questions, "_answer", answer)
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: card.nvmlInit() or card)
+    (row,) = questions.nvml_process_and_card(A100_UUID)
+    assert row["card_before_mib"] == row["card_after_mib"] == 300 and row["freed_after_ms"] is not None
+    assert card.initialised == 0
+    assert card.unreaped and all(card.unreaped)  # its end was not awaited before the first reading
+
+
+def timed(inside, operator, allowed_ms, refused_ms):
+    return [
+        {"inside": inside, "operator": operator, "tf32_allowed": allowed, "ms": ms}
+        for allowed, ms in ((True, allowed_ms), (False, refused_ms))
+    ]
+
+
+def test_what_tf32_changes_is_said_by_operator():
+    rows = timed("float16", "conv2d", 0.1, 0.1) + timed("float32", "mm", 0.2, 0.9)
+    assert questions.answer_tf32(rows) == (
+        "Under autocast, float16 conv2d takes 0.100 ms, the same without TF32; "
+        "float32 mm takes 0.200 ms, 4.50 times as long without TF32."
+    )
+
+
+def test_gpm_is_read_while_the_gpu_is_busy(monkeypatch):
+    monkeypatch.setattr(questions, "_BUSY_S", 0.0)
+    monkeypatch.setattr(questions, "_GPM_S", 0.4)
+    small = torch.ones(2, 2)
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: small)
+    recorded = FakeGpmNvml()
+    monkeypatch.setattr("workers.telemetry.gpm.open_nvml", lambda: recorded)
+    threads_before = threading.active_count()
+    with standing_in():
+        rows = list(questions.gpm_first_sample(A100_UUID))
+    assert rows and all(row["smact"] == 0.8125 and row["problem"] is None for row in rows)
+    assert recorded.allocated == 0
+    assert threading.active_count() == threads_before
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
+    monkeypatch.setattr(questions, "_TIMED", 1)
+    monkeypatch.setattr(questions, "_kernels", lambda call: ["kernel"])
+    shapes = {4: (1, 128, 2, 2), 2: (4, 4)}
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: torch.ones(shapes[len(shape)]))
+    monkeypatch.setattr("featurize.operators.torch_releases.allow_tf32", lambda **allowed: None)
+    with standing_in():
+        rows = list(questions.tf32_under_half("GPU-1"))
+    assert len(rows) == 16 and len({tuple(map(str, list(row.values())[:4])) for row in rows}) == 16
+
+
+@pytest.mark.parametrize(
+    ("smacts", "expected"),
+    [
+        (
+            [0.0, 0.97, 0.98, 0.98],
+            "not usable: it gives 0.000 where later ones give 0.980; the first above 0 came after 20",
+        ),
+        ([0.98, 0.97, 0.98, 0.98], "is usable: it gives 0.980"),
+        ([None, 0.97, 0.98, 0.98], "not usable: it gives nothing"),
+        ([0.0, 0.0], "no SM activity above 0 in 2 readings"),
+        ([None], "no SM activity above 0 in 1 reading."),
+    ],
+)
+def test_gpms_first_reading_is_judged_by_the_later_ones(smacts, expected):
+    rows = [{"after_ms": 10.0 * (i + 1), "smact": smact} for i, smact in enumerate(smacts)]
+    assert expected in questions.answer_gpm(rows)
+
+
+def test_the_cards_growth_stands_beside_nvmls_charge():
+    row = {"card_before_mib": 300.0, "card_mib": 2860.0, "process_mib": 2550.0, "reason": None, "freed_after_ms": 12.0}
+    assert questions.answer_nvml([row]) == (
+        "The card's memory grows by 2,560.0 MiB; NVML charges the process 2,550.0 MiB. "
+        "The memory is free 12 ms after the process ends."
+    )
+    unlisted = {**row, "process_mib": None, "reason": "other pids", "freed_after_ms": None}
+    assert questions.answer_nvml([unlisted]).endswith(
+        "NVML charges the process nothing (other pids). The memory is not free 10 s after the process ends."
+    )
+
+
+@pytest.mark.parametrize(
+    ("process_mib", "listed", "expected"),
+    [
+        ((1500.0, 2500.0), {"1 python": 1500.0, "2 python": 2500.0}, "each client its own memory"),
+        ((None, None), {"1 python": 1500.0, "2 python": 3500.0}, "each client its own memory"),
+        ((None, None), {"9 nvidia-cuda-mps-server": 4000.0}, "all clients' memory to one process"),
+        ((None, None), {"9 nvidia-cuda-mps-server": 30.0}, "lists no process with the clients' memory"),
+        ((None, None), {"71 unknown": 1500.0, "72 unknown": 3500.0}, "pids of another pid namespace"),
+    ],
+)
+def test_mps_charges_are_told_apart(process_mib, listed, expected):
+    rows = [
+        {"pid": pid, "held_mib": held, "process_mib": mib, "listed_mib": listed}
+        for pid, held, mib in zip((1, 2), (1024.0, 2048.0), process_mib, strict=True)
+    ]
+    assert expected in questions.answer_mps(rows)

@@ -107,7 +107,7 @@ _ORGANIZATION = "org:"
 _KEYS = {
     "runs": "runs/run_id",
     "jobs": "jobs/job_id",
-    **{kind: f"{kind}/{one.row_id}" for kind, one in DETAILS.items()},
+    **{kind: f"{kind}/{detail.row_id}" for kind, detail in DETAILS.items()},
 }
 
 

@@ -28,7 +28,7 @@ from warehouse.tables.sql_text import sql_text
 
 FOLDER = "pages"
 FIRST_PAGE = "index.html"
-_FACET_VALUES = 12  # that a list shows
+_FACET_VALUES = 12  # values that a list shows
 _QUERY_S = 600.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9-]+")
 _NAME_CHARACTERS = 40
@@ -116,7 +116,7 @@ def _lists(reader: ExplorerReader, rows: Mapping[str, int]) -> Iterator[tuple[tu
         whole = list_page(reader, Filters(listing))
         yield (f"/{name}", ""), whole
         for facet in listing.facets:
-            values = [one.value for one in whole.facets[facet] if one.value != NULL]
+            values = [entry.value for entry in whole.facets[facet] if entry.value != NULL]
             for value in values[:_FACET_VALUES] if len(values) > 1 else ():
                 filters = Filters(listing, {facet: (value,)})
                 yield (f"/{name}", filters.query()), list_page(reader, filters)

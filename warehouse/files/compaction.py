@@ -65,10 +65,10 @@ SORT_KEYS = {
     "collocations": ["run_id", "member_row"],
 }
 ROW_GROUP_ROWS = 100_000
-_OWN_BYTES = 14 * 2**10  # of a small file are its columns' names, statistics and page headers, not rows
+_OWN_BYTES = 14 * 2**10  # a small file's column names, statistics and page headers: everything but rows
 _ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this old
 _probes: dict[Path, tuple[int, int]] = {}  # path -> inode, descriptor
-REDUNDANT = ""  # of a merged file whose runs intact files that count hold, too
+REDUNDANT = ""  # the reason when every run of a merged file is also in an intact file that counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class CompactionSettings(Checked):
         3600, "seconds before a later compaction deletes the files that were merged", "number 0 to 1e9"
     )
     force_after_s: float = key(
-        86400, "seconds after which it deletes them also while somebody has the warehouse open", "number 0 to 1e9"
+        86400, "seconds after which it deletes them even while the warehouse is open", "number 0 to 1e9"
     )
     target_mib: float = key(64, "size that merged files grow to, MiB; larger ones are left alone", "number > 0 to 1e9")
     target_rows: int = key(
@@ -178,7 +178,7 @@ def _merge_family(work: Compaction, kind: str, family: str) -> None:
         if not isinstance(error, FileNotFoundError):
             report.left_alone(path, first_line(error))
 
-    for paths in _plan(work, kind, family, unreadable):
+    for paths in _merge_groups(work, kind, family, unreadable):
         for files, rows in read_files(paths, TABLES[kind], settings.target_rows, unreadable):
             if len(files) < settings.min_files and (len(files) < 2 or files[-1] == paths[-1]):
                 continue
@@ -204,7 +204,7 @@ def _in_order(table: pa.Table, keys: Sequence[str]) -> pa.Table:
     return table.sort_by([(key, "ascending") for key in keys])
 
 
-def _plan(
+def _merge_groups(
     work: Compaction, kind: str, family: str, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[list[Path]]:
     """Return the groups of small files that are worth a merge.
@@ -228,7 +228,7 @@ def _plan(
                 unreadable(path, NoPlainFile("it is a link to a file that does not exist"))
             continue
         if not stat.S_ISREG(status.st_mode):
-            unreadable(path, NoPlainFile("it is no plain file"))
+            unreadable(path, NoPlainFile("it is not a plain file"))
             continue
         size = status.st_size
         if size > target_bytes / 2 or path in report.left:
@@ -249,7 +249,7 @@ def _plan(
             unreadable(path, error)
             continue
         small.append((max(size - _OWN_BYTES, size // 8), path))
-    # A merged file joins only when the rest is worth rewriting it, so each row is rewritten few times.
+    # A merged file joins only when the others are worth rewriting it, so each row is rewritten few times.
     small.sort(key=lambda entry: (entry[0], entry[1].name))
     total = sum(size for size, _ in small)
     while small and is_merged_name(small[-1][1].name) and small[-1][0] > 4 * (total - small[-1][0]):

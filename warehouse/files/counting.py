@@ -40,7 +40,7 @@ from warehouse.files.plain_file import file_key, plain, remembered, remembered_b
 
 SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
-_NO_FAMILY = "family=_"  # of files without rows
+_NO_FAMILY = "family=_"  # the partition of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
 _REMEMBERED_GROUPS = 32
 _group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
@@ -64,7 +64,7 @@ class Judgement:
 def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
     """Return what the valid listings of `runs` or `telemetry` state. Invalid ones are reported on stderr.
 
-    A damaged merged file hides nothing: what it replaces may still be there. `left_out` says of a file whether it is
+    A damaged merged file hides nothing: what it replaces may still be there. `left_out` returns whether a file is
     damaged; by default only footers are looked at.
     """
     believed, lost = _believed(folder, kind)
@@ -76,8 +76,8 @@ def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | No
 def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
     """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact."""
     root = folder.root / kind
-    listings = [one for one in _believed(folder, kind)[0] if (root / one.merged).exists()]
-    whole = Judgement.of(one for one in listings if not _is_damaged(root / one.merged))
+    listings = [listing for listing in _believed(folder, kind)[0] if (root / listing.merged).exists()]
+    whole = Judgement.of(listing for listing in listings if not _is_damaged(root / listing.merged))
     return frozenset(whole.listed) - whole.hidden
 
 
@@ -120,7 +120,7 @@ def merged_damage(path: Path) -> str | None:
     try:
         return remembered(path, lambda: damage.damage_of(path), "damage")
     except FileNotFoundError:
-        return damage.damage_of(path)  # of a link to nothing
+        return damage.damage_of(path)  # a link to nothing
 
 
 def is_damaged_merged(path: Path) -> bool:
@@ -146,7 +146,7 @@ def _is_damaged(path: Path) -> bool:
 def _believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
     """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
 
-    Their content is read once while they stay the same. What they hide is judged anew, as files come and go.
+    Their content is read once while they stay the same. What they hide is judged again, as files come and go.
     """
     lost: list[DamagedListing] = []
 
@@ -188,7 +188,7 @@ def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
         return []
     believed, _ = _believed(folder, kind)
     hidden = Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden
-    gone = [one for one in believed if one.merged not in hidden and not os.path.lexists(root / one.merged)]
+    gone = [entry for entry in believed if entry.merged not in hidden and not os.path.lexists(root / entry.merged)]
     if not gone:
         return []
     # A compaction of an older version removed the listing last; the merged file itself names its sources.
@@ -368,35 +368,35 @@ def _names_on_disk(root: Path) -> dict[str, list[str]]:
 def _is_there(on_disk: Mapping[str, list[str]], path: str) -> bool:
     partition, _, name = path.partition("/")
     names = on_disk.get(partition, [])
-    at = bisect.bisect_left(names, name)
-    return names[at : at + 1] == [name]
+    position = bisect.bisect_left(names, name)
+    return names[position : position + 1] == [name]
 
 
 def _family_plan(
     partition: Path, names: Sequence[str], judgement: Judgement, left_out: Callable[[Path], bool]
 ) -> FamilyPlan:
-    own: list[str] = []
+    unmerged: list[str] = []
     merged: list[str] = []
     for name in _counting_names(partition.name, names, judgement):
         if not left_out(partition / name):
-            (merged if is_merged_name(name) else own).append(name)
+            (merged if is_merged_name(name) else unmerged).append(name)
     if merged:
-        own = _without_merged(partition, own, merged)
+        unmerged = _without_merged(partition, unmerged, merged)
     doubled = _doubled(partition, merged) if len(merged) > 1 else {}
-    return FamilyPlan(partition.name.removeprefix(PARTITION), (*own, *merged), doubled)
+    return FamilyPlan(partition.name.removeprefix(PARTITION), (*unmerged, *merged), doubled)
 
 
-def _without_merged(partition: Path, own: list[str], merged: list[str]) -> list[str]:
+def _without_merged(partition: Path, unmerged: list[str], merged: list[str]) -> list[str]:
     """Return the runs' own files whose run is in no merged file. Where both exist, the merged one came first."""
     for name in merged:
-        if not own:
+        if not unmerged:
             break
         held: set[str] = set()
         for group, (least, most) in enumerate(_ranges(partition / name)):
-            if any(least <= file_name[:-8] <= most for file_name in own):
+            if any(least <= file_name[:-8] <= most for file_name in unmerged):
                 held |= _group_ids(partition / name, group)
-        own = [file_name for file_name in own if file_name[:-8] not in held]
-    return own
+        unmerged = [file_name for file_name in unmerged if file_name[:-8] not in held]
+    return unmerged
 
 
 def _doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:

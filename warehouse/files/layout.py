@@ -338,8 +338,8 @@ def _digest(file: BinaryIO, place: int) -> str:
     """Return the SHA-256 of a file with zeros where its digest is."""
     digest = hashlib.sha256()
     file.seek(0)
-    for at in range(0, place, _CHUNK_BYTES):
-        digest.update(file.read(min(_CHUNK_BYTES, place - at)))
+    for start in range(0, place, _CHUNK_BYTES):
+        digest.update(file.read(min(_CHUNK_BYTES, place - start)))
     digest.update(_PLACEHOLDER.encode())
     file.seek(place + _DIGEST_CHARACTERS)
     while chunk := file.read(_CHUNK_BYTES):
@@ -369,5 +369,5 @@ def _place(file: BinaryIO) -> int | None:
         return None
     value_at = key_at + len(_KEY)
     if tail_at + key_at < footer_at or not tail.startswith(_VALUE_HEAD, value_at):
-        raise ValueError("the entry of its checksum is damaged")
+        raise ValueError("its checksum entry is damaged")
     return tail_at + value_at + len(_VALUE_HEAD)

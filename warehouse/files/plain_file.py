@@ -1,8 +1,8 @@
-"""Opens plain files of a data folder: to read them, as locks, and to remember what they hold while they stay the same.
+"""Opens plain files of a data folder, for reading or as locks, and caches their content until they change.
 
-Start reading at `open_plain`: opening a pipe instead would block for ever. `remembered` judges whether a file stayed
+Start reading at `open_plain`: opening a pipe instead would block forever. `remembered` judges whether a file stayed
 the same by inode, size and time. `open_lock` lets no hostile or copied folder have another file written to;
-`hold_shared` and `is_shared_by_any` are of locks that DuckDB clients see, too.
+`hold_shared` and `is_shared_by_any` handle locks that DuckDB clients see, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def open_plain(path: Path) -> int:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NoPlainFile("it is no plain file")
+        raise NoPlainFile("it is not a plain file")
     return descriptor
 
 
@@ -139,7 +139,7 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
 
 
 def read_lock(path: Path, limit_bytes: int) -> bytes:
-    """Return the first `limit_bytes` of a lock file; empty if it does not exist or is no plain file."""
+    """Return the first `limit_bytes` of a lock file; empty if it does not exist or is not a plain file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:

@@ -26,11 +26,11 @@ from warehouse.files.plain_file import plain
 from warehouse.files.queue_copy import queue_copy
 
 _TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
-_FOREIGN = ("import-", "dataset-")  # of the job_id of rows that no queue has run
+_FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no queue has run
 _IN_FLIGHT = ("leased", "exhausted")
 _PRIME = 1_000_003  # squares of indexes are summed modulo this one, which fits 64 bits
 _BUSY_S = 10.0  # waits for who holds the file
-_MOST_LOOKS = 5  # at a partition that a compaction changes meanwhile
+_MOST_LOOKS = 5  # at a partition that a compaction is changing
 
 Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
 
@@ -77,10 +77,10 @@ def compare(folder: DataFolder, *, quick: bool = False) -> Presence:
         if done_sums == {job_id: _sums(indexes) for job_id, indexes in landed_tasks(folder).items()}:
             return Presence()
     # Before the files: a task is done only after its run is durable.
-    done = queue_tasks(folder, "= 'done'")
+    finished = queue_tasks(folder, "= 'done'")
     landed = landed_tasks(folder)
-    gone = _minus(done, landed)
-    unknown = _minus(landed, done)
+    gone = _minus(finished, landed)
+    unknown = _minus(landed, finished)
     if unknown:  # what landed since the queue was read
         unknown = _minus(_minus(unknown, queue_tasks(folder, "= 'done'")), queue_tasks(folder, f"IN {_IN_FLIGHT}"))
     return Presence(gone=gone, unknown=unknown)

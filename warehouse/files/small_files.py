@@ -23,8 +23,8 @@ from warehouse.files.plain_file import NoPlainFile, open_binary
 from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.sql_text import escaped_glob, sql_text
 
-_BATCH_FILES = 500  # DuckDB holds their footers meanwhile, some 50 KiB each
-_BATCH_BYTES = 8 * 2**20  # of compressed data, which may be a million rows
+_BATCH_FILES = 500  # DuckDB holds their footers while it reads them, some 50 KiB each
+_BATCH_BYTES = 8 * 2**20  # compressed bytes, which may be a million rows
 _FEW_FILES = 8  # which pyarrow reads in less time than DuckDB takes to start
 _MOST_READERS = 2  # threads, each of which holds a batch
 _WHOLE_BYTES = 2**20  # a file up to this size is read at once to verify its checksum

@@ -31,7 +31,7 @@ VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "j
 
 # By path: the file's state when it was read or written, and the fingerprint in it.
 _FINGERPRINTS: dict[Path, tuple[tuple[int, ...], str | None]] = {}
-_FIRST_KINDS = ("runs", "telemetry")  # of which every data folder has a file
+_FIRST_KINDS = ("runs", "telemetry")  # every data folder has a file of these
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
     pa.bool_(): "BOOLEAN",
@@ -153,7 +153,7 @@ def _partitioned_columns(schema: pa.Schema) -> str:
     columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
     if not any(detail.imported and detail.row_id in schema.names for detail in DETAILS.values()):
         return columns
-    # Compaction needs an id of every row; that of an imported batch is no run's.
+    # Compaction needs an id of every row; that of an imported batch is not a run's.
     return columns.replace("file.run_id", "CASE WHEN file.source <> 'imported' THEN file.run_id END AS run_id", 1)
 
 
@@ -230,5 +230,5 @@ def _read_fingerprint(path: Path) -> str | None:
         with existing_database(path) as connection:
             row = connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()
             return None if row is None else str(row[0])
-    except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made anew
+    except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made again
         return None

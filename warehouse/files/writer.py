@@ -40,7 +40,7 @@ from warehouse.tables.schema import (
 REQUIRED = ("run_id", "family", "status", "source")
 RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
 TELEMETRY_RATIOS = tuple(name for name, (unit, _) in METRICS.items() if unit == "ratio")
-WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # of telemetry
+WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # closed lists of telemetry's text columns
 
 
 class RunWriter:
@@ -93,7 +93,7 @@ class RunWriter:
             path = self._folder.partition(kind, family) / name
             if own_rows is not None and own_rows.num_rows:
                 write_parquet(path, own_rows)
-            else:  # of an earlier execution, which was killed before its run landed
+            else:  # left by an earlier execution, which was killed before its run landed
                 path.unlink(missing_ok=True)
         write_parquet(runs / name, run_row)
         return runs / name
@@ -174,10 +174,10 @@ def rows_of_run(kind: str, run: Mapping[str, Any], rows: pa.Table) -> pa.Table:
         raise ValueError(f"{kind} must be a pyarrow.Table, got {type(rows).__name__}")
     run_id = run["run_id"]
     of_run = (detail.row_id, "run_id", *detail.of_run)
-    own = rows.drop_columns([name for name in of_run if name in rows.column_names])
-    names = pa.array([f"{run_id}-{detail.letter}{index:05d}" for index in range(own.num_rows)], pa.string())
+    detail_rows = rows.drop_columns([name for name in of_run if name in rows.column_names])
+    names = pa.array([f"{run_id}-{detail.letter}{index:05d}" for index in range(detail_rows.num_rows)], pa.string())
     same = {"run_id": run_id, **{name: run.get(name) for name in detail.of_run}}
-    return detail_table(kind, own.append_column(detail.row_id, names), same)
+    return detail_table(kind, detail_rows.append_column(detail.row_id, names), same)
 
 
 def detail_table(kind: str, rows: pa.Table, same: Mapping[str, Any]) -> pa.Table:
@@ -278,7 +278,7 @@ class MergedIndex:
                     return file.path
             if listings == self._listings():
                 return None
-            # A compaction has merged the file once more meanwhile: the next look finds the new one.
+            # A compaction has merged the file once more since: the next look finds the new one.
         return None
 
     def holder(self, family: str) -> Callable[[str], bool]:
@@ -308,9 +308,9 @@ class MergedIndex:
                     if merged_damage(path) is not None:
                         continue
                     self._files[family, name] = _MergedFile(path)
-                except FileNotFoundError:  # of another family: a merged file is there before its listing
+                except FileNotFoundError:  # another family's: a merged file is there before its listing
                     self._files[family, name] = None
-                except (pa.ArrowException, OSError):  # of the disk, or of its load: looked at again next time
+                except (pa.ArrowException, OSError):  # an error of the disk, or of its load: looked at again next time
                     continue
             file = self._files[family, name]
             if file is not None:

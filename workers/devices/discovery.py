@@ -18,7 +18,7 @@ from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import Nvml, as_text, initialise, open_nvml
 
 _BYTES_PER_MIB = 1024**2
-_MUCH_SMALLER = 0.25  # of the main model's memory: a display adapter next to compute GPUs, not another compute GPU
+_MUCH_SMALLER = 0.25  # share of the main model's memory: a display adapter beside compute GPUs, not another of these
 _MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service, without CUDA_MPS_PIPE_DIRECTORY
 _PROFILE = re.compile(r"\bMIG\s+(\S+)")
 
@@ -156,7 +156,7 @@ def _describe(nvml: Nvml, index: int, handle: Any, mps_service: bool) -> GpuInfo
 
 
 def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
-    """Return the MIG devices of a GPU in MIG mode, with the facts that NVML gives."""
+    """Return the MIG devices of a GPU in MIG mode, with NVML's facts."""
     slices = []
     for place in range(_ask(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         device = _ask(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
@@ -300,7 +300,8 @@ def cuda_visible_devices(gpus: Sequence[GpuInfo], environment: Mapping[str, str]
 
     As CUDA reads it: entries are indices or (beginnings of) UUIDs, of GPUs or MIG slices, and the first one that names
     nothing ends the list. CUDA counts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, while NVML counts by PCI
-    bus; which is fastest is judged by compute capability and memory, which tells a display adapter from compute GPUs.
+    bus; which is fastest is judged by compute capability and memory, which sets a display adapter apart from compute
+    GPUs.
     """
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return None

@@ -38,16 +38,16 @@ _METRICS = {
 
 
 class GpmSensor(Sensor):
-    """One GPU or MIG slice by UUID. A reading averages the time between two GPM samples, so the first call gives none.
+    """One GPU or MIG slice by UUID. A reading averages the time between two GPM samples, so the first call has none.
 
-    A reading's time is that of its second sample, `since_ns` that of its first. A sample that GPM failed to give comes
+    A reading's time is that of its second sample, `since_ns` that of its first. A sample that GPM failed to take comes
     as `unavailable`, with the reason `nvml_error`, and the next reading spans it. The figures of a MIG slice are those
     of its GPU instance.
     """
 
     name = "gpm"
     metrics = tuple(_METRICS.values())
-    period_s = 0.11  # a little over the least interval: a call that comes early by a hair would give nothing
+    period_s = 0.11  # a little over the least interval: a call that comes early by a hair would read nothing
 
     def __init__(self, nvml: Nvml | Any | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
@@ -63,7 +63,7 @@ class GpmSensor(Sensor):
         self._failures = 0
         self._question: Any = None  # one struct for all readings: it holds room for hundreds of metrics
         self._entries: list[tuple[str, bool, Any]] = []  # (column, whether a percentage, its place in the struct)
-        self.dropped: dict[str, str] = {}  # metric -> why this device does not give it
+        self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> GpmSensor:

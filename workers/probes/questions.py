@@ -1,0 +1,383 @@
+"""Questions that only hardware answers: TF32 beside half precision, GPM's first sample, NVML's and MPS's memory.
+
+Start reading at `measure`; each question has figures, and an `answer` in one sentence that follows from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.files.outputs import write_file
+from conf.plain_text import counted, first_line
+from conf.units import MIB
+from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
+from workers.probes.gpu import first_gpu, memory_reading
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_HELD_MIB = 2048
+_FREED_WITHIN_MIB = 8.0  # memory that the card may hold more than before
+_PATIENCE_S = 10.0
+_CLIENTS_MIB = (1024, 2048)
+_CLIENT_S = 40.0
+_EQUAL_SHARE = 0.05  # share of a time; below, two are the same
+_TIMED = 20  # repetitions
+_UNKNOWN = "unknown"  # name of a program whose pid is not here
+_KERNELS = 4  # names of an operator's
+_BUSY_S, _GPM_S = 1.0, 3.0  # before GPM's sensor is made, longer than GPM averages; and that it is read
+
+
+def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
+    """Answer what is still open in FOLDER/questions.json.
+
+    Raises:
+        UsageError: An unknown device, or a file that cannot be read.
+    """
+    path = folder / "questions.json"
+
+    def kept() -> dict[str, str | None]:
+        return {name: question.get("reason") for name, question in read_json(path, {}).items()}
+
+    def keep(measurement: Measurement, rows: list[Row], reason: str | None) -> None:
+        question: Row = {"figures": rows}
+        if reason is None and rows:
+            question["answer"] = _ANSWERS[measurement.name](rows)
+        else:
+            question["reason"] = reason or "its process gave no figures"
+        write_file(path, json.dumps({**read_json(path, {}), measurement.name: question}, indent=1).encode())
+
+    measurements = [Measurement(name=name, function=f"workers.probes.questions:{name}") for name in _ANSWERS]
+    return measure_all(measurements, device, seconds_left, kept, keep)
+
+
+# ---- TF32 in operators that autocast leaves in fp32, and in convolutions of half precision
+
+
+def tf32_under_half(device_uuid: str) -> Iterator[Row]:
+    """Yield time in ms and kernels of a convolution and a product, with TF32 allowed and refused.
+
+    `inside` is autocast's type; in fp32 the operator stands in a region where autocast is off, as scripts write it.
+    """
+    import torch
+
+    from featurize.operators.torch_releases import allow_tf32
+
+    device = first_gpu()
+    x = torch.randn(32, 128, 56, 56, device=device)
+    convolution = torch.nn.Conv2d(128, 128, 3, padding=1, device=device)
+    matrix = torch.randn(4096, 4096, device=device)
+    operators: dict[str, Callable[[], Any]] = {
+        "conv2d": lambda: convolution(x).sum().backward(),
+        "mm": lambda: matrix @ matrix,
+    }
+    for half in (torch.float16, torch.bfloat16):
+        for inside in (half, torch.float32):
+            for operator, call in operators.items():
+                for allowed in (True, False):
+                    allow_tf32(matmul=allowed, cudnn=allowed)
+                    with torch.autocast("cuda", dtype=half), torch.autocast("cuda", dtype=half, enabled=inside is half):
+                        yield {
+                            "autocast": _short(half),
+                            "operator": operator,
+                            "inside": _short(inside),
+                            "tf32_allowed": allowed,
+                            "ms": _time_ms(call),
+                            "kernels": _kernels(call),
+                        }
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _time_ms(call: Callable[[], Any]) -> float:
+    import torch
+
+    times: list[float] = []
+    for number in range(_TIMED + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        if number >= 3:
+            times.append(begin.elapsed_time(end))
+    return round(statistics.median(times), 4)
+
+
+def _kernels(call: Callable[[], Any]) -> list[str]:
+    """Return the names of the kernels, the longest first; none where CUPTI has none."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        call()
+    events = [event for event in profiled.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    return [event.key for event in events[:_KERNELS]]
+
+
+def answer_tf32(rows: Sequence[Row]) -> str:
+    """Say for each kind of operator whether refusing TF32 changes its time."""
+    times: dict[tuple[str, str], dict[bool, list[float]]] = {}
+    for row in rows:
+        by_flag = times.setdefault((row["inside"], row["operator"]), {True: [], False: []})
+        by_flag[row["tf32_allowed"]].append(row["ms"])
+    parts = []
+    for (inside, operator), by_flag in times.items():
+        allowed, refused = statistics.mean(by_flag[True]), statistics.mean(by_flag[False])
+        changes = abs(refused - allowed) > _EQUAL_SHARE * allowed
+        effect = f"{refused / allowed:.2f} times as long without TF32" if changes else "the same without TF32"
+        parts.append(f"{inside} {operator} takes {allowed:.3f} ms, {effect}")
+    return "Under autocast, " + "; ".join(parts) + "."
+
+
+# ---- GPM's first sample
+
+
+def gpm_first_sample(device_uuid: str) -> Iterator[Row]:
+    """Yield GPM's readings while the GPU is busy, from the sensor's creation on."""
+    import torch
+
+    from workers.telemetry.base import SensorUnavailable, WatchTarget
+    from workers.telemetry.gpm import GpmSensor
+
+    matrix = torch.randn(8192, 8192, device=first_gpu(), dtype=torch.bfloat16)
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            for _ in range(10):
+                matrix @ matrix
+            torch.cuda.synchronize()
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    try:
+        time.sleep(_BUSY_S)
+        begin = time.monotonic()
+        sensor = GpmSensor()
+        sensor.watch(WatchTarget(device_uuid=device_uuid, pid=os.getpid()))
+        while time.monotonic() - begin < _GPM_S:
+            try:
+                samples = sensor.sample()
+            except SensorUnavailable as problem:
+                yield {"after_ms": round((time.monotonic() - begin) * 1000, 1), "smact": None, "problem": str(problem)}
+                return
+            for sample in samples:
+                yield {
+                    "after_ms": round((time.monotonic() - begin) * 1000, 1),
+                    "smact": sample.values.get("smact"),
+                    "drama": sample.values.get("drama"),
+                    "problem": None if sample.values else ", ".join(sample.reasons),
+                }
+            time.sleep(sensor.period_s)
+        sensor.close()
+    finally:
+        stop.set()
+        loading.join()
+
+
+def answer_gpm(rows: Sequence[Row]) -> str:
+    """Say whether the first reading resembles the later ones, and when the first one above 0 came."""
+    known = [row for row in rows if row["smact"] is not None]
+    above = next((row for row in known if row["smact"] > 0), None)
+    if above is None:
+        return f"GPM gave no SM activity above 0 in {counted(len(rows), 'reading', 'readings')}."
+    steady = statistics.median(row["smact"] for row in known[len(known) // 2 :])
+    first = rows[0]["smact"]
+    usable = first is not None and abs(first - steady) <= max(_EQUAL_SHARE * steady, 0.02)
+    shown = "nothing" if first is None else f"{first:.3f}"
+    return (
+        f"The first reading is {'' if usable else 'not '}usable: it gives {shown} where later ones give {steady:.3f}; "
+        f"the first above 0 came after {above['after_ms']:.0f} ms."
+    )
+
+
+# ---- NVML's memory of a process beside the card's, and once the process has ended
+
+
+def nvml_process_and_card(device_uuid: str) -> Iterator[Row]:
+    """Yield what NVML says while a process holds memory, and how long after it is killed the card holds it still."""
+    from workers.telemetry.nvml import find_gpu, open_nvml
+
+    before_mib = memory_reading(device_uuid)["card_mib"]
+    nvml = open_nvml()
+    handle = find_gpu(nvml, device_uuid).device
+    with _holding(device_uuid, [_HELD_MIB]) as (held,):
+        begin_s = time.monotonic()
+        os.kill(held["pid"], signal.SIGKILL)
+        while True:
+            after_mib, waited_s = nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB, time.monotonic() - begin_s
+            is_freed = after_mib - before_mib < _FREED_WITHIN_MIB
+            if is_freed or waited_s > _PATIENCE_S:
+                break
+            time.sleep(0.001)
+    nvml.nvmlShutdown()
+    yield {
+        **held,
+        "card_before_mib": before_mib,
+        "card_after_mib": after_mib,
+        "freed_after_ms": round(waited_s * 1000, 1) if is_freed else None,
+    }
+
+
+def answer_nvml(rows: Sequence[Row]) -> str:
+    """Say by how much the card grows beside what NVML charges the process, and when it is free again."""
+    (row,) = rows
+    growth_mib = row["card_mib"] - row["card_before_mib"]
+    process_mib = row["process_mib"]
+    charged = f"{process_mib:,.1f} MiB" if process_mib is not None else f"nothing ({row['reason']})"
+    after_ms = row["freed_after_ms"]
+    freed = f"free {after_ms:,.0f} ms" if after_ms is not None else f"not free {_PATIENCE_S:.0f} s"
+    return (
+        f"The card's memory grows by {growth_mib:,.1f} MiB; NVML charges the process {charged}. "
+        f"The memory is {freed} after the process ends."
+    )
+
+
+# ---- whom NVML charges under MPS
+
+
+def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
+    """Yield what NVML lists while two clients of an MPS server hold memory, as each of them reads it."""
+    from workers.trial.server_client import MpsDaemon
+
+    daemon = MpsDaemon({"CUDA_VISIBLE_DEVICES": device_uuid})
+    try:
+        os.environ.update(daemon.environment)  # for the clients, which are started from here
+        with _holding(device_uuid, _CLIENTS_MIB) as clients:
+            yield from clients
+    finally:
+        daemon.close()
+
+
+def answer_mps(rows: Sequence[Row]) -> str:
+    """Say whether a client's memory is charged to it or to the server."""
+    if all(_charged_mib(row) >= row["held_mib"] for row in rows):
+        return "Under MPS NVML charges each client its own memory, so peak_memory_mib is the trial's own."
+    total_mib = sum(row["held_mib"] for row in rows)
+    listed = {name: mib or 0 for row in rows for name, mib in row["listed_mib"].items()}
+    clients = {str(row["pid"]) for row in rows}
+    others = {name: mib for name, mib in listed.items() if name.split()[0] not in clients}
+    if any(mib >= total_mib and not name.endswith(_UNKNOWN) for name, mib in others.items()):
+        return "Under MPS NVML charges all clients' memory to one process, so peak_memory_mib is not the trial's own."
+    if any(name.endswith(_UNKNOWN) for name in others):
+        return "Under MPS NVML lists pids of another pid namespace, so these figures do not say whom it charges."
+    return "Under MPS NVML lists no process with the clients' memory, so peak_memory_mib comes from the allocator."
+
+
+def _charged_mib(client: Row) -> float:
+    listed = (mib for name, mib in client["listed_mib"].items() if name.split()[0] == str(client["pid"]))
+    return client["process_mib"] or next(listed, None) or 0.0
+
+
+# ---- processes that hold memory
+
+
+@contextlib.contextmanager
+def _holding(device_uuid: str, sizes_mib: Sequence[int]) -> Iterator[list[Row]]:
+    """Give what processes read while all of them hold memory on the GPU; they have ended afterwards.
+
+    Raises:
+        RuntimeError: One of them ended early, or did not answer in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for size_mib in sizes_mib:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=hold, args=(theirs, device_uuid, size_mib))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        for word in ("hold", "read"):  # each holds its memory before the first one reads
+            for pipe in pipes:
+                pipe.send(word)
+            answers = [_answer(pipe) for pipe in pipes]
+        yield answers
+    finally:
+        for pipe in pipes:
+            pipe.close()  # which ends the process
+        for process in processes:
+            process.join(_PATIENCE_S)
+            process.kill()
+            process.join()
+
+
+def _answer(pipe: Connection) -> Row:
+    try:
+        answer: Row = pipe.recv() if pipe.poll(_CLIENT_S) else {"problem": f"no answer in {_CLIENT_S:.0f} s"}
+    except EOFError:
+        answer = {"problem": "the process ended"}
+    if "problem" in answer:
+        raise RuntimeError(f"a process that holds memory: {answer['problem']}")
+    return answer
+
+
+def hold(pipe: Connection, device_uuid: str, size_mib: int) -> None:
+    """Hold memory on the GPU, read what NVML lists, and end when the pipe does; what fails is sent as `problem`."""
+    import torch
+
+    try:
+        pipe.recv()
+        held = torch.ones(size_mib * MIB // 4, device=first_gpu())
+        torch.cuda.synchronize()
+        pipe.send({})
+        pipe.recv()
+        pipe.send(
+            {
+                "pid": os.getpid(),
+                "held_mib": held.numel() * 4 / MIB,
+                "reserved_mib": torch.cuda.memory_reserved() / MIB,
+                "listed_mib": _listed_mib(device_uuid),
+                **memory_reading(device_uuid),
+            }
+        )
+        pipe.recv()
+    except EOFError:
+        return
+    except RuntimeError as error:
+        pipe.send({"problem": first_line(error)})
+
+
+def _listed_mib(device_uuid: str) -> dict[str, float | None]:
+    """Return `PID PROGRAM` -> MiB of the compute processes and MPS's clients that NVML lists."""
+    from workers.telemetry.nvml import find_gpu, open_nvml
+
+    nvml = open_nvml()
+    handle = find_gpu(nvml, device_uuid).device
+    listed: dict[str, float | None] = {}
+    for list_processes in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetMPSComputeRunningProcesses):
+        with contextlib.suppress(nvml.NVMLError):
+            for process in list_processes(handle):
+                used = process.usedGpuMemory
+                listed[f"{process.pid} {_program(process.pid)}"] = None if used is None else used / MIB
+    return listed
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return _UNKNOWN
+
+
+_ANSWERS: Mapping[str, Callable[[Sequence[Row]], str]] = {
+    "tf32_under_half": answer_tf32,
+    "gpm_first_sample": answer_gpm,
+    "nvml_process_and_card": answer_nvml,
+    "peak_memory_under_mps": answer_mps,
+}
