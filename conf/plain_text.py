@@ -57,13 +57,14 @@ def left_out(count: int, unit: str) -> str:
     return f"\n[... {count:,} {unit} left out ...]\n"
 
 
-def bounded(text: str) -> str:
+def truncated(text: str) -> str:
     """Return `text`, or its beginning and its end where it is too long for a message."""
     return _cut(text, _LONGEST_LINE, " ... ")
 
 
 def shown(value: object) -> str:
-    """Return a value as a message quotes it: its `repr`, cut where it is long, with bytes that are no UTF-8 as such."""
+    """Return a value as a message quotes it: its `repr`, cut where it is long, with bytes that are not UTF-8 as
+    such."""
     text = re.sub(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])", r"\1\\x\2", repr(value))
     cut = _cut(text, _LONGEST_SHOWN, "...")
     return text if cut == text else f"{cut} ({len(text):,} characters)"

@@ -50,7 +50,7 @@ class KueueSettings(Checked):
     server: str = key("http://127.0.0.1:8350", "the service's URL; $GPUFARM_TOKEN is its token")
     api: str | None = key(None, "URL of the API server; default the cluster's own, with the pod's service account")
     once: bool = key(False, "true: decide what is pending now, then leave")
-    every_s: float = key(5.0, "between two looks for pending workloads", "number > 0")
+    every_s: float = key(5.0, "seconds between two looks for pending workloads", "number > 0")
 
     def problems(self) -> Iterator[str]:
         if self.api is not None and urlsplit(self.api).scheme not in ("http", "https"):
@@ -143,12 +143,12 @@ def configuration(url: str | None) -> Any:
     try:
         return KubeConfig.from_service_account().get()
     except (ConfigError, KeyError) as error:
-        advice = "this is no pod with a service account; name the API server: api=http://127.0.0.1:8001"
+        advice = "this is not a pod with a service account; name the API server: api=http://127.0.0.1:8001"
         raise UsageError(advice) from error
 
 
 def decide_pending(api: KueueApi, service: Client) -> None:
-    """Decide every workload that waits for one of our checks; one whose trace is not done yet goes on waiting."""
+    """Decide every workload that waits for one of our checks; one whose trace is not done yet keeps waiting."""
     checks = set()
     for check in api.objects(api.check):
         name = value_at(check, "metadata.name", str)

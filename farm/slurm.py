@@ -54,7 +54,7 @@ class SlurmSettings(Checked):
     )
     server: str = key("http://127.0.0.1:8350", "the service's URL; $GPUFARM_TOKEN is its token")
     once: bool = key(False, "true: answer what is wanted now, then leave")
-    every_s: float = key(2.0, "between two looks for wanted directives", "number > 0")
+    every_s: float = key(2.0, "seconds between two looks for wanted directives", "number > 0")
 
     def problems(self) -> Iterator[str]:
         if not Path(self.table).expanduser().parent.is_dir():

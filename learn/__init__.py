@@ -19,6 +19,7 @@ from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
 from featurize.memory.allocator_settings import AllocatorSettings
+from learn.commands.fit import Fit, FitSettings, fit
 from learn.estimation.estimating import (
     DeviceFit,
     LargestBatch,
@@ -29,7 +30,6 @@ from learn.estimation.estimating import (
 )
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
-from learn.fitting.fit_call import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
     from learn.planning.plan_report import LayoutPlan, PlanRow

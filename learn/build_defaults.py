@@ -21,7 +21,7 @@ from conf.errors import UsageError
 TARGETS = ("memory", "smact", "smocc")  # the targets of an estimate that the files have
 LIMIT_MIB = 10.0
 WHERE = "GPUMemNet's files come from https://github.com/itu-rad/GPUMemNet: clone it, then path=GPUMemNet/Datasets"
-CARD = Path(__file__).parent / "default_models" / "MODEL_CARD.md"  # of which a build fills in the facts
+CARD = Path(__file__).parent / "default_models" / "MODEL_CARD.md"  # a build fills in its facts
 _FACTS = """- **Estimator**: `{estimator}` (`learn/estimators/hybrid.py`), seed {seed}.
 - **Features**: version `{feature_version}`.
 - **Made with**: {environment}.
@@ -58,7 +58,7 @@ class BuildSettings(Checked):
     data: str | None = key(
         None, "data folder for the rows, their features and the fits; default a temporary one", "new path"
     )
-    seed: int = key(0, "of splits and fits", "int >= 0")
+    seed: int = key(0, "seed of splits and fits", "int >= 0")
 
     def problems(self) -> Iterator[str]:
         if not Path(self.path).exists():
@@ -102,8 +102,8 @@ def _ingest(path: str, data: str) -> None:
 
 
 def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> None:
+    from learn.commands.fit import FitSettings, fit
     from learn.fitting.artifacts import stamped
-    from learn.fitting.fit_call import FitSettings, fit
 
     metas = {}
     for target in TARGETS:

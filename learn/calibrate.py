@@ -9,8 +9,7 @@ import contextlib
 import csv
 import itertools
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key
-from conf.errors import CommandError, UsageError, unknown_name
+from conf.errors import CommandError, UsageError
 from conf.plain_text import first_line
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping, config_of_one_gpu
@@ -54,32 +53,18 @@ _NOISE_MIB = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredMemory:
-    """One number that was read on the machine.
+class MeasuredMemory(Checked):
+    """One number that was read on the machine. Raises `UsageError`."""
 
-    Args:
-        kind: One of `KINDS`.
-        mib: The number, in MiB.
-        reserved_mib: The most that the allocator held reserved; 0 for `idle` and `context`.
-        loads_cudnn: Whether the job runs cuDNN's layers (convolutions, recurrent ones).
-        source: Where it was read, for messages.
-    """
+    kind: str = key(help="what the number is of", choices=tuple(KINDS))
+    mib: float = key(help="the number, in MiB", kind="number >= 0")
+    reserved_mib: float = key(0.0, "the most that the allocator held reserved; 0 for idle and context", "number >= 0")
+    loads_cudnn: bool = key(False, "whether the job runs cuDNN's layers (convolutions, recurrent ones)")
+    source: str = key("here", "where it was read, for messages")
 
-    kind: str
-    mib: float
-    reserved_mib: float = 0.0
-    loads_cudnn: bool = False
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise unknown_name("kind", self.kind, KINDS)
-        for name in ("mib", "reserved_mib"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{name} must be a number of at least 0, got {value!r}")
+    def problems(self) -> Iterator[str]:
         if self.mib < self.reserved_mib:
-            raise UsageError(f"mib={self.mib:g} cannot be less than reserved_mib={self.reserved_mib:g} of the same job")
+            yield f"mib={self.mib:g} cannot be less than reserved_mib={self.reserved_mib:g} of the same job"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +144,7 @@ def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     except csv.Error as error:
-        raise UsageError(f"{path} is no CSV file: {error}") from error
+        raise UsageError(f"{path} is not a CSV file: {error}") from error
     header = tuple(reader.fieldnames or ())
     if unknown := [name for name in header if name not in COLUMNS]:
         raise UsageError(f"{path}: unknown column {', '.join(unknown)}; known: {', '.join(COLUMNS)}")
@@ -275,7 +260,7 @@ class CalibrateSettings(Checked):
     context_mib: float | None = key(
         None, "a process that has only made one tensor, in nvidia-smi's list", "number >= 0 | null"
     )
-    name: str = key("calibrated", "of the profile, as answers show it")
+    name: str = key("calibrated", "the profile's name in answers")
     format: str = format_key()
     data: str | None = data_key()
 

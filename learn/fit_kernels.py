@@ -93,10 +93,16 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     from featurize.timing.step_time import efficiencies_text, load_efficiencies
     from featurize.timing.times import packaged_hosts
     from learn.estimators.kernel_fitting import TimeFit
-    from learn.fitting.host_and_link_fit import fitted_hosts, fitted_links
+    from learn.fitting.constants_fit import (
+        ActivityFit,
+        fitted_hosts,
+        fitted_links,
+        fitted_power,
+        judged_activity,
+        power_rows,
+    )
     from learn.fitting.kernel_formulas import judged, learned_of
     from learn.fitting.kernel_rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
-    from learn.fitting.power_and_activity_fit import ActivityFit, fitted_power, judged_activity, power_rows
     from warehouse.files.layout import write_bytes
 
     rows, left_out = measured_rows(settings.data, progress, steps=settings.steps, kernels=settings.kernels)

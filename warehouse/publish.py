@@ -78,20 +78,20 @@ class PublishSettings(Checked):
 
     out: str = key(help="folder of the data set, new or empty", kind="new path")
     data: str | None = data_key()
-    snapshot: str | None = key(None, "which one; default the newest, or one that is taken now where there is none")
+    snapshot: str | None = key(None, "which one; default the newest, else one taken now")
     licence: str | None = key(None, "required: an SPDX name or a URL")
     citation: str | None = key(None, "how to cite the data set, best in BibTeX", "any text")
     creators: tuple[str, ...] | None = key(
         None, "names of persons, as in [Ada Lovelace]; 'org:NAME' for an organization", "text | list of text | null"
     )
-    url: str | None = key(None, "of the data set's page")
+    url: str | None = key(None, "the data set's page")
     version: str | None = key(None, "as in 1.0.0")
     published: str | None = key(None, "day, as in 2026-11-20; default the snapshot's")
-    name: str | None = key(None, "of the data set; default the folder's")
+    name: str | None = key(None, "the data set's name; default the folder's")
     description: str | None = key(None, "a sentence or two; default says how many rows there are", "any text")
     sources: tuple[str, ...] = key(
         ("measured", "simulated"),
-        "imported rows are others', under licences of their own, and published only if named",
+        "imported rows have licences of their own and are published only if named",
         "text | list of text",
         SOURCES,
     )

@@ -76,7 +76,7 @@ class QuerySettings(Checked):
     out: str | None = key(None, "file to write instead of standard output", "new path")
     max_rows: int = key(100, "rows that format=table prints; the other formats write all", "int 1 to 10000000")
     snapshot: str | None = key(
-        None, "name of one to ask instead of the folder as it is; `python -m warehouse.snapshot list=true` names them"
+        None, "name of one to ask instead of the folder as it is; `warehouse.snapshot list=true` names them"
     )
     data: str | None = data_key()
 
@@ -182,7 +182,7 @@ def only_statement(connection: WarehouseConnection, sql: str) -> str:
 
 
 def _explained_statement(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
-    """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is no EXPLAIN."""
+    """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is not an EXPLAIN."""
     text = statement.query
     try:
         inner = connection.extract_statements(_EXPLAIN_WORDS.sub("", text, count=1))

@@ -32,7 +32,7 @@ from conf.cli.overrides import (
     parsed,
 )
 from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
-from conf.plain_text import bounded, one_line, printable
+from conf.plain_text import one_line, printable, truncated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,7 @@ __all__ = ["command", "documented_keys", "group_options", "groups", "help_text",
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
+EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, continues
 
 # Errors caused by the user's machine rather than by our code: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
@@ -167,7 +167,7 @@ def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
 def print_error(error: CommandError | str) -> None:
     """Print `error: ...` on standard error, in one line unless the error has lines of its own."""
     keep_lines = isinstance(error, CommandError) and error.keep_lines
-    text = bounded(str(error))
+    text = truncated(str(error))
     print(f"error: {printable(text) if keep_lines else one_line(text)}", file=sys.stderr)
 
 

@@ -372,7 +372,7 @@ class StopRequest:
 
 _TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
 _JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is not JSON
-_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # by which a run is known as that of its task
+_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # columns that connect a run with its task
 _TEXT_COLUMNS = tuple(
     field.name for field in RUN_SCHEMA if pa.types.is_string(field.type) and field.name not in JSON_COLUMNS
 )
@@ -402,7 +402,7 @@ def as_final(result: RunResult) -> RunResult:
 def accepted(completion: Completion, task: Task) -> Completion:
     """Return the completion in a form that queue and warehouse accept; its content never raises.
 
-    Texts are made storable and bounded (a line in them says how much was left out). A result that is not a run of this
+    Texts are made storable and truncated (a line in them says how much is missing). A result that is not a run of this
     task becomes a `crashed` one that says why. Only a `crashed` run is tried again.
     """
     if completion.lost is not None:
@@ -410,7 +410,7 @@ def accepted(completion: Completion, task: Task) -> Completion:
     try:
         result = _checked(completion.result, task)
     except ValueError as error:
-        result = lost_run(task, f"the worker's answer is no run of this task: {error}")
+        result = lost_run(task, f"the worker's answer is not a run of this task: {error}")
     return dataclasses.replace(completion, result=result)
 
 
@@ -425,7 +425,7 @@ def _checked(result: object, task: Task) -> RunResult:
         run_id = getattr(getattr(other, "run", None), "run_id", None)
         config = parts.pop(run_id, None) if isinstance(run_id, str) else None
         if config is None:
-            raise ValueError(f"{safe_text(repr(run_id), _TEXT_CHARACTERS)} is no further run of it")
+            raise ValueError(f"{safe_text(repr(run_id), _TEXT_CHARACTERS)} is not a further run of it")
         expected = {"run_id": run_id, "job_id": task.job_id, "task_index": None, "family": config.family}
         others.append(_checked_run(other, expected, config, task.attempt))
     return dataclasses.replace(checked, others=tuple(others))
@@ -457,7 +457,7 @@ def _checked_run(result: object, expected: Mapping[str, Any], config: TrialConfi
             answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
             raise ValueError(f"{name} must be {expected[name]!r}, got {answer}")
     storable: dict[str, Any] = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
-    storable |= {name: _bounded(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
+    storable |= {name: _truncated(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
     run = dataclasses.replace(result.run, **storable, attempt=attempt, config=config.to_mapping())
     return RunResult(
         run=run,
@@ -471,7 +471,7 @@ def _checked_run(result: object, expected: Mapping[str, Any], config: TrialConfi
 
 
 def _storable(name: str, text: object) -> str | None:
-    """Return a column's text, storable and bounded. Raises `ValueError` for a value that is not text."""
+    """Return a column's text, storable and truncated. Raises `ValueError` for a value that is not text."""
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{name} must be a text, got {safe_text(repr(text), _TEXT_CHARACTERS)}")
     if text is None:
@@ -479,7 +479,7 @@ def _storable(name: str, text: object) -> str | None:
     return safe_text(text) if name == "error" else safe_text(text, _TEXT_CHARACTERS)
 
 
-def _bounded(values: object) -> Mapping[str, Any] | None:
+def _truncated(values: object) -> Mapping[str, Any] | None:
     """Return the values of a JSON column; None if JSON cannot hold them or they are too long."""
     if not isinstance(values, Mapping):
         return None

@@ -49,7 +49,7 @@ class ComparedLabel:
     """One label of one canary, tonight and before; or its `status` or `quality`, if that moved.
 
     before, now  medians, in `unit`; None where there is none
-    tolerance    by which they may differ, in `unit`
+    tolerance    how far they may differ, in `unit`
     run_ids      tonight's runs
     """
 
@@ -119,7 +119,7 @@ class ChoicePayload(Payload):
 
     plan           its file, relative to the data folder
     runs           configurations, of which `remeasured` are measured again because they are stale
-    next_index     where each sequence goes on
+    next_index     where each sequence continues
     families       those chosen by the policy, by family
     measured, repeated  candidates left out: measured already, copies of one another
     bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell
@@ -326,7 +326,7 @@ _FILE = "journal.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class CycleStep:
     """One step of a cycle. `payload` is its result; `{"error": ...}` if it failed."""
 
     name: str
@@ -357,7 +357,7 @@ class Cycle:
     token: str
     started_at: datetime.datetime  # UTC
     settings: Mapping[str, Any]
-    steps: Mapping[str, Step] = field(default_factory=dict)
+    steps: Mapping[str, CycleStep] = field(default_factory=dict)
     ended_at: datetime.datetime | None = None
     outcome: str = ""
     said: str = ""
@@ -512,7 +512,9 @@ def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
             before = cycles[name].steps.get(entry["step"])
             attempts = (*(before.attempts if before else ()), moment)
             failures = before.failures if before else 0
-            step = Step(name=entry["step"], state="started", started_at=moment, attempts=attempts, failures=failures)
+            step = CycleStep(
+                name=entry["step"], state="started", started_at=moment, attempts=attempts, failures=failures
+            )
         case "done" | "failed" as state:
             before = cycles[name].steps[entry["step"]]
             step = replace(

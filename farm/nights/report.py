@@ -213,7 +213,7 @@ LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhe
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:
+class CycleStepTime:
     """One step of the cycle. `seconds` of its last attempt, None where it did not end."""
 
     name: str
@@ -263,7 +263,7 @@ class Report:
 
     said      the outcome in a sentence, and what to do about it
     notes     what could not be read for this report
-    snapshot  whose rows these are, None: the folder as it is; `before`: what `changed` compares it with
+    snapshot  the snapshot of the rows, None: the folder as it is; `before`: what `changed` compares it with
     rows      None where the warehouse could not be read
     """
 
@@ -283,7 +283,7 @@ class Report:
     run: Mapping[str, Any] | None
     findings: tuple[Mapping[str, Any], ...]
     scores: tuple[Score, ...]  # scores of all cycles, oldest first
-    steps: tuple[StepTime, ...]
+    steps: tuple[CycleStepTime, ...]
     nights: tuple[Night, ...]  # oldest first, this one last
     next_plan: Mapping[str, Any] | None
 
@@ -387,12 +387,14 @@ def _gained(rows: ReportRows | None) -> dict[str, tuple[str, ...]]:
     return {**gained, "batch size and parameters": regions}
 
 
-def _step(cycle: Cycle, name: str) -> StepTime:
+def _step(cycle: Cycle, name: str) -> CycleStepTime:
     step = cycle.steps.get(name)
     if step is None:
-        return StepTime(name=name, state="not reached", seconds=None, attempts=0)
+        return CycleStepTime(name=name, state="not reached", seconds=None, attempts=0)
     error = str(step.payload.get("error", "")) if step.state == "failed" else ""
-    return StepTime(name=name, state=step.state, seconds=step.seconds, attempts=len(step.attempts) or 1, error=error)
+    return CycleStepTime(
+        name=name, state=step.state, seconds=step.seconds, attempts=len(step.attempts) or 1, error=error
+    )
 
 
 def _night(cycle: Cycle) -> Night:

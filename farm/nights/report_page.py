@@ -42,7 +42,7 @@ from farm.nights.plan import choice_lines
 from farm.nights.report import Report, gather, gist
 from farm.nights.report_rows import LOG_CHARACTERS
 from learn.judging.scores import NOT_INFORMATIVE
-from learn.rows.targets import TARGETS
+from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import checked_name, write_bytes
 from warehouse.reading.pairing import Difference, shift_text

@@ -17,7 +17,7 @@ from conf.reports.charts import Grid
 from conf.reports.page_text import short
 from featurize.device.device_spec import same_device
 from featurize.families import family_names
-from learn.rows.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
+from learn.rows.data import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.tables.sql_text import sql_text
@@ -275,7 +275,7 @@ def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt,
             FROM attempts WHERE quality = 'untrusted' AND {tonight}
         ), each AS (
             SELECT run_id, reasons,
-                unnest(CASE WHEN len(json_keys(reasons)) > 0 THEN json_keys(reasons) ELSE ['no reason told'] END)
+                unnest(CASE WHEN len(json_keys(reasons)) > 0 THEN json_keys(reasons) ELSE ['no reason given'] END)
                 AS reason
             FROM doubted
         )

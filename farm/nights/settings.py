@@ -15,7 +15,7 @@ from farm.sampling.space import parse_space, require_within_limits
 from farm.submission.settings import TrialsSettings
 from featurize.families import family_names
 from learn.estimators.protocol import ESTIMATORS
-from learn.rows.targets import TARGETS
+from learn.rows.data import TARGETS
 
 CANARIES = ("compare", "accept", "skip")
 NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only where they are named
@@ -77,7 +77,7 @@ class GrowSettings(TrialsSettings):
       python -m farm.grow n=200 families=[gpt,vit] policy=coverage "space={precision: [fp32,bf16]}"
 
     Killed at any point, the same command continues where it was. Ctrl-C leaves within seconds, with 130, and the same
-    command goes on. SIGTERM while trials run ends the night: what runs is finished, landed and reported without
+    command continues. SIGTERM while trials run ends the night: what runs is finished, landed and reported without
     learning, and it leaves with 130; twice: at once. Exit code 1: the canaries found the machine sick, or a step
     failed. Every step is a line of growth/journal.jsonl in the data folder; the report is reports/latest.html
     there.
@@ -107,7 +107,7 @@ class GrowSettings(TrialsSettings):
     collocate: float = key(
         0.0, "share of the night's n, or hours, that pairs of trials on one device get", "number 0 to 0.9"
     )
-    seed: int = key(0, "of the sequences and of ties", "int >= 0")
+    seed: int = key(0, "seed of the sequences and of ties", "int >= 0")
     canaries: str = key(
         "compare",
         "compare: stop where a canary fails, or labels moved in an unchanged environment; accept: take "

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
 SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job
-MARGIN_MIB = 2048.0  # that must stay free beyond an estimate
+MARGIN_MIB = 2048.0  # memory that must stay free beyond an estimate
 LEAST_GAIN = 0.1  # in jobs at full speed, that another job must add to a GPU
 LOOKAHEAD = 32  # waiting jobs that `ours` looks at
 PATIENCE_S = 1800.0  # after which GPUs run empty for the head of the queue
@@ -87,7 +87,7 @@ class QuietGpuPolicy(_FittingPolicy):
 
     Args:
         needs_mib: what each job type needs.
-        name: of the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
+        name: the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
             the least utilized one.
     """
 
@@ -226,18 +226,16 @@ class ReplaySettings(Checked):
     written to DATA/replays as well.
     """
 
-    device: DeviceSpec | None = group(
-        None, "GPU model, whose memory and power count, by default A100-SXM4-40GB", described_device
-    )
+    device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
     trace: str = key("carma", "carma, philly or alibaba, or the file of a trace")
-    policy: str | tuple[str, ...] = key(POLICIES, f"of {', '.join(POLICIES)}", "text | list of text", POLICIES)
+    policy: str | tuple[str, ...] = key(POLICIES, f"which of {', '.join(POLICIES)}", "text | list of text", POLICIES)
     estimator: str | tuple[str, ...] = key(
         tuple(name for name in ESTIMATORS if name != "none"),
-        f"of {', '.join(ESTIMATORS)}",
+        f"which of {', '.join(ESTIMATORS)}",
         "text | list of text",
         tuple(ESTIMATORS),
     )
-    seeds: tuple[int, ...] = key(tuple(range(10)), "of the trace, its job types and the noise of slowdowns")
+    seeds: tuple[int, ...] = key(tuple(range(10)), "seeds of the trace, its job types and the noise of slowdowns")
     n: int | None = key(
         None, "jobs; default 90 for carma, 1000 for other generators, all of a file", "int 1 to 1000000"
     )

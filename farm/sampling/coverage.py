@@ -16,14 +16,14 @@ import numpy as np
 from conf.errors import UsageError
 from featurize.configs.trial import TrialConfig, config_of_row, problem_of
 from featurize.device.device_spec import same_device
-from learn.rows.data import named
-from learn.rows.targets import (
+from learn.rows.data import (
     LEVELS,
     MIB_PER_GB,
     TARGETS,
     UTILIZATION_EDGES,
     default_bin_gb,
     get_target,
+    named,
     utilization_bins,
 )
 from warehouse.tables.schema import ENVIRONMENT

@@ -138,7 +138,7 @@ class ExplorerPages:
         except TooLong as error:
             return self.problem(HTTPStatus.SERVICE_UNAVAILABLE, "The query took too long", error)
         except UsageError as error:
-            return self.problem(HTTPStatus.BAD_REQUEST, "That is no page", error)
+            return self.problem(HTTPStatus.BAD_REQUEST, "That is not a page", error)
         except CommandError as error:
             return self.problem(HTTPStatus.INTERNAL_SERVER_ERROR, "The data folder cannot be read", error)
 
@@ -366,7 +366,7 @@ def _other_loops(source: str) -> dict[str, str]:
         LEGEND,
         loop_of_source,
     )
-    from learn.rows.targets import get_target
+    from learn.rows.data import get_target
 
     own_loop = loop_of_source(source)
     text = f"Not the same loop. In these runs, {LEGEND[own_loop]}; in the estimate, {{}}."

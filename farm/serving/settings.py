@@ -22,21 +22,19 @@ class LimitSettings(Checked, section="limits"):
     inline_s: float = key(10.0, "longest time for an answer without a trace, s", "number > 0")
     concurrent: int = key(256, "requests that one process works on; beyond its share, a client gets 429", "int >= 1")
     queued: int = key(1000, "questions that wait for a trace; beyond its share, a client gets 429", "int >= 1")
-    stored_mib: int = key(64, "stored questions and answers, MiB; beyond it the oldest answers go", "int >= 4")
+    stored_mib: int = key(64, "stored questions and answers, MiB; the oldest answers go first", "int >= 4")
     trace_s: float = key(600.0, "longest time for one trace, s; its process is then killed", "number > 0")
-    trace_gib: float = key(8.0, "most memory for one trace, GiB; beyond it its process is killed", "number > 0")
+    trace_gib: float = key(8.0, "most memory for one trace, GiB; its process is then killed", "number > 0")
     wait_s: float = key(60.0, "longest `Prefer: wait=N` that is granted for a trace, s", "number > 0")
     rows: int = key(10_000, "most rows of an explorer query", "int >= 1")
     download_rows: int = key(1_000_000, "most rows of an explorer download", "int >= 1")
     query_s: float = key(8.0, "longest time for an explorer query, s", "number > 0")
-    connections: int = key(1000, "open connections of one process; beyond it the longest idle closes", "int >= 1")
+    connections: int = key(1000, "open connections of one process; then the longest idle closes", "int >= 1")
     peer_connections: int = key(400, "open connections from one address, or one /64 of IPv6", "int >= 1")
     head_kib: int = key(64, "largest request line with its headers, KiB", "int >= 1")
-    head_s: float = key(
-        10.0, "longest time from a connection, or a request's first byte, to the end of its headers, s", "number > 0"
-    )
+    head_s: float = key(10.0, "longest time from a connection or first byte to the end of the headers, s", "number > 0")
     body_s: float = key(30.0, "longest time for a request body to arrive, s", "number > 0")
-    unread_s: float = key(30.0, "longest time that a client may leave an answer unread, s", "number > 0")
+    unread_s: float = key(30.0, "longest time for an answer to stay unread, s", "number > 0")
     query_gib: float = key(1.0, "most memory for an explorer query, GiB", "number > 0")
     answer_mib: int = key(16, "largest answer of an explorer query, MiB", "int >= 1")
     download_mib: int = key(128, "largest explorer download, MiB", "int >= 1")
@@ -121,7 +119,7 @@ def _token_problems(path: str) -> list[str]:
     try:
         tokens = _tokens(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         return [f"token_file={path} cannot be read: {reason}"]
     if not tokens:
         return [f"token_file={path} holds no token; write one a line"]

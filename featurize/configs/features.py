@@ -159,9 +159,13 @@ def _entries(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]
         of_configs = SimpleNamespace(**{name: column[places] for name, column in of_fields.items()})
         layers = family.block_layers(of_configs, block)
         numbers = np.empty((4, len(layers), len(places)))
-        for at, layer in enumerate(layers):
-            numbers[0, at] = layer.present * block.times
-            numbers[1, at], numbers[2, at], numbers[3, at] = layer.output_elements, layer.parameters, layer.flops
+        for index, layer in enumerate(layers):
+            numbers[0, index] = layer.present * block.times
+            numbers[1, index], numbers[2, index], numbers[3, index] = (
+                layer.output_elements,
+                layer.parameters,
+                layer.flops,
+            )
         kinds = np.repeat([_kind(layer) for layer in layers], len(places))
         yield np.tile(places, len(layers)), kinds, numbers.reshape(4, -1)
 

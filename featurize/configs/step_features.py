@@ -125,7 +125,7 @@ def opgraph(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> O
 def _edges(sources: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
     """Return the edges (2, e), and how many inputs of each operator come from before the step."""
     reader = np.repeat(np.arange(len(sources)), [len(of_node) for of_node in sources])
-    source = np.array([one for of_node in sources for one in of_node], dtype=np.int64)
+    source = np.array([node for of_node in sources for node in of_node], dtype=np.int64)
     outside = np.bincount(reader[source < 0], minlength=len(sources))
     inside = source >= 0
     pairs = np.unique(np.stack([reader[inside], source[inside]]), axis=1)

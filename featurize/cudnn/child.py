@@ -219,8 +219,8 @@ def driver_stand_in(machine: str) -> bytes:
     header = b"\x7fELF" + bytes((2, 1, 1)) + bytes(9)
     header += struct.pack("<HHIQQQIHHHHHH", 3, number, 1, 0, _HEADER, 0, 0, _HEADER, _PROGRAM_HEADER, 4, 64, 0, 0)
 
-    def segment(kind: int, flags: int, at: int, size: int, align: int) -> bytes:
-        return struct.pack("<IIQQQQQQ", kind, flags, at, at, at, size, size, align)
+    def segment(kind: int, flags: int, address: int, size: int, align: int) -> bytes:
+        return struct.pack("<IIQQQQQQ", kind, flags, address, address, address, size, size, align)
 
     header += segment(_LOAD, _READ_EXECUTE, 0, read_only_end, page)
     header += segment(_LOAD, _READ_WRITE, dynamic_at, len(dynamic), page)

@@ -83,12 +83,12 @@ def canonical_tensors(text: Any) -> Any:
 
 def _unread(text: str) -> str:
     """Return the part of the text that is not a list of tensors."""
-    at = 0
-    while at < len(text.rstrip()):
-        match = _TENSOR.match(text, at)
+    position = 0
+    while position < len(text.rstrip()):
+        match = _TENSOR.match(text, position)
         if match is None:
-            return text[at:]
-        at = match.end()
+            return text[position:]
+        position = match.end()
     return ""
 
 
@@ -113,7 +113,7 @@ def tensor_problems(text: Any, single: bool) -> list[str]:
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     if single and names:
         problems.append(f"must have no name, got {text!r}")
-    elif len(set(names)) < len(names) or any(one.name is None for one in tensors[len(tensors) - len(names) :]):
+    elif len(set(names)) < len(names) or any(unnamed.name is None for unnamed in tensors[len(tensors) - len(names) :]):
         problems.append(f"must have each name once, and names only after what has none, got {text!r}")
     return problems
 
@@ -152,8 +152,8 @@ def _yaml(text: str) -> Any:
         return None
 
 
-CODE_FIELDS = ("model",)  # what of a config names code: see `featurize.configs.trial`
-LIBRARIES = ("timm", "torchvision", "transformers")  # whose models `kind` groups; pip install "gpufarm[zoo]"
+CODE_FIELDS = ("model",)  # fields of a config that name code: see `featurize.configs.trial`
+LIBRARIES = ("timm", "torchvision", "transformers")  # libraries whose models `kind` groups; pip install "gpufarm[zoo]"
 _MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
 # Errors of a factory whose arguments or Python do not suit it. Running out of memory is not one of these.
 _MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)
@@ -205,7 +205,7 @@ class Config(TrialConfig):
             return problems
         if self.activation_checkpointing and self.model.startswith("torchvision."):
             problems.append(f"activation_checkpointing must be false for {self.model}: torchvision's models have none")
-        if self.channels_last and any(len(one.shape) > 3 for one in parse_tensors(self.inputs)):
+        if self.channels_last and any(len(tensor.shape) > 3 for tensor in parse_tensors(self.inputs)):
             problems.append(f"channels_last must be false for inputs of more than three dimensions, got {self.inputs}")
         return problems
 
@@ -290,7 +290,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
     Raises `UsageError` as `layers` does, unless the config says what targets look like.
     """
-    inputs = tuple(one.make(config.batch_size, device) for one in parse_tensors(config.inputs))
+    inputs = tuple(tensor.make(config.batch_size, device) for tensor in parse_tensors(config.inputs))
     (target,) = parse_tensors(config.target or _reading(config).target)
     return inputs, target.make(config.batch_size, device)
 
@@ -410,7 +410,7 @@ def _checkpoint(model: torch.nn.Module, name: str) -> None:
 
 def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
     """The same module, which takes named inputs by position and returns what a loss can be taken of."""
-    names = [one.name for one in inputs if one.name is not None]
+    names = [tensor.name for tensor in inputs if tensor.name is not None]
     if names:
         plain = len(inputs) - len(names)
 
@@ -468,7 +468,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
             self.given: list[torch.Tensor] | None = None
 
         def forward(self, samples: torch.Tensor) -> Any:
-            given = self.given or [one.make(len(samples), "meta") for one in tensors]
+            given = self.given or [tensor.make(len(samples), "meta") for tensor in tensors]
             output = self.model(*given)
             self.targets = target or _targets_of(output)
             return output
@@ -478,7 +478,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
                 return plan_of_module(self, ())
             except Exception:  # it may read its inputs back, or run an operator that only CUDA's rules allow on meta
                 recorder = Recorder(self.model)
-                self.given = [one.make(SAMPLES, "meta") for one in tensors]
+                self.given = [tensor.make(SAMPLES, "meta") for tensor in tensors]
                 recorder.values.learn(self.given, default=1)
                 with fused_kernels(), recorder.modules(), recorder.watched():
                     return plan_of_module(self, ())

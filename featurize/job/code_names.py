@@ -68,7 +68,7 @@ def parse_trust(value: object) -> tuple[str, ...]:
     name."""
     given = () if value is None else (value,) if isinstance(value, str) else value
     names = tuple(given) if isinstance(given, Sequence) else (given,)
-    wrong = [one for one in names if not isinstance(one, str) or not _MODULE_NAME.fullmatch(one)]
+    wrong = [name for name in names if not isinstance(name, str) or not _MODULE_NAME.fullmatch(name)]
     if wrong:
         raise UsageError(f"trust must name modules, as in trust=[mypackage.nets], got {shown(wrong[0])}")
     return names
@@ -82,7 +82,9 @@ def granted_model(model: str, trust: Sequence[str]) -> str:
         return model
     if colon and model in trust:
         return CodeName(model)
-    return TrustedName(model) if any(module == one or module.startswith(f"{one}.") for one in trust) else model
+    return (
+        TrustedName(model) if any(module == trusted or module.startswith(f"{trusted}.") for trusted in trust) else model
+    )
 
 
 def library_problem(model: str, arguments: str, *, advice: str | None = None) -> str | None:
@@ -174,7 +176,7 @@ def _value_problem(name: str, value: Any, depth: int) -> str | None:
             return f"more than {MOST_REPEATS} of them"
         return None
     if isinstance(value, list) and depth < 3:
-        return next((problem for one in value if (problem := _value_problem(name, one, depth + 1))), None)
+        return next((problem for item in value if (problem := _value_problem(name, item, depth + 1))), None)
     if isinstance(value, str):
         if (
             len(name) <= _LONGEST_KEY
@@ -185,7 +187,7 @@ def _value_problem(name: str, value: Any, depth: int) -> str | None:
             return None
         return f"a text ({shown(value)})"
     if isinstance(value, dict) and depth < 3 and _NESTED.fullmatch(name):
-        parts = (_value_problem(inner, one, depth + 1) for inner, one in value.items())
+        parts = (_value_problem(inner, item, depth + 1) for inner, item in value.items())
         return next((problem for problem in parts if problem), None)
     return "a mapping"
 
@@ -233,8 +235,8 @@ def _download(model: str, factory: Any, given: Mapping[str, Any]) -> str | None:
 
 
 def _fetches(settings: Any, depth: int) -> bool:
-    own = vars(settings) if hasattr(settings, "__dict__") else {}
-    if own.get("use_pretrained_backbone"):
+    attributes = vars(settings) if hasattr(settings, "__dict__") else {}
+    if attributes.get("use_pretrained_backbone"):
         return True
-    nested = (value for value in own.values() if hasattr(value, "model_type"))
+    nested = (value for value in attributes.values() if hasattr(value, "model_type"))
     return depth < 3 and any(_fetches(value, depth + 1) for value in nested)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias, TypedDict
 
 from conf.errors import UsageError, shown, unknown_name
+from featurize.job.deepspeed_config import is_finite
 from featurize.job.layout import Parallel, parse_parallel
 
 _ANY = ("foreach", "fused", "loop")
@@ -147,18 +147,6 @@ def sharing_problem(optimizer: str, layout: Parallel | None) -> str | None:
     return f"optimizer={optimizer} does not run on parameters that ranks share (DTensor); choose one of {choices}"
 
 
-def weight_decay_problems(value: Any) -> list[str]:
-    """Return what is wrong with an optimizer's weight decay; None is its library's default."""
-    if value is None or (is_finite(value) and value >= 0):
-        return []
-    return [f"weight_decay must be a number >= 0, got {shown(value)}"]
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
 
 
@@ -189,7 +177,6 @@ IMPLEMENTATIONS = ("foreach", "fused", "loop")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CHECKPOINTING = ("full", "selective")
-ZERO_GRADS = ("before_forward", "after_forward")
 _ON_HOST = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.on_host)
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.float8.Float8LinearRecipeName
 # What runs the job on the host: PyTorch operator by operator, what torch.compile made, Megatron-LM and what builds on
@@ -277,8 +264,13 @@ class Training:
             value = getattr(self, name)
             if not (value is None and name in _MAY_BE_NONE) and not (isinstance(value, str) and value in known):
                 raise unknown_name(name, value, known)
-        problems = [*self._wrong_values(), *self._exclusions()]
-        if problems:
+        wrong = [
+            f"{name} {rule}, got {shown(getattr(self, name))}"
+            for names, holds, rule in _RULES
+            for name in names
+            if not holds(getattr(self, name))
+        ]
+        if problems := [*wrong, *self._exclusions()]:
             raise UsageError("; ".join(problems))
         for name in _LISTS:
             if isinstance(value := getattr(self, name), list):
@@ -326,14 +318,6 @@ class Training:
             and not (field.name == "precision" and self.precision in PRECISIONS)
             and field.name not in known
         )
-
-    def _wrong_values(self) -> list[str]:
-        return [
-            f"{name} {rule}, got {getattr(self, name)!r}"
-            for names, holds, rule in _RULES
-            for name in names
-            if not holds(getattr(self, name))
-        ] + weight_decay_problems(self.weight_decay)
 
     def _exclusions(self) -> list[str]:
         known = OPTIMIZERS[self.optimizer].implementations
@@ -386,7 +370,7 @@ _CHOICES = {
     "precision": ALL_PRECISIONS,
     "implementation": IMPLEMENTATIONS,
     "checkpointing": CHECKPOINTING,
-    "zero_grad": ZERO_GRADS,
+    "zero_grad": ("before_forward", "after_forward"),
     "framework": FRAMEWORKS,
     "float8": FLOAT8_RECIPES,
     "quantize": QUANTIZATIONS,
@@ -429,6 +413,7 @@ _RULES: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
         lambda value: value is None or (isinstance(value, tuple | list) and all(isinstance(v, str) for v in value)),
         "is a list of modules' names",
     ),
+    (["weight_decay"], lambda value: value is None or (is_finite(value) and value >= 0), "must be a number >= 0"),
 )
 
 

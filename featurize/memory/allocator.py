@@ -188,17 +188,17 @@ class AddressSpace:
 
     def give(self, address: int, size: int) -> None:
         size = -(-size // self.STEP) * self.STEP
-        at = bisect_left(self._holes, (address, 0))
-        if at < len(self._holes) and self._holes[at][0] == address + size:
-            size += self._holes.pop(at)[1]
-        if at > 0 and sum(self._holes[at - 1]) == address:
-            at -= 1
-            address, room = self._holes.pop(at)
+        position = bisect_left(self._holes, (address, 0))
+        if position < len(self._holes) and self._holes[position][0] == address + size:
+            size += self._holes.pop(position)[1]
+        if position > 0 and sum(self._holes[position - 1]) == address:
+            position -= 1
+            address, room = self._holes.pop(position)
             size += room
         if address + size == self._end:
             self._end = address
         else:
-            self._holes.insert(at, (address, size))
+            self._holes.insert(position, (address, size))
 
 
 class OutOfMemory(Exception):
@@ -286,10 +286,10 @@ class CachingAllocator:
         pools = self._pools.get(stream)
         pool = (pools if pools is not None else self._new_pools(stream))[size > SMALL_REQUEST]
         keys = pool.keys
-        at = bisect_left(keys, size << KEY_SHIFT)
+        position = bisect_left(keys, size << KEY_SHIFT)
         if self._picky:
-            at = self._pick(pool, at, size)
-        piece = pool.by_key.pop(keys.pop(at)) if at < len(keys) else self._acquire(pool, size)
+            position = self._pick(pool, position, size)
+        piece = pool.by_key.pop(keys.pop(position)) if position < len(keys) else self._acquire(pool, size)
         rest = piece.size - size
         if rest >= pool.least_rest and size < self._split_below:
             self._put(piece.split(size))  # the front is handed out
@@ -313,7 +313,7 @@ class CachingAllocator:
             return
         piece = self._live.pop(handle, None)
         if piece is None:
-            raise ValueError(f"{handle!r} is no live block of this allocator: freed twice, or another allocator's")
+            raise ValueError(f"{handle!r} is not a live block of this allocator: freed twice, or another allocator's")
         if handle in self._retired:
             self._retired.discard(handle)
         else:
@@ -332,9 +332,9 @@ class CachingAllocator:
         if not self._picky and nbytes > 0 and pools is not None:
             size = (nbytes + 511) & -512 if self._round is None else self._round(nbytes)
             pool = pools[size > SMALL_REQUEST]
-            at = bisect_left(pool.keys, size << KEY_SHIFT)
-            if at < len(pool.keys):  # split and merged again, a cached piece is what it was
-                cached = pool.by_key[pool.keys[at]].size
+            position = bisect_left(pool.keys, size << KEY_SHIFT)
+            if position < len(pool.keys):  # split and merged again, a cached piece is what it was
+                cached = pool.by_key[pool.keys[position]].size
                 allocated = self.allocated_bytes + (size if cached - size >= pool.least_rest else cached)
                 self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
                 return allocated
@@ -382,8 +382,8 @@ class CachingAllocator:
         size = self.settings.size_rounding()(nbytes)
         pool = (self._pools.get(stream) or self._new_pools(stream))[size > SMALL_REQUEST]
         counted = self._large_requests
-        at = bisect_left(pool.keys, size << KEY_SHIFT)
-        fits = (self._pick(pool, at, size) if self._picky else at) < len(pool.keys)
+        position = bisect_left(pool.keys, size << KEY_SHIFT)
+        fits = (self._pick(pool, position, size) if self._picky else position) < len(pool.keys)
         self._large_requests = counted
         if fits:
             return False
@@ -408,27 +408,27 @@ class CachingAllocator:
         )
         return pools
 
-    def _pick(self, pool: Pool, at: int, size: int) -> int:
+    def _pick(self, pool: Pool, position: int, size: int) -> int:
         """Which free piece serves the request, from the best fit on; the number of pieces for none of them."""
         if not pool.small:
             self._large_requests += 1
         keys = pool.keys
-        if at == len(keys):
-            return at
+        if position == len(keys):
+            return position
         if self._expandable:
             # The last piece before unmapped space counts as large as it can become, so that it is kept for later.
-            while at + 1 < len(keys) and self._reach(pool, at + 1) < self._reach(pool, at):
-                at += 1
-        cached = pool.by_key[keys[at]].size
+            while position + 1 < len(keys) and self._reach(pool, position + 1) < self._reach(pool, position):
+                position += 1
+        cached = pool.by_key[keys[position]].size
         if size < self._max_split <= cached:
             return len(keys)
         if size >= self._max_split and cached >= size + self._non_split_rounding:
             return len(keys)
-        return at
+        return position
 
     @staticmethod
-    def _reach(pool: Pool, at: int) -> int:
-        piece = pool.by_key[pool.keys[at]]
+    def _reach(pool: Pool, position: int) -> int:
+        piece = pool.by_key[pool.keys[position]]
         behind = piece.behind
         return piece.size + (behind.size if behind is not None and behind.free is None else 0)
 
@@ -494,12 +494,12 @@ class CachingAllocator:
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Give back the smallest unsplittable segment that makes room, or several, the largest first."""
         wanted = max(size, self._max_split)
-        at = bisect_left(pool.keys, wanted << KEY_SHIFT)
-        if at < len(pool.keys) and not self._expandable:
-            self._release(pool.by_key[pool.keys[at]])
+        position = bisect_left(pool.keys, wanted << KEY_SHIFT)
+        if position < len(pool.keys) and not self._expandable:
+            self._release(pool.by_key[pool.keys[position]])
             return True
         released = 0
-        for piece in reversed(pool.pieces()[:at]):
+        for piece in reversed(pool.pieces()[:position]):
             if released >= wanted or piece.size < self._max_split:
                 break
             if not self._expandable:

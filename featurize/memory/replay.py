@@ -198,15 +198,15 @@ class _Run:
                 parts["workspace"] += self._size_of(block.call)
             if block.kind == "activation":
                 modules[block.module] += event.nbytes
-        at = trace.events[self.peak_at] if trace.events else None
-        made = trace.blocks[at.block] if at is not None else None
+        peak = trace.events[self.peak_at] if trace.events else None
+        made = trace.blocks[peak.block] if peak is not None else None
         return MemoryProfile(
             fits=fits,
             peak_allocated=self.allocator.peak_allocated_bytes,
             peak_reserved=self.allocator.peak_reserved_bytes,
             retries=self.allocator.retries,
-            peak_step=at.step if at is not None else 0,
-            peak_phase=at.phase if at is not None else "setup",
+            peak_step=peak.step if peak is not None else 0,
+            peak_phase=peak.phase if peak is not None else "setup",
             peak_operator=made.operator if made is not None else "",
             peak_module=made.module if made is not None else "",
             peak_parts=parts,
@@ -263,7 +263,7 @@ class RecordingAllocator(CachingAllocator):
     """A caching allocator that keeps the history of a trace's replay, as `_record_memory_history` does.
 
     Args:
-        trace: Whose events are replayed, in their order.
+        trace: Trace whose events are replayed, in their order.
         at: The events so far; its length is the number of the event under way.
         settings, capacity_bytes, total_bytes: As in `CachingAllocator`.
     """

@@ -66,12 +66,12 @@ def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[
         kernels: PyTorch's for fused attention on the GPU.
         attends: Called with the width of a head of each call of PyTorch's own function.
     """
-    own = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
+    attend = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
     xformers = functools.partial(functools.partial, _attend_xformers)
     with (
         as_installed(),
         replaced_if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers),
-        replaced(F, "scaled_dot_product_attention", own),
+        replaced(F, "scaled_dot_product_attention", attend),
     ):
         yield
 

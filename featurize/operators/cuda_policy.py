@@ -39,10 +39,10 @@ def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> I
     """Within, torchvision's detectors run on meta tensors, if torchvision's operators are imported at all. `assume`
     is notified of what is taken for granted."""
     instead: list[tuple[str, str, Callable[[Any], Any]]] = [
-        *((one, "nms", lambda original: functools.partial(_nms, original, assume)) for one in ("ops.boxes", "ops")),
+        *((where, "nms", lambda original: functools.partial(_nms, original, assume)) for where in ("ops.boxes", "ops")),
         *(
-            (one, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
-            for one in ("ops.poolers", "ops", "models.detection.roi_heads")
+            (where, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
+            for where in ("ops.poolers", "ops", "models.detection.roi_heads")
         ),
         ("models.detection.transform", "paste_masks_in_image", lambda original: functools.partial(_paste, original)),
         ("ops.poolers", "LevelMapper.__call__", lambda original: functools.partialmethod(_levels, original)),

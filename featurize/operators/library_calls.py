@@ -228,8 +228,8 @@ def _flash_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
         length += 128 * (args[6].numel() - 1)
     rows = heads * (-(-length // 128) * 128)
     nbytes = 4 * rows * (-(-query.shape[-1] // 32) * 32) + 4 * rows
-    own, shared = (tensor.shape[-2 if kernel.length_first else -3] for tensor in (query, key))
-    return int(nbytes if own == shared else nbytes + 2 * key.nbytes // shared * own)
+    query_heads, shared = (tensor.shape[-2 if kernel.length_first else -3] for tensor in (query, key))
+    return int(nbytes if query_heads == shared else nbytes + 2 * key.nbytes // shared * query_heads)
 
 
 def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
@@ -282,7 +282,11 @@ def _temporary(nbytes: int) -> tuple[LibraryCall, ...]:
 
 # Name of an ATen operator -> a function that returns its calls, in their order, by its arguments and outputs.
 LIBRARY_CALLS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], tuple[LibraryCall, ...]]] = {
-    **{name: functools.partial(_attention, one, one.workspace) for name, one in ATTENTION.items() if one.workspace},
+    **{
+        name: functools.partial(_attention, kernel, kernel.workspace)
+        for name, kernel in ATTENTION.items()
+        if kernel.workspace
+    },
     **{
         f"aten::{name}": lambda args, outputs: (LibraryCall(CUBLAS),)  # noted once a thread
         for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")

@@ -18,13 +18,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 @contextlib.contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """An attribute of a module or class is another while this lasts."""
-    own = name in vars(owner)  # Tensor inherits most methods from its C base: what was set is deleted again
+    is_own = name in vars(owner)  # Tensor inherits most methods from its C base: what was set is deleted again
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own:
+        if is_own:
             setattr(owner, name, before)
         else:
             delattr(owner, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -21,12 +21,21 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     # Not by __tensor_flatten__: torchao's weights read a value there, which tensors on meta have not.
     held = [getattr(tensor, name, None) for name in (*_slots(type(tensor)), *vars(tensor))]
-    return [part for one in held if isinstance(one, Tensor) for part in plain_parts(one)]
+    return [part for item in held if isinstance(item, Tensor) for part in plain_parts(item)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return what a rank holds of a distributed tensor; another one as it is."""
     return plain_parts(tensor)[0]
+
+
+def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
+    if is_shared(parameter):
+        placements = cast(Any, parameter).placements
+        if cast(Any, gradient).placements != placements:
+            gradient = cast(Any, gradient).redistribute(placements=placements)
+    return local_tensor(gradient)
 
 
 def mesh_of(tensor: Tensor) -> object:
@@ -82,4 +91,4 @@ def _is_wrapper(kind: type) -> bool:
 
 @functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
-    return tuple(name for one in kind.__mro__ for name in vars(one).get("__slots__", ()))
+    return tuple(name for parent in kind.__mro__ for name in vars(parent).get("__slots__", ()))

@@ -49,7 +49,7 @@ class CudaGraphs:
     """The graphs of one trace. `Recorder` asks it of each operator and block while a graph runs."""
 
     def __init__(self) -> None:
-        self.blocks: set[int] = set()  # that lie in the pool
+        self.blocks: set[int] = set()  # blocks that lie in the pool
         self._input_bytes: dict[Hashable, int] = {}
         self._launched: bool | None = None  # the graph that runs; None: none does
 
@@ -115,7 +115,7 @@ class BlockRecord:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.step, self.phase = 0, "setup"
-        self.stream = 0  # on which memory is taken
+        self.stream = 0  # stream on which memory is taken
         self.graphs: CudaGraphs | None = None
         self.nowhere = 0  # > 0: what is taken now takes nothing of the device
         self.live_bytes = self.peak_live_bytes = 0
@@ -252,10 +252,10 @@ class BlockRecord:
                     kept[event.block] = event.step
                 elif kept.get(event.block) == event.step:
                     del kept[event.block]
-        unnamed = {at for at, kind in enumerate(self.kinds) if not kind}
+        unnamed = {place for place, kind in enumerate(self.kinds) if not kind}
         return tuple(
-            block._replace(kind="activation" if at in kept else "temporary") if at in unnamed else block
-            for at, block in enumerate(blocks)
+            block._replace(kind="activation" if place in kept else "temporary") if place in unnamed else block
+            for place, block in enumerate(blocks)
         )
 
     # -- blocks that stand for others
@@ -294,7 +294,7 @@ class BlockRecord:
             block, self.phase = event.block, event.phase
             if block in known:
                 self.give_back(known[block])
-            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # whose handles take once
+            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # cuBLAS's handles take once
                 self.stream = self._streams[block]
                 known[block] = again = self.take(self._sizes[block], self.kinds[block], maker)
                 if block in pooled:
@@ -478,18 +478,18 @@ class OperatorRecord:
         if not self.keep_operators or not made:
             return into
         self.note(traits, maker[1], args, meta_tensors(inputs), made)
-        place, own = len(self.operators) - 1, self.operators[-1]
-        own = own._replace(
-            bytes_read=max(0, own.bytes_read - sum(map(bytes_read, again))),
-            bytes_written=own.bytes_written if kept else 0,
+        place, operator = len(self.operators) - 1, self.operators[-1]
+        operator = operator._replace(
+            bytes_read=max(0, operator.bytes_read - sum(map(bytes_read, again))),
+            bytes_written=operator.bytes_written if kept else 0,
         )
-        self.operators[-1] = own
+        self.operators[-1] = operator
         if into is None:
             return place
         self.operators.pop()
         for tensor in made:
             self.made_by[self._memory.live[tensor.untyped_storage()._cdata][0]] = into
-        self.operators[into] = joined(self.operators[into], own, into, leads)
+        self.operators[into] = joined(self.operators[into], operator, into, leads)
         return into
 
     def copied(self, tensors: Sequence[Tensor]) -> int:

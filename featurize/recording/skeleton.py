@@ -120,7 +120,8 @@ def _copy_plain_parts(model: nn.Module, memo: dict[int, Any]) -> None:
                 copied[name] = value
             elif kind is dict and id(value) not in memo:
                 made = {
-                    key: memo[id(one)] if id(one) in memo else copy.deepcopy(one, memo) for key, one in value.items()
+                    key: memo[id(part)] if id(part) in memo else copy.deepcopy(part, memo)
+                    for key, part in value.items()
                 }
                 copied[name] = memo[id(value)] = made
             elif kind is OrderedDict and not value and id(value) not in memo:
@@ -135,10 +136,14 @@ _SETTERS = (nn.Module.__setstate__, nn.modules.conv._ConvNd.__setstate__)  # whi
 
 def _is_plain(kind: type[nn.Module]) -> bool:
     """Return whether `copy.deepcopy` copies the attributes of such modules, and nothing else is done."""
-    own = any(hasattr(kind, name) for name in ("__deepcopy__", "__getnewargs_ex__", "__getnewargs__", "__slots__"))
+    customised = any(
+        hasattr(kind, name) for name in ("__deepcopy__", "__getnewargs_ex__", "__getnewargs__", "__slots__")
+    )
     reduces = (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__)
     states = getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None)
-    return not (own or reduces or states) and kind.__setstate__ in _SETTERS and kind not in copyreg.dispatch_table
+    return (
+        not (customised or reduces or states) and kind.__setstate__ in _SETTERS and kind not in copyreg.dispatch_table
+    )
 
 
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
@@ -146,7 +151,7 @@ def kept_results(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         for value in vars(module).values():
             held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            yield from (one for one in held if isinstance(one, Tensor) and one.grad_fn is not None)
+            yield from (result for result in held if isinstance(result, Tensor) and result.grad_fn is not None)
 
 
 def _build(factory: Callable[[], nn.Module], real_parameters: int) -> nn.Module:
@@ -158,13 +163,13 @@ def _build(factory: Callable[[], nn.Module], real_parameters: int) -> nn.Module:
     real = any(not p.is_meta for p in model.parameters())
     if real or not parameters.saw(model):  # made elsewhere, at least in part
         return on_meta(model)
-    done: dict[int, Tensor] = {}
+    emptied: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                if id(buffer) not in done:
-                    done[id(buffer)] = _emptied(buffer)
-                module._buffers[name] = done[id(buffer)]
+                if id(buffer) not in emptied:
+                    emptied[id(buffer)] = _emptied(buffer)
+                module._buffers[name] = emptied[id(buffer)]
     return model
 
 
@@ -521,8 +526,10 @@ class _Reader(TorchFunctionMode):
         self._plan.append(None)
 
     def _leave(self, module: nn.Module, _inputs: tuple[Any, ...], output: object) -> None:
-        at, flops = self._inside.pop()
-        self._plan[at] = Layer(_kind(module), _elements(output), self._take(module.parameters(recurse=False)), flops)
+        position, flops = self._inside.pop()
+        self._plan[position] = Layer(
+            _kind(module), _elements(output), self._take(module.parameters(recurse=False)), flops
+        )
 
     def _take(self, parameters: Iterable[Any]) -> int:
         fresh = [p for p in parameters if isinstance(p, nn.Parameter) and id(p) not in self._counted]

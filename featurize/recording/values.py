@@ -100,7 +100,7 @@ class _Known(NamedTuple):
     ref      to it, whose end ends this
     held     its values on the CPU; None: not known, or too many to keep
     ours     `held` is ours alone to write to
-    truth    that holds at all its places, however many they are; None: not known
+    truth    truth at all its places, however many they are; None: not known
     source   input whose default the values are, or are made of
     """
 
@@ -145,14 +145,18 @@ class Values:
     def of_data(self) -> Iterator[None]:
         """Within, what `torch.tensor` makes of plain data on meta is known: it comes from the host."""
 
-        def with_values(function: Callable[..., Tensor], at: int) -> Callable[..., Tensor]:
+        def with_values(function: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
             @functools.wraps(function)
             def call(*args: Any, **kwargs: Any) -> Tensor:
                 made = function(*args, **kwargs)
-                if made.is_meta and not isinstance(args[at] if len(args) > at else None, Tensor) and _is_small(made):
+                if (
+                    made.is_meta
+                    and not isinstance(args[first] if len(args) > first else None, Tensor)
+                    and _is_small(made)
+                ):
                     with contextlib.suppress(RuntimeError, TypeError):  # the data hold tensors without values
-                        host = torch.tensor if at else function
-                        values = host(*args[at:], **{**kwargs, "device": "cpu", "dtype": made.dtype})
+                        host = torch.tensor if first else function
+                        values = host(*args[first:], **{**kwargs, "device": "cpu", "dtype": made.dtype})
                         self._know(made, values.detach().reshape(made.shape))
                 return made
 
@@ -162,8 +166,8 @@ class Values:
         if list_once := getattr(torch.utils._device, "_device_constructors", None):
             list_once()
         with contextlib.ExitStack() as stack:
-            for owner, name, at in ((torch, "tensor", 0), (torch, "as_tensor", 0), (Tensor, "new_tensor", 1)):
-                stack.enter_context(replaced(owner, name, with_values(getattr(owner, name), at)))
+            for owner, name, first_value in ((torch, "tensor", 0), (torch, "as_tensor", 0), (Tensor, "new_tensor", 1)):
+                stack.enter_context(replaced(owner, name, with_values(getattr(owner, name), first_value)))
             yield
 
     def of(self, tensor: Tensor) -> Tensor | None:
@@ -207,8 +211,10 @@ class Values:
 
     def _default_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The input whose default decides these arguments' values; empty where there is none."""
-        tensors = (one for one in tensors_in((*args, *kwargs.values())) if one.is_meta and not one.is_sparse)
-        return next((known.source for one in tensors if (known := self._entry(one)) and known.source), "")
+        tensors = (
+            tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta and not tensor.is_sparse
+        )
+        return next((known.source for tensor in tensors if (known := self._entry(tensor)) and known.source), "")
 
     def _place(self) -> str:
         """The module that runs, and the line of its code, or of the loss."""
@@ -252,7 +258,9 @@ class Values:
         outputs = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ()
         if name in _ABOUT_FINITE and self._follow_truths(name, args, out):
             return
-        if not outputs or not all(isinstance(one, Tensor) and one.is_meta and _is_small(one) for one in outputs):
+        if not outputs or not all(
+            isinstance(output, Tensor) and output.is_meta and _is_small(output) for output in outputs
+        ):
             return
         first = next(tensors_in(args), None)  # nearly always it decides
         if name not in _FILLED and first is not None and first.is_meta and self._entry(first) is None:
@@ -353,8 +361,8 @@ class Values:
             return None
         if first.dtype is not torch.bool or name not in _OF_TRUTHS:
             return None
-        known = [self._entry(one) for one in args if isinstance(one, Tensor)]
-        held = [one.truth for one in known if one is not None and one.truth is not None]
+        known = [self._entry(argument) for argument in args if isinstance(argument, Tensor)]
+        held = [entry.truth for entry in known if entry is not None and entry.truth is not None]
         return _OF_TRUTHS[name](held) if len(held) == len(known) else None
 
     def _spread(self, indices: Tensor, args: tuple[Any, ...]) -> None:
@@ -402,7 +410,7 @@ class Values:
                 self._know(made, out)
             return made
         if isinstance(out, tuple | list):
-            made_of = [self._as_meta(one) for one in out]
+            made_of = [self._as_meta(part) for part in out]
             return made_of if isinstance(out, list) else tuple(made_of)
         return out
 
@@ -414,9 +422,9 @@ class Values:
                 raise _Unknown
             return values
         if isinstance(value, dict):
-            return {key: self._on_cpu(one) for key, one in value.items()}
+            return {key: self._on_cpu(item) for key, item in value.items()}
         if isinstance(value, tuple | list):
-            given = [self._on_cpu(one) for one in value]
+            given = [self._on_cpu(item) for item in value]
             return given if isinstance(value, list) else tuple(given)
         return value
 
@@ -453,11 +461,11 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from named_tensors(one, f"{name}.{key}" if name else str(key))
+        for key, item in value.items():
+            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
-        for at, one in enumerate(value):
-            yield from named_tensors(one, f"{name}[{at}]" if name else f"input {at + 1}")
+        for position, item in enumerate(value):
+            yield from named_tensors(item, f"{name}[{position}]" if name else f"input {position + 1}")
 
 
 def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
@@ -465,9 +473,9 @@ def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: mapped(one, function) for key, one in value.items()}
+        return {key: mapped(item, function) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        made = [mapped(one, function) for one in value]
+        made = [mapped(item, function) for item in value]
         if isinstance(value, tuple):
             return value._make(made) if hasattr(value, "_make") else tuple(made)
         return made
@@ -477,7 +485,7 @@ def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
 def arguments(value: object) -> Inputs:
     """Return a batch as arguments: one tensor is a single positional one."""
     if isinstance(value, Mapping):
-        return {str(key): one for key, one in value.items()}
+        return {str(key): item for key, item in value.items()}
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -493,9 +501,9 @@ def shape_of(value: object) -> Hashable:
             return kind
         return kind, bool((values == 1).all()) if bool((values <= 1).all()) else None
     if isinstance(value, Mapping):
-        return tuple((key, shape_of(one)) for key, one in value.items())
+        return tuple((key, shape_of(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return type(value).__name__, tuple(shape_of(one) for one in value)
+        return type(value).__name__, tuple(shape_of(item) for item in value)
     return type(value), repr(value)
 
 
@@ -514,7 +522,7 @@ def own_loss(output: object) -> Tensor | None:
     if isinstance(held, Tensor):
         return held if held.dim() == 0 else held.mean()
     if isinstance(output, Mapping) and output:
-        losses = [one for one in output.values() if isinstance(one, Tensor) and one.dim() == 0]
-        if len(losses) == len(output) and all(one.is_floating_point() for one in losses):
+        losses = [loss for loss in output.values() if isinstance(loss, Tensor) and loss.dim() == 0]
+        if len(losses) == len(output) and all(loss.is_floating_point() for loss in losses):
             return sum(losses[1:], losses[0])
     return None

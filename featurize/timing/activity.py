@@ -146,7 +146,7 @@ def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) ->
     """Return the power of each kernel in W under the limit that is set on a GPU, and by which factor it takes longer
     than under the board's own."""
     idle_w, own_w, cap_w = spec.idle_power_w, spec.power_limit_w, spec.power_cap_w
-    watts, own = kernel_power(load, idle_w, own_w, own_w, learned)
+    watts, own_clock_factor = kernel_power(load, idle_w, own_w, own_w, learned)
     if cap_w is None or cap_w == own_w:
         return watts, np.ones_like(watts)
     of_sms, of_dram, longer = _demand(load, own_w - idle_w, learned)
@@ -160,7 +160,7 @@ def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) ->
         middle = np.sqrt(clock * too_high)
         fits = drawn_w(middle) <= cap_w
         clock, too_high = np.where(fits, middle, clock), np.where(fits, too_high, middle)
-    return drawn_w(clock), np.maximum(longer(clock) / own, 1.0)
+    return drawn_w(clock), np.maximum(longer(clock) / own_clock_factor, 1.0)
 
 
 @functools.cache
@@ -445,4 +445,4 @@ def _ratio(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-_PLACES = {name: at for at, name in enumerate(CLASSES)}
+_PLACES = {name: class_index for class_index, name in enumerate(CLASSES)}

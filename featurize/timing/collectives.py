@@ -59,7 +59,7 @@ _CHANNEL_GB_S, _FEWEST, _MOST = 12.5, 2, 24
 
 @dataclass(frozen=True, kw_only=True)
 class LinkConstants:
-    """Constants of collectives. `learn.fitting.host_and_link_fit` fits NVLink's up to Ampere to measured all-reduces.
+    """Constants of collectives. `learn.fitting.constants_fit` fits NVLink's up to Ampere to measured all-reduces.
 
     launch_us   time to launch any collective, on top of NCCL's own latencies
     reached     share of a link's bandwidth that is reached
@@ -248,7 +248,7 @@ def _nodes(parallel: Parallel, degree: int, stride: int) -> int:
     if stride >= size:
         return degree
     blocks = max(parallel.ranks // (degree * stride), 1)
-    firsts = {(block * degree * stride + at) % size for block in range(min(blocks, size)) for at in range(stride)}
+    firsts = {(block * degree * stride + rank) % size for block in range(min(blocks, size)) for rank in range(stride)}
     return max((first + (degree - 1) * stride) // size + 1 for first in firsts)
 
 
@@ -349,14 +349,14 @@ def _send_s(nbytes: float, fabric: Fabric) -> float:
 
 def _hops_us(fabric: Fabric, protocol: str, way: str) -> tuple[float, float]:
     """Microseconds of a hop within a node, and between two."""
-    at = (RING, TREE).index(way)
-    return _HOP_US[fabric.kind][protocol][at], _HOP_US[NETWORK][protocol][at]
+    column = (RING, TREE).index(way)
+    return _HOP_US[fabric.kind][protocol][column], _HOP_US[NETWORK][protocol][column]
 
 
 def _seconds(moved: float, copied: float, fabric: Fabric, protocol: str, way: str, latency_us: float) -> float:
-    at = (RING, TREE).index(way)
-    moves_s = _around_s(moved / _SHARE[protocol][at], copied, fabric)
-    return _latency_s(_BASE_US[protocol][at] + latency_us, fabric) + moves_s
+    column = (RING, TREE).index(way)
+    moves_s = _around_s(moved / _SHARE[protocol][column], copied, fabric)
+    return _latency_s(_BASE_US[protocol][column] + latency_us, fabric) + moves_s
 
 
 def _latency_s(own_us: float, fabric: Fabric) -> float:
@@ -365,7 +365,7 @@ def _latency_s(own_us: float, fabric: Fabric) -> float:
 
 def _around_s(moved: float, copied: float, fabric: Fabric) -> float:
     """Seconds in which each rank moves this many bytes along rings through all ranks, and copies others in its own
-    memory. Rings leave a node through the adapters of all of its ranks; while the network is busy, nodes go on."""
+    memory. Rings leave a node through the adapters of all of its ranks; while the network is busy, nodes continue."""
     within_s = moved / (fabric.link_gb_s * 1e9) + copied / (fabric.links.copy_gb_s * 1e9)
     if fabric.nodes == 1:
         return within_s

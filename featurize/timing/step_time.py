@@ -132,7 +132,7 @@ class TimedStep:
             UsageError: A coverage that was not measured.
         """
         if coverage not in self.error_quantiles:
-            known = ", ".join(f"{one:g}" for one in self.error_quantiles)
+            known = ", ".join(f"{quantile:g}" for quantile in self.error_quantiles)
             raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
         slower = self.machines ** (_NORMAL.inv_cdf(coverage) / _NORMAL.inv_cdf(0.9))
         slow_ms = self.input_ms + overlapped(self.busy_ms, self.host_ms * slower)
@@ -188,7 +188,7 @@ def time_step(
         host_ms=launching_ms,
         machines=machines_of(framework),
         input_ms=input_ms,
-        by_kind_ms=dict(sorted(by_kind.items(), key=lambda one: -one[1])),
+        by_kind_ms=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
         activity=step_activity(timed, spec, step_ms * 1e-3, learned.activity),
         kernels=timed,
         error_quantiles=learned.error_quantiles,
@@ -271,7 +271,10 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
         )
         of_activity = content["activity"]
         activity = ActivityParameters(
-            by_class={name: np.array([float(of_activity[name][one]) for one in CLASSES]) for name in CLASS_VALUES},
+            by_class={
+                name: np.array([float(of_activity[name][class_name]) for class_name in CLASSES])
+                for name in CLASS_VALUES
+            },
             single={name: float(of_activity[name]) for name in STEP_VALUES},
         )
         quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
@@ -360,8 +363,8 @@ def operator_costs(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetting
     for run in of_operators:
         seconds = active_s = resident_s = 0.0
         for call, times in run:
-            one, of_active, of_resident = priced[call]
-            seconds += times * one
+            call_seconds, of_active, of_resident = priced[call]
+            seconds += times * call_seconds
             active_s += times * of_active
             resident_s += times * of_resident
         costs.append(OperatorCost(seconds, resident_s / active_s, active_s / seconds))
@@ -427,16 +430,16 @@ def delays_ms(
     on. Those of one dimension of the mesh run one after the other.
 
     Args:
-        collectives: In the order in which they begin.
+        collectives: Collectives in the order in which they begin.
         lasts_ms: How long each one runs.
         begins_ms: When each operator would begin without any communication, and the end of the step.
     """
     moments = sorted(
         (moment, kind, number)
-        for number, one in enumerate(collectives)
-        for moment, kind in ((one.after, _BEGINS), (one.before, _WAITS))
+        for number, collective in enumerate(collectives)
+        for moment, kind in ((collective.after, _BEGINS), (collective.before, _WAITS))
     )
-    late_ms = 0.0  # by which kernels are late
+    late_ms = 0.0  # time by which kernels are late
     delays: list[tuple[int, float]] = []
     free_ms: dict[str, float] = defaultdict(float)  # when a communicator is done with all that came before
     ends_ms: dict[int, float] = {}

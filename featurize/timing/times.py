@@ -140,7 +140,7 @@ def kernels_on(
         half: Type of half precision, of which only some GPUs have both at one rate: `fp16` or `bf16`.
     """
     bandwidth = spec.bandwidth_gb_s * 1e9
-    in_group = {name: calls.group == at for at, name in enumerate(GROUPS)}
+    in_group = {name: calls.group == place for place, name in enumerate(GROUPS)}
     attention, convolution = in_group[ATTENTION], in_group[CONVOLUTION] | in_group[GROUPED]
     tiled = in_group[PRODUCT] | convolution
     computes = tiled | attention | in_group[DEPTHWISE]
@@ -163,7 +163,7 @@ def kernels_on(
     return Kernels(
         compute=_places(
             [
-                tuple(f"{kind}{of_layout}/{one}" for one in units_names(pipe, units) for of_layout in (layout, ""))
+                tuple(f"{kind}{of_layout}/{unit}" for unit in units_names(pipe, units) for of_layout in (layout, ""))
                 for kind, pipe, units in zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)
             ],
             names[0],
@@ -195,7 +195,7 @@ def _units_on(
     pipe = np.where((pipe == PIPES.index(TF32)) & ~takes_tf32, PIPES.index(FP32), pipe)
     in_half = rates.bf16 or rates.fp16 if half == "bf16" else rates.fp16 or rates.bf16
     pipe = np.where((pipe == PIPES.index(FP8)) & (rates.fp8 is None), PIPES.index(TENSOR), pipe)
-    has_units = np.array([one is not None for one in (rates.fp32_matrix, rates.tf32, in_half, rates.fp8)])
+    has_units = np.array([rate is not None for rate in (rates.fp32_matrix, rates.tf32, in_half, rates.fp8)])
     fp32 = spec.tflops("fp32")
     tflops = np.array([fp32, spec.tflops("tf32"), in_half or fp32, rates.fp8 or fp32])
     vectors = ~product & (pipe == PIPES.index(FP32))
@@ -210,15 +210,15 @@ def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
         learned: The efficiencies, as arrays of `xp`.
         xp: numpy or torch.
     """
-    at = kernels.group, kernels.units
+    place = kernels.group, kernels.units
     group, units, single = learned.by_group, learned.by_units, learned.single
     share = (
         learned.compute[kernels.compute]
         + kernels.known
-        - group["sm_rate"][at] * kernels.log_sm_rate
-        + group["wave"][at] * kernels.log_filled
-        - xp.log1p(xp.exp(group["half_depth"][at]) / kernels.depth)
-        - xp.log1p(xp.exp(group["half_width"][at]) / kernels.width)
+        - group["sm_rate"][place] * kernels.log_sm_rate
+        + group["wave"][place] * kernels.log_filled
+        - xp.log1p(xp.exp(group["half_depth"][place]) / kernels.depth)
+        - xp.log1p(xp.exp(group["half_width"][place]) / kernels.width)
         - xp.log1p(xp.exp(single["half_head"]) / kernels.head)
         + units["power"][kernels.units] * kernels.log_power
         + units["searched"][kernels.units] * kernels.searched
@@ -245,8 +245,10 @@ def units_names(pipe: int, units: int) -> tuple[str, ...]:
 
 def _places(names: Sequence[tuple[str, ...]], known: Sequence[str]) -> np.ndarray:
     """Return for each name and its more general ones the index of the first that is known; else of `OTHER`."""
-    place = {name: at for at, name in enumerate(known)}
-    return np.array([next((place[name] for name in one if name in place), place[OTHER]) for one in names], dtype=int)
+    place = {name: position for position, name in enumerate(known)}
+    return np.array(
+        [next((place[name] for name in words if name in place), place[OTHER]) for words in names], dtype=int
+    )
 
 
 def clock_ghz(spec: DeviceSpec) -> float:
@@ -294,7 +296,7 @@ def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:
         return training.framework
     if training.compile:
         return COMPILED
-    split = trace.pipeline is not None or any(one.axis == "tp" for one in trace.collectives)
+    split = trace.pipeline is not None or any(collective.axis == "tp" for collective in trace.collectives)
     return MEGATRON if split else EAGER
 
 
@@ -319,8 +321,8 @@ def host_ms(calls: Calls, spec: DeviceSpec, framework: str, hosts: Mapping[str, 
 
 def _passes(calls: Calls) -> float:
     """Return how often linear layers, convolutions and norms run, forward and backward; no attention's products."""
-    own = [kind.startswith(("product", "convolution")) or "norm" in kind for kind in calls.kind]
-    return float(calls.count[np.array(own) & (calls.batch == 1)].sum()) if own else 0.0
+    normalized = [kind.startswith(("product", "convolution")) or "norm" in kind for kind in calls.kind]
+    return float(calls.count[np.array(normalized) & (calls.batch == 1)].sum()) if normalized else 0.0
 
 
 def machines_of(framework: str) -> float:

@@ -47,7 +47,7 @@ def compiler_aside() -> Iterator[None]:
             vars(function).pop("__dynamo_disable", None)
         if isinstance(stand_in := sys.modules.get("torch._dynamo"), _StandIn):
             stand_in._leave()
-        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Parts)]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Parts)]
 
 
 def _as_it_is(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:

@@ -100,7 +100,7 @@ class StepsInALoop:
         Args:
             begins: Before the second step's batch.
             known: Block of the first step -> the second step's, where it has its own.
-            moved: Gives the moment of the second step for one of the first.
+            moved: Returns the moment of the second step for one of the first.
         """
         first = self._steps[0]
         held, given = ({known.get(block, block) for block in blocks} for blocks in (first.held, first.given))
@@ -120,7 +120,7 @@ class StepsInALoop:
             and _is_late(step, index, event.block)
         }
         batch = [event for event in events[first.begins : first.lets_go] if blocks[event.block].kind == "batch"]
-        brought = [event._replace(block=len(blocks) + at, step=2) for at, event in enumerate(batch)]
+        brought = [event._replace(block=len(blocks) + position, step=2) for position, event in enumerate(batch)]
         given_back = [event._replace(nbytes=-event.nbytes, step=2) for event in batch]
         let_go = [events[index]._replace(step=2, phase="forward") for index in sorted(late) if index < second.begins]
 
@@ -152,7 +152,7 @@ _MOMENTS = ("forward", "held", "optimizer", "updated", "end")
 
 
 class TraceAgain(Exception):
-    """The trace must be made anew, on a model that was not run before, with more of its request known."""
+    """The trace must be made again, on a model that was not run before, with more of its request known."""
 
     def __init__(self, **request: Any) -> None:
         super().__init__("the trace must be made anew")
@@ -230,7 +230,7 @@ class SecondStep:
     def _held(self) -> set[int]:
         """Return the blocks that a loop's variables hold, also within objects, as caches of keys and values are."""
         held = state_of(self._step.held)
-        tensors = () if held is None else (tensor for one in held.tensors if (tensor := one()) is not None)
+        tensors = () if held is None else (tensor for reference in held.tensors if (tensor := reference()) is not None)
         return self._recorder.memory.blocks_in(tensors)
 
     def _gradients(self) -> list[Tensor]:
@@ -247,7 +247,9 @@ class SecondStep:
         first, after = self._marks[0].events, self._marks[-2].events
         events = (*self._stretches[0].events, *self._stretches[1].events)
         before = list(accumulate((event.block in known for event in events), initial=0))
-        return lambda at: passes + before[at - first] if at < after else updated + at - after
+        return lambda event_index: (
+            passes + before[event_index - first] if event_index < after else updated + event_index - after
+        )
 
 
 def kept_by(step: TrainingStep) -> State | None:
@@ -406,7 +408,7 @@ def is_installed(module: types.ModuleType | None) -> bool:
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Return all names that a function and those within it look up."""
-    inner = [names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
@@ -453,7 +455,11 @@ class State:
     def stays(self, later: State | None) -> bool:
         """Return whether a later state is the same."""
         # A tensor that has ended since may have left its address to another one.
-        return later is not None and self.parts == later.parts and all(one() is not None for one in self.tensors)
+        return (
+            later is not None
+            and self.parts == later.parts
+            and all(reference() is not None for reference in self.tensors)
+        )
 
 
 def state_of(*roots: object) -> State | None:
@@ -486,10 +492,10 @@ def state_of(*roots: object) -> State | None:
             if kind in _MAPPINGS:
                 waiting += value.values()
         elif isinstance(value, nn.Module):
-            own = vars(value)
-            parts += own
+            attributes = vars(value)
+            parts += attributes
             waiting.append(kind)
-            waiting += own.values()
+            waiting += attributes.values()
         else:
             try:
                 held = _held_by(value, kind, state)
@@ -580,5 +586,9 @@ def _globals_of(function: types.FunctionType) -> list[object]:
         return []
     names, within = names_in(function.__code__), function.__globals__
     named = [within[name] for name in names if name in within]
-    modules = [vars(one) for one in named if type(one) is types.ModuleType and not is_installed(one)]
+    modules = [
+        vars(named_value)
+        for named_value in named
+        if type(named_value) is types.ModuleType and not is_installed(named_value)
+    ]
     return [*named, *(module[name] for module in modules for name in names if name in module)]

@@ -131,14 +131,14 @@ def _serving(kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace |
     return None
 
 
-def _are_alike(trace: StepTrace, one: AttentionKernels, other: AttentionKernels) -> bool:
+def _are_alike(trace: StepTrace, first: AttentionKernels, other: AttentionKernels) -> bool:
     """Return whether both take the same of the trace's heads. Flash attention computes in half precision only."""
     widest = trace.widest_head
     if widest is None:
         return False
     halves = any(op.dtype in ("float16", "bfloat16") for op in trace.operators)
-    flash = not halves or min(one.flash, widest) == min(other.flash, widest)
-    return flash and min(one.efficient, widest) == min(other.efficient, widest)
+    flash = not halves or min(first.flash, widest) == min(other.flash, widest)
+    return flash and min(first.efficient, widest) == min(other.efficient, widest)
 
 
 def _from_disk(key: str, kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
@@ -199,7 +199,7 @@ def trace_of_json(content: Mapping[str, Any]) -> StepTrace:
     for anything else."""
     hints = get_type_hints(StepTrace)
     trace = StepTrace(**{name: _reader(hints[name])(content[name]) for name in _STORED})
-    phases = {one.phase for one in trace.operators} | {one.phase for one in trace.events}
+    phases = {entry.phase for entry in trace.operators} | {entry.phase for entry in trace.events}
     _require(phases <= {*PHASES} and all(block.kind in _KINDS_OF_BLOCKS for block in trace.blocks), "a known name")
     for place, operator in enumerate(trace.operators):
         _require(all(-2 <= source < place for source in operator.sources), "an operator after its sources")
@@ -244,10 +244,10 @@ def _reader(kind: Any, signed: bool = False) -> Callable[[Any], Any]:
         some = _reader(kinds[0])
         return lambda value: None if value is None else some(value)
     if Ellipsis in kinds:
-        one = _reader(kinds[0], signed)
-        return lambda values: tuple([one(value) for value in fields_of(values, list)])
+        read_value = _reader(kinds[0], signed)
+        return lambda values: tuple([read_value(value) for value in fields_of(values, list)])
     if kinds:
-        parts = [_reader(one) for one in kinds]
+        parts = [_reader(inner) for inner in kinds]
     else:
         parts = [_reader(hint, f"{kind.__name__}.{name}" in _SIGNED) for name, hint in get_type_hints(kind).items()]
     make = tuple if kinds else kind._make

@@ -139,7 +139,7 @@ def trace_step(
     rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
                the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
                trace is that of the one with the most bytes alive (`featurize.training.pipeline`)
-    every_pass  of a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
+    every_pass  for a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
                `featurize.training.stages.DoesNotRepeat` where they are not. None: the latter, where it goes
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
@@ -231,7 +231,7 @@ class Tracing:
     Args:
         entered: Holds what is replaced in the process until the trace ends. All else as
             `trace_step` has it.
-        targets: Of each shape of batches, where a model that was tried for them was changed by that; None: not known.
+        targets: The targets of each shape of batches, where trying a model for them changed it; None: not known.
         repeats: The second step may be made of the first.
     """
 
@@ -275,9 +275,9 @@ class Tracing:
         """Wrap the model, and run its steps."""
         recorder = self._recorder
         # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
-        given = [batch_on_meta(one, self.target, self._rank) for one in self.batches or (self.inputs,)]
+        given = [batch_on_meta(batch, self.target, self._rank) for batch in self.batches or (self.inputs,)]
         shapes: dict[Hashable, int] = {}
-        self._order = [shapes.setdefault(shape_of(one), len(shapes)) for one in given]
+        self._order = [shapes.setdefault(shape_of(batch), len(shapes)) for batch in given]
         self._met_at = [self._order.index(shape) for shape in range(len(shapes))]
         heads = self._heads
         policy = as_on_cuda(
@@ -295,7 +295,7 @@ class Tracing:
         self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
         self.repeats &= alone and training.set_to_none and not training.optimizer_in_backward
         with recorder.modules(), policy as enter_policy, self._rank.intercept():
-            of_shape = self._with_targets([given[at] for at in self._met_at])
+            of_shape = self._with_targets([given[number] for number in self._met_at])
             self._wrap(*of_shape[0])
             self._play(of_shape, enter_policy)
             recorder.stop()

@@ -34,7 +34,7 @@ from conf.cli.command_line import exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
-from conf.plain_text import bounded
+from conf.plain_text import truncated
 from infra.offline.launch import FORMAT, MANIFEST, file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +140,7 @@ def bundle(settings: BundleSettings) -> list[str]:
         shutil.rmtree(work)
     lines = _table(folder, manifest, archives)
     if unneeded := sorted(named.keys() - expects - downloaded.keys()):
-        lines.append(bounded(f"present= has what nothing here requires: {', '.join(unneeded)}"))
+        lines.append(truncated(f"present= has what nothing here requires: {', '.join(unneeded)}"))
     return lines
 
 

@@ -34,7 +34,7 @@ from conf.cli.command_line import EXIT_INTERRUPTED, exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
-from conf.plain_text import bounded, exception_line, one_line
+from conf.plain_text import exception_line, one_line, truncated
 from conf.reports.page_text import count_of
 from farm.queue.jobs import Queue
 from featurize.families import family_names
@@ -99,7 +99,7 @@ class Step:
     """A step of the plan.
 
     Args:
-        minutes: That it takes in the plan.
+        minutes: Minutes that the plan gives it.
         commands: Returns the arguments of Python for each program that it runs; `seconds` are the step's.
         not_here: Returns why it cannot run in this place, None if it can.
         is_left: Returns whether a program that ended by itself has left some of it.
@@ -213,7 +213,7 @@ class Call:
     results: Path
     rows: list[dict[str, Any]]
     archive: Archive | None = None
-    pack_s: float = _LEAST_PACK_S  # that packing took, at most
+    pack_s: float = _LEAST_PACK_S  # longest time that packing took
     packed_at_s: float = 0.0
     step_began_s: float = 0.0
     problem: str | None = None  # problem of the last counting and packing
@@ -535,7 +535,7 @@ def _begin_child(parent: int) -> None:
 
 def _last_line(log: Path) -> str:
     lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-    return "no output" if lines[-1].startswith("-- ") else bounded(one_line(lines[-1]))  # the program's own heading
+    return "no output" if lines[-1].startswith("-- ") else truncated(one_line(lines[-1]))  # the program's own heading
 
 
 def _keep_tests(work: Path, row: dict[str, Any]) -> None:

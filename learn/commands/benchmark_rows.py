@@ -1,14 +1,18 @@
-"""The settings of a benchmark, checked together before anything is read, and the rows that they choose.
+"""The settings of a benchmark, checked together before anything is read, the rows that they choose, and the answers.
 
 Start reading at `BenchmarkSettings`, then at `RowSelection`, `of_published` and `of_runs`: the warehouse's runs, or
-published files, as labelled `Rows`.
+published files, as labelled `Rows`. The answers: what learns nothing is asked once a row (`ask_free`, in processes),
+what learns is fitted part by part (`ask_learned`).
 """
 
 from __future__ import annotations
 
+import os
+import pkgutil
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,15 +20,31 @@ import numpy as np
 
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError, unknown_name
+from featurize.device.device_spec import describe_device
 from featurize.job.code_names import parse_trust
+from learn.commands.fit import foreign_keys
+from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
 from learn.job.training_job import Case
-from learn.judging.evaluate import GROUPINGS, SPLITS
-from learn.judging.scores import sample
-from learn.rows.data import LabelledRow, Rows
-from learn.rows.targets import SLOWDOWN, TARGETS, Bins, Target, get_target, make_bins, memory_bins
+from learn.judging.evaluate import GROUPINGS, SPLITS, Part
+from learn.judging.scores import Asked, Given, given_of, median, sample
+from learn.rows.data import (
+    SLOWDOWN,
+    TARGETS,
+    Bins,
+    LabelledRow,
+    Rows,
+    Target,
+    get_target,
+    load_rows,
+    make_bins,
+    memory_bins,
+)
+from learn.rows.processes import NoResult, in_processes
+from learn.rows.step_store import StepStore, traced_column
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
+    from learn.peers.base import Answer
     from warehouse.exchange.published import PublishedFile, PublishedRow
 
 
@@ -59,7 +79,7 @@ class BenchmarkSettings(Checked):
     learn nothing also with one constant per file: the median of label - estimate.
 
     target=step_time on measured or imported steps compares formulas for the time of kernels: trace (the packaged
-    kernel model), kernels (the same, fitted anew), roofline (a share for each kind of kernel), habitat (wave scaling)
+    kernel model), kernels (the same, refitted), roofline (a share for each kind of kernel), habitat (wave scaling)
     and neusight (tiles and waves). hybrid, and any estimator that is named, answer for the rows with a trial config;
     ranks answers for published jobs on several GPUs, in their layout.
     paper=true takes published, rows, seed, folds, workers, limit_s, memory_gib, out, report and data.
@@ -75,7 +95,7 @@ class BenchmarkSettings(Checked):
 
     target: str = key(
         "memory",
-        f"of published files {', '.join(PUBLISHED_TARGETS)}",
+        f"for published files one of {', '.join(PUBLISHED_TARGETS)}",
         choices=(*TARGETS, SLOWDOWN),
     )
     published: str | tuple[str, ...] | None = key(
@@ -90,7 +110,7 @@ class BenchmarkSettings(Checked):
     )
     files: tuple[str, ...] | None = key(
         None,
-        "of published: file names without .csv, as in [timm_a100]; default all that are recognised",
+        "names of published files without .csv, as in [timm_a100]; default all that are recognised",
         "text | list of text | null",
         build=_once,
     )
@@ -104,17 +124,16 @@ class BenchmarkSettings(Checked):
         build=_once,
     )
     split: str = key("cv", "holdout: 30 %, as learn.fit; leave_one_out: each group of by= in turn", choices=SPLITS)
-    folds: int = key(3, "of split=cv: stratified by class, near-copies together", "int >= 2")
+    folds: int = key(3, "for split=cv: stratified by class, near-copies together", "int >= 2")
     by: str | None = key(
         None,
-        "what split=leave_one_out leaves out; errors are printed by it as well. model is of target=slowdown, which "
-        "has device, too",
+        "what split=leave_one_out leaves out; errors are printed by it, too. target=slowdown has model and device",
         choices=(*GROUPINGS, "model"),
     )
     rows: int | None = key(
         None, "how many rows of each file (family) take part, spread over its modules; default all", "int >= 1"
     )
-    seed: int = key(0, "of the choice of rows, and of splits and fits", "int >= 0")
+    seed: int = key(0, "seed of the choice of rows, and of splits and fits", "int >= 0")
     family: str = key("all", "one family, or all")
     source: str | None = key(
         None, "measured, simulated or imported; for the warehouse's rows, where they are of several"
@@ -151,8 +170,6 @@ class BenchmarkSettings(Checked):
     @property
     def names(self) -> tuple[str, ...]:
         """The estimators that are asked, in the order given; by default all that estimate the target."""
-        from learn.estimators.protocol import ESTIMATORS, get_estimator
-
         if self.estimators is not None:
             return self.estimators
         return tuple(
@@ -164,7 +181,6 @@ class BenchmarkSettings(Checked):
 
     def _problems_of_slowdown(self) -> list[str]:
         """Return the problems of target=slowdown, which takes few of the keys."""
-        from learn.fitting.fit_call import foreign_keys
         from learn.sharing.command import SPLITS as GROUP_SPLITS
 
         problems = foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
@@ -190,8 +206,6 @@ class BenchmarkSettings(Checked):
         return [*problems, *self._problems_of_estimators()]
 
     def _problems_of_published(self) -> list[str]:
-        from learn.fitting.fit_call import foreign_keys
-
         problems = [] if self.published else ["published= names no file or folder"]
         if self.target not in PUBLISHED_TARGETS and self.published:
             other = "; step times are compared where warehouse.ingest brought the files: data=FOLDER"
@@ -206,8 +220,6 @@ class BenchmarkSettings(Checked):
         return problems
 
     def _problems_of_estimators(self) -> list[str]:
-        from learn.estimators.protocol import ESTIMATORS, get_estimator, require_target
-
         problems = []
         formulas = STEP_FORMULAS if self.target == "step_time" and self.published is None else ()
         for name in self.estimators or ():
@@ -295,8 +307,6 @@ def _card(rows: Rows) -> float | None:
 
 def of_runs(settings: BenchmarkSettings) -> RowSelection:
     """The usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
-    from learn.rows.data import load_rows
-
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name, trust=settings.trust
     )
@@ -327,7 +337,6 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
     Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
     Raises `UsageError` where nothing is left to ask, or nothing to fit on.
     """
-    from featurize.device.device_spec import describe_device
     from warehouse.exchange.published import DEVICE_NAME, read_published
 
     target = get_target(settings.target)
@@ -483,3 +492,185 @@ def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
 
 def _counted(reasons: Counter[str], between: str = ", ") -> str:
     return between.join(f"{n} {reason}" for reason, n in reasons.most_common())
+
+
+SLOW = ("faketensor", "xmem")  # these take seconds a row, the others a tenth of a second
+TIMED_CASES = 20  # a file's cases that are timed, after one that warms up
+
+
+class Tally:
+    """Count steps done and to do; a caller that begins something adds its steps first."""
+
+    def __init__(self, progress: Callable[[int, int], None]) -> None:
+        self._progress = progress
+        self.done = self.of = 0
+
+    def add(self, steps: int) -> None:
+        self.of += steps
+        self._progress(self.done, self.of)
+
+    def step(self, steps: int = 1) -> None:
+        self.done += steps
+        self._progress(self.done, self.of)
+
+    def traced(self, done: int, of: int) -> None:
+        """Count the steps of one part: called with 0 done first, then after each."""
+        if done:
+            self.step()
+        else:
+            self.add(of)
+
+
+def ask_free(
+    selection: RowSelection,
+    index: np.ndarray,
+    names: Sequence[str],
+    settings: BenchmarkSettings,
+    tally: Tally,
+    steps: StepStore,
+) -> Iterator[tuple[str, Asked]]:
+    """Yield each estimator that learns nothing with its answers, when all its rows have one.
+
+    The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.
+    """
+    answers: dict[str, dict[int, Given]] = {name: {} for name in names}
+    jobs: list[PoolItem] = []
+    places: list[tuple[str, int]] = []  # each job's estimator and row
+    for name in sorted(names, key=SLOW.__contains__):
+        for i in index.tolist():
+            case, subject = selection.rows.cases[i], selection.subjects[i]
+            if name == "trace" and (given := _of_record(case, selection.rows.target, steps)) is not None:
+                answers[name][i] = given
+                continue
+            spec = describe_device(case.device)
+            if isinstance(subject, Case):
+                subject = replace(subject, described=spec)  # a copy: what a case remembers need not travel
+            jobs.append(PoolItem(ESTIMATORS[name], subject, spec, settings.target))
+            places.append((name, i))
+    for name, given_rows in answers.items():
+        tally.step(len(given_rows))
+        if len(given_rows) == len(index):
+            yield name, Asked(answers=given_rows)
+    workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
+    how: dict[str, Any] = {"imports": ["torch"], "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
+    for number, given in in_processes(answer, jobs, workers=workers, **how):
+        name, i = places[number]
+        estimate = None if isinstance(given, NoResult) else given.mib
+        answers[name][i] = Given(estimate=estimate, reason=given.reason, seconds=given.seconds)
+        tally.step()
+        if len(answers[name]) == len(index):
+            yield name, Asked(answers=answers[name])
+
+
+@dataclass(frozen=True)
+class PoolItem:
+    """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
+
+    where: str
+    subject: PublishedRow | Case
+    device: DeviceSpec
+    target: str
+
+
+def answer(job: PoolItem) -> Answer:
+    """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
+
+    def parts() -> Mapping[str, float]:
+        from learn.fitting.published_jobs import workload_of
+
+        estimator, case = pkgutil.resolve_name(job.where)(), job.subject
+        if not isinstance(case, Case):
+            case = Case(module=workload_of(case), described=job.device)
+        if job.target == "memory":
+            parts: Mapping[str, float] = estimator.parts_mib(case.job, job.device)
+            return parts
+        estimator.target = get_target(job.target)
+        return {job.target: estimator.figure(case)}
+
+    from learn.peers.base import timed
+
+    return timed(parts)
+
+
+def _of_record(case: Case, target: Target, steps: StepStore) -> Given | None:
+    """Return the trace's answer from the case's record; None where none is at hand, or it has another figure."""
+    values = steps.features(case)
+    if values is None or (case.training_loop and not target.is_memory):  # the record's times are with the input's
+        return None
+    estimate = values[traced_column(target)]
+    return Given(estimate=estimate, seconds=steps.record(case).seconds)
+
+
+def ask_learned(
+    name: str,
+    selection: RowSelection,
+    parts: Sequence[Part],
+    bins: Mapping[str, Mapping[str, Bins]],
+    seed: int,
+    tally: Tally,
+    steps: StepStore,
+) -> Asked:
+    """Fit on the inside of each part and ask the rows outside. A part that it cannot be fitted to is refused whole."""
+    answers: dict[int, Given] = {}
+    warnings: dict[str, None] = {}
+    seconds, latency = [], {}
+    for part in parts:
+        began = time.monotonic_ns()
+        try:
+            fitted = make_estimator(name, seed).fit(selection.rows.subset(part.inside), steps)
+        except CommandError as error:
+            refusal = Given(estimate=None, reason=f"cannot be fitted: {error}")
+            answers |= dict.fromkeys(part.outside.tolist(), refusal)
+            tally.step(1 + len(part.outside))
+            continue
+        seconds.append((time.monotonic_ns() - began) / 1e9)
+        tally.step()
+        for file in dict.fromkeys(selection.file[part.outside].tolist()):
+            index = part.outside[selection.file[part.outside] == file]
+            rows = selection.rows.subset(index)
+            given, unfamiliar = _ask(fitted, rows, bins[file], steps)
+            answers |= dict(zip(index.tolist(), given, strict=True))
+            warnings |= dict.fromkeys(unfamiliar)
+            tally.step(len(index))
+            if file not in latency:
+                timed = [case for case, answer in zip(rows.cases, given, strict=True) if answer.estimate is not None]
+                latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], get_estimator(name).needs_trace, steps)
+    known = {file: value for file, value in latency.items() if value is not None}
+    # The first fit of all also computes features that later ones, also of other estimators, find remembered.
+    return Asked(
+        answers=answers,
+        learns=True,
+        latency=known,
+        fit_seconds=median(np.array(seconds)),
+        fits=len(seconds),
+        warnings=tuple(warnings),
+    )
+
+
+def _ask(
+    fitted: Estimator, rows: Rows, bins: Mapping[str, Bins], steps: StepStore
+) -> tuple[list[Given], tuple[str, ...]]:
+    """Return answers and warnings. Where all rows together are refused, each is asked by itself."""
+    try:
+        prediction = fitted.predict(rows.cases, steps)
+    except CommandError as error:
+        if len(rows) == 1:
+            return [Given(estimate=None, reason=str(error))], ()
+        alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
+        return [answer for given, _ in alone for answer in given], tuple(text for _, texts in alone for text in texts)
+    return given_of(prediction, rows, bins), prediction.warnings
+
+
+def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:
+    """Median seconds of a single case's answer, its features not remembered (but of timm's models, the layers are); the
+    first one warms up."""
+    from learn.peers.gpumemnet import tokens_of
+
+    seconds = []
+    for case in cases:
+        tokens_of.cache_clear()
+        record = steps.record(case) if traced else None
+        began = time.monotonic_ns()
+        fitted.predict([case], steps)
+        seconds.append((time.monotonic_ns() - began) / 1e9 + (record.seconds if record is not None else 0.0))
+    return float(np.median(seconds[1:] or seconds)) if seconds else None

@@ -21,25 +21,23 @@ from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
-from learn.commands.benchmark_answers import Tally, ask_learned
-from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection
+from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection, Tally, ask_learned
 from learn.estimation.estimating import estimate
-from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
+from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, left_out_errors
 from learn.estimators.protocol import ESTIMATORS
 from learn.fitting.kernel_formulas import (
     AS_IT_COMES,
     FORMULAS,
     labels_by,
     left_out_by,
-    left_out_ratios,
     subsets,
 )
 from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.judging.evaluate import TEST_TENTHS, Part
 from learn.judging.scores import Asked, Benchmark, Given, judged, median
+from learn.rows.data import get_target, make_bins
 from learn.rows.step_store import StepStore
-from learn.rows.targets import get_target, make_bins
 
 RANKS = "ranks"  # name of this estimator
 _PRECISIONS = ("amp_bf16", "bf16")  # Composer's newer and older name for the same
@@ -167,15 +165,16 @@ def _masks(fit: TimeFit, settings: BenchmarkSettings) -> list[np.ndarray]:
 
 
 def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Tally) -> Asked:
-    marks: list[int] = []  # ns, before each fit and after the last one
+    formula, seconds = FORMULAS[name](fit), []
 
-    def heard() -> None:
-        if marks:
-            tally.step()
-        marks.append(time.monotonic_ns())
+    def without(mask: np.ndarray) -> np.ndarray:
+        began = time.monotonic_ns()
+        ratios = formula(~mask)
+        seconds.append((time.monotonic_ns() - began) / 1e9)
+        tally.step()
+        return ratios
 
-    ratios = left_out_ratios(FORMULAS[name](fit), masks, heard)
-    heard()
+    ratios = left_out_errors(np.empty(len(fit.rows)), masks, without)
     outside = np.any(masks, axis=0)
     answers = {
         place: Given(estimate=row.measured_ms * math.exp(ratios[place]))
@@ -186,7 +185,7 @@ def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Ta
     }
     if name == AS_IT_COMES:
         return Asked(answers=answers)
-    return Asked(answers=answers, learns=True, fit_seconds=median(np.diff(marks) / 1e9), fits=len(masks))
+    return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)), fits=len(masks))
 
 
 def _ask_estimators(

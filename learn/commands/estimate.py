@@ -159,7 +159,7 @@ class ModelKeys(TrainingKeys):
         "for model: its input's shape, as in [64,3,224,224], several as in [[8,128],[8,128]], or keyword arguments: "
         "'{input_ids: [8,128], labels: [8,128]}'; '{shape: [8,128], dtype: int64}' in place of a shape",
     )
-    input_dtype: str = key(DEFAULT_DTYPE, "of the inputs that name no type; int64 for token ids")
+    input_dtype: str = key(DEFAULT_DTYPE, "type of inputs that name none; int64 for token ids")
     arguments: Mapping[str, Any] | str | None = key(
         None,
         "for model: the factory's, as in '{num_classes: 10}'; of transformers' models, fields of their configuration",
@@ -173,17 +173,17 @@ class ModelKeys(TrainingKeys):
     )
     machine: str | None = key(
         None,
-        "what lies outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
-        "learn.calibrate; default the one calibrated for this GPU in the data folder, else current",
+        "memory outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
+        "learn.calibrate; default the data folder's for this GPU, else current",
     )
     workspaces: str | None = key(
         None,
-        "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); auto: cudnn where it "
-        "is installed and knows the GPU model, else guessed; default guessed",
+        "those of traced convolutions: guessed (default); cudnn: asks cuDNN, without a GPU (extra cudnn); auto: cudnn "
+        "where it is installed and knows the GPU model, else guessed",
     )
     torch_version: str | None = key(
         None,
-        "release of PyTorch that the job runs, as 2.4; only cuDNN's workspaces follow it, with "
+        "the job's PyTorch release, as 2.4; only cuDNN's workspaces follow it, with "
         "workspaces=cudnn or auto; default the installed one",
         "text | null",
     )
@@ -271,8 +271,7 @@ class EstimateSettings(ModelKeys):
     )
     power_limit_w: float | None = key(
         None,
-        "limit that is set on the GPU (nvidia-smi -pl); step time, utilization and energy follow it; default the "
-        "board's own",
+        "the GPU's limit (nvidia-smi -pl), which step time, utilization and energy follow; default the board's own",
         "number > 0 | null",
     )
     estimator: str | None = key(
@@ -290,24 +289,23 @@ class EstimateSettings(ModelKeys):
     )
     known: list[Any] | Mapping[str, Any] | str | None = key(
         None,
-        "measured runs of this job, which move the estimate and narrow its bound: "
-        "'[{batch_size: 32, memory_mib: 10240, kind: process}]'; kind is process (the default), card, reserved or "
-        "allocated; device is its GPU model, by default the one asked for. For config: default what the data folder "
-        "measured of it on this GPU model; runs: the same, and a note where there is none; none leaves them out",
+        "measured runs of this job, which adjust the estimate and narrow its bound: "
+        "'[{batch_size: 32, memory_mib: 10240, kind: process}]'; kind is process (default), card, reserved or "
+        "allocated; device is the run's GPU model, default the job's. For config: default the data folder's "
+        "runs on this GPU model; runs: the same, and a note without any; none ignores them",
         "list | mapping | text | null",
     )
     parallel: Parallel | Mapping[str, Any] | str | None = key(
         None,
-        "several GPUs, by the degrees of pp, ddp, fsdp, cp, tp, ep, hsdp or own, of which the batch is one's, or that "
-        "of the ranks which share it: ddp=8, or fsdp=8,tp=2, or '{ddp: 16, gpus_per_node: 8, network_gb_s: 25}', or "
-        "ddp=8,zero=2 of DeepSpeed; docs/parallel.md has the settings; for a script only network_gb_s=25; "
+        "several GPUs, by the degrees of pp, ddp, fsdp, cp, tp, ep, hsdp or own: ddp=8, or fsdp=8,tp=2, or "
+        "'{ddp: 16, gpus_per_node: 8, network_gb_s: 25}', or ddp=8,zero=2 of DeepSpeed; the batch is one rank's, or "
+        "that of ranks which share it; docs/parallel.md has the settings; for a script only network_gb_s=25; "
         "default one GPU",
         "mapping | text | null",
     )
     find: str | None = key(
         None,
-        "for model and config: the largest batch that fits the device, or the devices that the job fits; default one "
-        "estimate",
+        "for model and config: the largest batch that fits, or the devices that the job fits; default one estimate",
         choices=FINDS,
     )
     by: str | None = key(
@@ -317,10 +315,10 @@ class EstimateSettings(ModelKeys):
     snapshot: str | None = key(
         None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
     )
-    notes: str = key(IMPORTANT, "of a table; important: at most three of them", choices=NOTES)
+    notes: str = key(IMPORTANT, "notes of a table; important: at most three", choices=NOTES)
     server: str | None = key(
         None,
-        "URL of a service (python -m farm.serve) that answers in place of this machine, as http://127.0.0.1:8350; "
+        "URL of a service (farm.serve) that answers in place of this machine, as http://127.0.0.1:8350; "
         "$GPUFARM_TOKEN is its token",
     )
     time_limit_s: float = key(600, "for a script: it is ended after this many seconds", "number > 0")
@@ -482,7 +480,7 @@ def _lines(path: str) -> list[tuple[int, str]]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"configs={path}, line {number}: this is no UTF-8 text") from error
+        raise UsageError(f"configs={path}, line {number}: this is not UTF-8 text") from error
     # Not splitlines(): a JSON string may hold what Unicode calls a line's end.
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 

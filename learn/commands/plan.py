@@ -81,8 +81,8 @@ class PlanSettings(ModelKeys):
     )
     modes: tuple[str, ...] | None = key(
         None,
-        "modes whose degrees are tried, of pp, ddp, fsdp, cp, tp and ep; default pp, ddp, fsdp and tp, cp for "
-        "long samples and ep for models with experts",
+        "modes to try, of pp, ddp, fsdp, cp, tp and ep; default all, cp only for long samples and ep only for models "
+        "with experts",
         "list of text | null",
     )
     coverage: float = key(LEVEL, "share of jobs that stay below the bound, above 0.5 and at most 0.99", "number")

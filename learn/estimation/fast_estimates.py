@@ -52,7 +52,7 @@ from learn.estimators.tabular import FeatureTable, TabularEstimator, case_column
 from learn.estimators.trees import Trees
 from learn.fitting.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
 from learn.job.training_job import Case
-from learn.rows.targets import get_target
+from learn.rows.data import get_target
 
 if TYPE_CHECKING:
     from learn.estimators.protocol import Estimator
@@ -348,7 +348,7 @@ def fit_config_models(
     workers: int | None = None,
     progress: Callable[[str, int, int], None] = lambda _step, _done, _of: None,
 ) -> None:
-    """Write one artifact a target, and one of the memory bound, into `folder`, which is made anew.
+    """Write one artifact a target, and one of the memory bound, into `folder`, which is made again.
 
     Labels are the full estimates of sampled configurations: by the models that come with the project, and by the trace
     where none does. Each artifact's `meta.json` has the errors on 30 % of the configurations, which their fit had not
@@ -379,8 +379,7 @@ def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
     """Return target -> rows, labelled with what full estimates say. Cases that cannot be traced are left out."""
     from featurize.configs.features import group_key
     from learn.fitting.artifacts import default_artifact
-    from learn.rows.data import LabelledRow, Rows, module_of
-    from learn.rows.targets import get_target
+    from learn.rows.data import LabelledRow, Rows, get_target, module_of
 
     described = [
         (case, case.config, case.spec)

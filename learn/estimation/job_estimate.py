@@ -18,7 +18,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
 from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators.protocol import LEVEL, Held, MemoryBound, bound_shares, least_held
+from learn.estimators.protocol import LEVEL, HeldShare, MemoryBound, bound_shares, least_held
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
@@ -53,7 +53,7 @@ _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER:
 # Of AMD's GPUs, where neither MIOpen's workspaces nor the context of any is known; chosen.
 _OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
 _OF_LARGEST = 2.0  # where cuDNN was asked: of the largest workspace, for the spread of assumptions; chosen
-_BLAS_THREADS = 2  # that keep a workspace: of the forward and of the backward pass
+_BLAS_THREADS = 2  # threads that keep a workspace: of the forward and of the backward pass
 COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # points of the distribution that an estimate holds
 # cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator frees cached memory
 # back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of
@@ -74,7 +74,7 @@ class Uncertainty:
 
     causes_mib: Mapping[str, float]
     needed_mib: float
-    held: Held | None = None
+    held: HeldShare | None = None
 
     def bound(self, centre_mib: float, coverage: float, card_mib: float) -> MemoryBound:
         """Return the bound of a job.
@@ -289,7 +289,7 @@ class Memory:
         """Return whether the job fits into the empty card; None where its memory is not known."""
         return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
 
-    def bounded(self, bound: MemoryBound) -> Self:
+    def with_bound(self, bound: MemoryBound) -> Self:
         """Return the memory with a bound."""
         probabilities = sorted(bound.quantiles_mib)
         ascending = np.maximum.accumulate([bound.quantiles_mib[p] for p in probabilities]).tolist()
@@ -307,13 +307,11 @@ class Memory:
     def moved(self, mib: float) -> Self:
         """Return a copy with the estimate and its bound raised by `mib`."""
         bound: dict[str, Any] = {
-            name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib for name in _BOUND
+            name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib
+            for name in ("upper_mib", "least_card_mib")
         }
         distribution = tuple((p, quantile_mib + mib) for p, quantile_mib in self.distribution)
         return replace(self, peak_memory_mib=self.peak_memory_mib + mib, distribution=distribution, **bound)
-
-
-_BOUND = ("upper_mib", "least_card_mib")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ RUNS, NONE = "runs", "none"  # in place of a list: the data folder's own, and no
 # Chosen: a run that is further from its trace than this factor is left out. Runs of one batch that are this far apart
 # contradict each other: they move the estimate but narrow nothing.
 _CONTRADICTS = 1.5
-_OTHER_CONTEXT_MIB = 2048.0  # by which contexts of two machines hardly differ, however small the job
+_OTHER_CONTEXT_MIB = 2048.0  # contexts of two machines hardly differ by more, however small the job
 _RUNS_DIFFER = 1.1
 _LIVE = 0.85  # share of what the trace counts as alive, which includes assumed workspaces and a typical context
 _EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
@@ -167,7 +167,7 @@ def _from_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{_TAKES}; got text that is no JSON ({error}): {shown(text)}") from error
+        raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(text)}") from error
 
 
 def moved(
@@ -195,7 +195,12 @@ def moved(
     Raises:
         UsageError: A run that holds more than the card has.
     """
-    _require_on_card(runs, done)
+    for run in runs:
+        if done.device_memory_mib is not None and run.memory_mib > done.device_memory_mib:
+            raise UsageError(
+                f"known: {run.memory_mib:,.0f} MiB at a batch of {run.batch_size:,}: {done.device} has "
+                f"{done.device_memory_mib:,.0f} MiB; name the run's own GPU model by its device key"
+            )
     traced = [_on_trace(run, trace_of(run.batch_size), done) for run in runs]
     judged = [(known, _of_another_job(known)) for known in sorted(traced, key=lambda known: known.reserved_mib)]
     of_another_job = [note for _, note in judged if note is not None]
@@ -218,7 +223,7 @@ def moved(
         text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}"
         notes.insert(0, Note(OUT_OF_MEMORY, PROBLEM, text))
     card_mib = math.inf if limit_mib is None else limit_mib
-    by_runs = replace(done, peak_memory_mib=peak_mib).bounded(uncertain.bound(peak_mib, coverage, card_mib))
+    by_runs = replace(done, peak_memory_mib=peak_mib).with_bound(uncertain.bound(peak_mib, coverage, card_mib))
     notes += filter(None, [widest(by_runs.uncertain, (by_runs.upper_mib or 0.0) - peak_mib)])
     return replace(
         by_runs,
@@ -226,15 +231,6 @@ def moved(
         estimator=estimators_named(by),
         notes=(*of_another_job, *contradictions, *notes),
     )
-
-
-def _require_on_card(runs: Sequence[KnownRun], done: Estimate) -> None:
-    for run in runs:
-        if done.device_memory_mib is not None and run.memory_mib > done.device_memory_mib:
-            raise UsageError(
-                f"known: {run.memory_mib:,.0f} MiB at a batch of {run.batch_size:,}: {done.device} has "
-                f"{done.device_memory_mib:,.0f} MiB; name the run's own GPU model by its device key"
-            )
 
 
 def _uncertainty(

@@ -22,9 +22,8 @@ import numpy as np
 
 from conf.errors import UsageError, unknown_name
 from learn.job.training_job import Case
-from learn.rows.data import Rows
+from learn.rows.data import Rows, Target, get_target
 from learn.rows.step_store import StepRecord, StepStore
-from learn.rows.targets import Target, get_target
 
 LEVEL = 0.99  # level of the bounds that are reported and judged
 
@@ -52,7 +51,7 @@ def too_few_for(level: float, m: int) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldShare:
     """Share of left-out rows that a bound held.
 
     Args:
@@ -104,7 +103,9 @@ def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
     return float(score[order][min(int(np.searchsorted(below, level - 1e-9)), len(score) - 1)])
 
 
-def held_of(score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray], float], kind: str) -> Held | None:
+def held_of(
+    score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray], float], kind: str
+) -> HeldShare | None:
     """Return what share of rows lies below the bounds that the other groups' rows make; None with a single group.
 
     Args:
@@ -116,10 +117,10 @@ def held_of(score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray
     if len(names) < 2:
         return None
     bounds = np.array([bound_of(member != index) for index in range(len(names))])
-    return Held(share=float((score <= bounds[member]).mean()), rows=len(score), groups=len(names), kind=kind)
+    return HeldShare(share=float((score <= bounds[member]).mean()), rows=len(score), groups=len(names), kind=kind)
 
 
-def least_held(checked: Iterable[Held]) -> Held:
+def least_held(checked: Iterable[HeldShare]) -> HeldShare:
     """Return the answer of the kind of group whose left-out rows a bound held least."""
     return min(checked, key=lambda held: held.share)
 
@@ -137,7 +138,7 @@ class BoundShares:
 
     of_causes: Mapping[str, float]
     scores: Mapping[float, float]
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldShare, ...] = ()
     rows: Mapping[str, int]
 
     def text(self) -> str:
@@ -157,7 +158,7 @@ def bound_shares() -> BoundShares:
     return BoundShares(
         of_causes=stored["of_causes"],
         scores={float(coverage): score for coverage, score in stored["scores"].items()},
-        held=tuple(Held(**held) for held in stored["held"]),
+        held=tuple(HeldShare(**held) for held in stored["held"]),
         rows=stored["rows"],
     )
 
@@ -215,7 +216,7 @@ class Prediction(Protocol):
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
         """(n,) a bound, never below the point, that `level` of new labels stay under; None: none was calibrated."""
 
-    def held_of(self, row: int) -> Held | None:
+    def held_of(self, row: int) -> HeldShare | None:
         """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
 
 
@@ -346,7 +347,7 @@ class ResidualPrediction:
     kind: np.ndarray | int = 0
     least: np.ndarray | float = 0.0
     outside: frozenset[int] = frozenset()
-    held: Mapping[int, Held] = field(default_factory=dict)
+    held: Mapping[int, HeldShare] = field(default_factory=dict)
 
     @property
     def point(self) -> np.ndarray:
@@ -380,7 +381,7 @@ class ResidualPrediction:
             return None
         return self._at(lambda residuals: conformal_score(residuals, level))
 
-    def held_of(self, row: int) -> Held | None:
+    def held_of(self, row: int) -> HeldShare | None:
         return None if row in self.outside else self.held.get(int(np.broadcast_to(self.kind, len(self.centre))[row]))
 
     @property

@@ -9,8 +9,7 @@ sort_keys=True, separators=(",", ":"))` writes it. Anybody can verify a version 
 
 What is refused, before anything parses it: a named file that is absent, of another size or content; a file below
 `model/` that the JSON does not name (others are ignored: nothing reads them); links that lead out of the version's
-folder; files beyond `MOST_BYTES`. Versions from before there were checksums have no `"files"`; whoever loads arrays
-checks that they make a model.
+folder; files beyond `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from featurize.configs.features import FEATURES_STAMP, is_current
 from featurize.configs.trial import printable
 from featurize.device.device_spec import plain_device, same_device
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
-from learn.rows.targets import check_target, get_target
+from learn.rows.data import check_target, get_target
 
 if TYPE_CHECKING:
     from learn.judging.evaluate import Evaluation
@@ -78,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise DamagedArtifact(f"{_shown(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict):
-            raise DamagedArtifact(f"{_shown(path)} is no JSON object")
+            raise DamagedArtifact(f"{_shown(path)} is not a JSON object")
         own = own_sha256(described)
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error
@@ -87,72 +86,52 @@ def read_json(path: Path) -> dict[str, Any]:
     return described
 
 
-def checked(folder: Path, meta: Mapping[str, Any], name: str = "meta.json") -> None:
+def checked(folder: Path, meta: Mapping[str, Any]) -> None:
     """Verify a version's files before anything parses them; `DamagedArtifact` says what is wrong.
 
     Files that have not changed since are not read again.
     """
+    named = meta.get(FILES)
+    if not isinstance(named, Mapping):
+        raise DamagedArtifact(f"{_shown(folder)} is damaged: meta.json names no files with their checksums")
     try:
-        named = _files(folder, meta, name)
-        state = [path.stat() for path in named]
+        below = [path for path in (folder / MODEL).rglob("*") if path.is_symlink() or not path.is_dir()]
+        names = sorted({*map(str, named), *(path.relative_to(folder).as_posix() for path in below)})
+        there = [path for name in names if (path := folder / name).exists()]
+        state = [(path.stat().st_size, path.stat().st_mtime_ns, path.lstat().st_ino) for path in there]
     except OSError as error:
         raise DamagedArtifact(f"{_shown(folder)}: {printable(str(error))}") from error
-    key = (str(folder), str(meta.get(OWN_SHA256)), *((s.st_size, s.st_mtime_ns, s.st_ino) for s in state))
+    key = (str(folder), str(meta.get(OWN_SHA256)), *names, *state)
     if key not in _verified:
-        _verified[key] = _problem(folder, meta.get(FILES), named)
+        _verified[key] = next(_problems(folder, named, names), None)
     if (problem := _verified[key]) is not None:
         raise DamagedArtifact(f"{_shown(folder)} is damaged: {problem}")
-    if FILES not in meta:
-        older = "no checksum: it was written by an older version, so only what can be seen is checked"
-        _say_once(f"{_shown(folder)}: {older}")
 
 
 def say_damaged(error: DamagedArtifact, instead: str) -> None:
     """Name a damaged version in one line on standard error, once a process, and what is taken instead."""
-    _say_once(f"{error}; {instead}")
-
-
-def _say_once(line: str) -> None:
+    line = f"{error}; {instead}"
     if line not in _said:
         _said.add(line)
         print(line, file=sys.stderr)
 
 
-def _files(folder: Path, meta: Mapping[str, Any], name: str) -> list[Path]:
-    """Those that are to be verified: the ones that the JSON names, and all below `model/`."""
-    inside = folder.resolve(strict=True)
-    named = meta.get(FILES, {})
-    if not isinstance(named, Mapping):
-        raise DamagedArtifact(f"{_shown(folder)} is damaged: {FILES} is no mapping")
-    paths = {folder / MODEL / path.relative_to(folder / MODEL) for path in (folder / MODEL).rglob("*")}
-    paths |= {folder / str(relative) for relative in named}
-    for path in paths:
-        if ".." in path.parts or not path.resolve().is_relative_to(inside):
-            raise DamagedArtifact(f"{_shown(folder)} is damaged: {_inside(folder, path)} lies outside of it")
-    files = sorted(path for path in paths if not path.is_dir())
-    for path in files:
-        if not path.is_file():
-            raise DamagedArtifact(f"{_shown(folder)} is damaged: {_inside(folder, path)} is not there")
-        if FILES in meta and path.relative_to(folder).as_posix() not in named:
-            raise DamagedArtifact(
-                f"{_shown(folder)} is damaged: {_inside(folder, path)} is not among the files that {name} names"
-            )
-    return files
-
-
-def _problem(folder: Path, named: Mapping[str, Any] | None, files: list[Path]) -> str | None:
-    for path in files:
-        relative = path.relative_to(folder).as_posix()
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            return f"{_inside(folder, path)} has {size:,} bytes, more than {MOST_BYTES:,}"
-        if named is not None:
-            about = named[relative]
-            if not isinstance(about, Mapping) or about.get("bytes") != size or about.get("sha256") != sha256_of(path):
-                return f"{_inside(folder, path)} is not what was written: its checksum or size is another"
-        if relative.startswith(f"{MODEL}/") and (problem := _structure(path)) is not None:
-            return f"{_inside(folder, path)}: {problem}"
-    return None
+def _problems(folder: Path, named: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with the files that the JSON names, and with all below `model/`."""
+    for name in names:
+        path, about, shown = folder / name, named.get(name), printable(name)
+        if ".." in path.parts or not path.resolve().is_relative_to(folder.resolve()):
+            yield f"{shown} lies outside of it"
+        elif about is None:
+            yield f"{shown} is not among the files that meta.json names"
+        elif not path.is_file():
+            yield f"{shown} is not there"
+        elif (size := path.stat().st_size) > MOST_BYTES:
+            yield f"{shown} has {size:,} bytes, more than {MOST_BYTES:,}"
+        elif not isinstance(about, Mapping) or (about.get("bytes"), about.get("sha256")) != (size, sha256_of(path)):
+            yield f"{shown} is not what was written: its checksum or size is another"
+        elif name.startswith(f"{MODEL}/") and (problem := _structure(path)) is not None:
+            yield f"{shown}: {problem}"
 
 
 def _structure(path: Path) -> str | None:
@@ -162,17 +141,13 @@ def _structure(path: Path) -> str | None:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
         except (OSError, zipfile.BadZipFile, ValueError) as error:
-            return f"it is no archive of arrays ({printable(str(error))})"
+            return f"it is not an archive of arrays ({printable(str(error))})"
         return None if unpacked <= MOST_UNPACKED_BYTES else f"it unpacks to {unpacked:,} bytes"
     return None if path.suffix in (".json", ".txt") else "a model has no such file"
 
 
 def _shown(path: Path) -> str:
     return printable(str(path), 300)
-
-
-def _inside(folder: Path, path: Path) -> str:
-    return printable(path.relative_to(folder).as_posix())
 
 
 Version = TypeVar("Version")

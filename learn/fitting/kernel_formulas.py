@@ -1,18 +1,18 @@
-"""Formulas for the time of kernels and steps: the kernel model, packaged and fitted anew, and published ones; and
+"""Formulas for the time of kernels and steps: the kernel model, packaged and refitted, and published ones; and
 how each is judged, on rows that were fitted on and on rows left out.
 
-Start reading at `Formula`, which each class keeps, then at `judged`. Other people's are written from their papers, on
-the work, bytes, tiles and data-sheet rates of each kernel (`KernelSizes`); the docstring says where one differs from
-its paper. `left_out_by`, `left_out_ratios` and `subsets` serve `learn.benchmark`, too.
+Start reading at `FORMULAS`, then at `judged`. Published ones are written from their papers, on the work, bytes, tiles
+and data-sheet rates of each kernel (`KernelSizes`); the docstring says where one differs from its paper. `left_out_by`
+and `subsets` serve `learn.benchmark`, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ from learn.estimators.kernel_fitting import (
     held_out_by,
     joined,
     judged_by_splits,
-    left_out_errors,
     overlapped_ms,
     robust,
 )
@@ -80,14 +79,13 @@ class KernelSizes:
         return np.asarray(np.maximum(self.math_s, self.memory_s))
 
 
-class Instruments:
-    """Time that timing single kernels adds: one learned logarithm of ms for each operator."""
-
-    def __init__(self, rows: Sequence[MeasuredTime]) -> None:
-        operators = [row.group if row.source in ALONE else "" for row in rows]
-        names = list(dict.fromkeys(operators))
-        self.operator = torch.tensor([names.index(name) for name in operators])  # each row's operator
-        self.begin = torch.full((len(names),), math.log(INSTRUMENT_MS), dtype=torch.float64)
+def instruments_of(rows: Sequence[MeasuredTime]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return of each row the place of what timing its single kernel adds, (rows,), and where these logarithms of ms,
+    one for each operator, begin."""
+    operators = [row.group if row.source in ALONE else "" for row in rows]
+    names = list(dict.fromkeys(operators))
+    begin = torch.full((len(names),), math.log(INSTRUMENT_MS), dtype=torch.float64)
+    return torch.tensor([names.index(name) for name in operators]), begin
 
 
 def ends_of(rows: Sequence[MeasuredTime]) -> np.ndarray:
@@ -175,8 +173,8 @@ class WaveScaling:
         for at, row in enumerate(fit.rows):
             self.alike[_job_of(row)].append(at)
 
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`; NaN without a measurement of the same kernels on another GPU model among `of`."""
+    def __call__(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula` says; NaN without a measurement of the same kernels on another GPU model among `of`."""
         ratios = np.full(len(self.fit.rows), np.nan)
         measured_ms = self.fit.measured_ms.numpy()
         for members in self.alike.values():
@@ -272,11 +270,11 @@ class TilesAndWaves:
             )
         )
         self.features = torch.tensor((features - features.mean(axis=0)) / (features.std(axis=0) + 1e-9)).float()
-        self.instruments = Instruments(fit.rows)
+        self.instrument, self.added = instruments_of(fit.rows)
         self.measured_ms = fit.measured_ms.float()
 
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`."""
+    def __call__(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula` says."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             kind = torch.nn.Embedding(self.kinds, self._OF_KIND)
@@ -287,7 +285,7 @@ class TilesAndWaves:
                 torch.nn.ReLU(),
                 torch.nn.Linear(self._HIDDEN, 2),
             )
-        added = self.instruments.begin.clone().requires_grad_(True)
+        added = self.added.clone().requires_grad_(True)
         learned = [*network.parameters(), *kind.parameters(), added]
         optimizer = torch.optim.AdamW(learned, lr=self._RATE, weight_decay=1e-4)
         weights = torch.tensor(self.fit.row_weights(of)).float()
@@ -317,7 +315,7 @@ class TilesAndWaves:
         utilization = alpha - alpha * beta / self.waves[at]
         kernels_ms = self.all_waves_ms[at] / utilization.clamp(min=1e-4)
         busy_ms = torch.zeros(len(rows)).index_add(0, torch.tensor(row), kernels_ms)
-        added_ms = torch.exp(added)[self.instruments.operator[rows]].float()
+        added_ms = torch.exp(added)[self.instrument[rows]].float()
         return busy_ms + self.fit.one_kernel[rows] * added_ms
 
 
@@ -332,39 +330,23 @@ _DESCENT = Descent(
 )
 
 
-class Formula(Protocol):
-    """A formula, made ready for the rows of a `TimeFit`."""
-
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """Return the logarithm of estimated over measured time of every row, learned from the rows that `of` names.
-
-        NaN where the formula has no answer. Rows outside `of` have no part in what is learned.
-        """
-        ...
+# A formula, made ready for the rows of a `TimeFit`: from the mask `of` of the rows that are learned from, (rows,), to
+# the logarithm of estimated over measured time of every row; NaN where it has no answer. Rows outside `of` have no part
+# in what is learned.
+Formula: TypeAlias = Callable[[np.ndarray], np.ndarray]
 
 
-class KernelModel:
-    """The kernel model, its efficiencies fitted anew."""
-
-    def __init__(self, fit: TimeFit) -> None:
-        self.fit = fit
-
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`."""
-        return self.fit.log_ratios(self.fit.fitted(of))
+def kernel_model(fit: TimeFit) -> Formula:
+    """The kernel model, its efficiencies refitted."""
+    return lambda of: fit.log_ratios(fit.fitted(of))
 
 
-class KernelModelAsItComes:
+def kernel_model_as_it_comes(fit: TimeFit) -> Formula:
     """The kernel model with the packaged efficiencies. It learns nothing from the rows."""
-
-    def __init__(self, fit: TimeFit) -> None:
-        self.fit = fit
-
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`; the same whatever `of` names."""
-        learned = load_efficiencies()
-        leftover = dict.fromkeys(SHARDED, learned.sharded)
-        return self.fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))
+    learned = load_efficiencies()
+    leftover = dict.fromkeys(SHARDED, learned.sharded)
+    ratios = fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))
+    return lambda _: ratios
 
 
 class RooflineByKind:
@@ -379,12 +361,12 @@ class RooflineByKind:
         busy_ms = np.zeros((len(fit.rows), sizes.kinds))
         np.add.at(busy_ms, (sizes.row, sizes.kind), sizes.count * sizes.roofline_s * 1e3)
         self.busy_ms = torch.tensor(busy_ms)
-        self.instruments = Instruments(fit.rows)
+        self.instrument, self.added = instruments_of(fit.rows)
 
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`."""
+    def __call__(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula` says."""
         usual = torch.full((self.busy_ms.shape[1],), math.log(_USUAL_SHARE), dtype=torch.float64)
-        begin = {"share": usual, "instrument": self.instruments.begin}
+        begin = {"share": usual, "instrument": self.added}
 
         def losses(values: Values) -> torch.Tensor:
             return robust(self._log_ratios(values), TOLERANCE)
@@ -393,15 +375,15 @@ class RooflineByKind:
 
     def _log_ratios(self, values: Values) -> torch.Tensor:
         busy_ms = self.busy_ms @ torch.exp(-values["share"])
-        one_kernel_ms = busy_ms + torch.exp(values["instrument"])[self.instruments.operator]
+        one_kernel_ms = busy_ms + torch.exp(values["instrument"])[self.instrument]
         steps_ms = overlapped_ms(busy_ms, self.fit.host_ms)
         return torch.log(torch.where(self.fit.one_kernel, one_kernel_ms, steps_ms) / self.fit.measured_ms)
 
 
 AS_IT_COMES = "trace"  # the estimator of that name has the same figures
 FORMULAS: Mapping[str, Callable[[TimeFit], Formula]] = {
-    AS_IT_COMES: KernelModelAsItComes,
-    "kernels": KernelModel,
+    AS_IT_COMES: kernel_model_as_it_comes,
+    "kernels": kernel_model,
     "roofline": RooflineByKind,
     "habitat": WaveScaling,
     "neusight": TilesAndWaves,
@@ -435,26 +417,6 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         if rows not in kernels_alone or split in _OF_KERNELS
     ]
     return [score for score in scores if score.count], ratios["families left out"][fit.steps]
-
-
-def left_out_ratios(formula: Formula, masks: Sequence[np.ndarray], heard: Callable[[], None]) -> np.ndarray:
-    """Return the logarithm of estimated over measured time of rows, each from what was learned without it.
-
-    Args:
-        formula: Whose estimates.
-        masks: Masks of the rows that are left out in turn; at least one.
-        heard: Called before each fit.
-
-    Returns:
-        (rows,); NaN where the formula has no answer, no mask holds the row, or one holds all rows.
-    """
-
-    def heard_of() -> Iterator[np.ndarray]:
-        for mask in masks:
-            heard()
-            yield mask
-
-    return left_out_errors(np.empty(len(masks[0])), heard_of(), lambda mask: formula.log_ratios(~mask))
 
 
 def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:

@@ -22,12 +22,10 @@ from featurize.configs.features import group_key
 from featurize.configs.trial import config_of_row
 from learn.estimators.protocol import LEVEL, Estimator, get_estimator, require_target, to_space
 from learn.fitting.artifacts import Artifact, DataPlace, StaleArtifact, newest, require_current, save_judged, versions
-from learn.fitting.fit_call import remarks
-from learn.judging.evaluate import Evaluation, judged
+from learn.judging.evaluate import Evaluation, judged, remarks
 from learn.judging.scores import NOT_INFORMATIVE, exceeds, mean, median
-from learn.rows.data import MIN_GROUPS, Rows, load_rows, with_suspects
-from learn.rows.step_store import StepStore
-from learn.rows.targets import get_target, make_bins
+from learn.rows.data import MIN_GROUPS, Rows, get_target, load_rows, make_bins
+from learn.rows.step_store import StepStore, with_suspects
 from warehouse.files.folder import DataFolder
 
 HELD_OUT_SHARE = 0.2  # share of configurations; another share would show models what judged those before them

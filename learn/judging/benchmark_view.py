@@ -28,7 +28,7 @@ from conf.reports.blocks import (
 )
 from learn.judging.report import plots_of
 from learn.judging.scores import NOT_INFORMATIVE, by_group, worst_of
-from learn.rows.targets import LEVELS, MIB_PER_GB, TARGETS, Bins
+from learn.rows.data import LEVELS, MIB_PER_GB, TARGETS, Bins
 
 if TYPE_CHECKING:
     from rich.console import Console

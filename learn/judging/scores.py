@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 
 from learn.estimators.protocol import LEVEL, Prediction
-from learn.rows.data import LabelledRow, Rows
-from learn.rows.targets import Bins, Target
+from learn.rows.data import Bins, LabelledRow, Rows, Target
 
 TOLERANCE = 1e-6  # labels that differ by less are equal, whatever order their sums were taken in
 _TOLERANCE_AT_LEAST = 1e-9  # in the target's unit, for labels of 0
 _SIMULATES = ("trace", "hybrid")  # estimators that answer with what makes simulated labels, corrected or not
 NOT_INFORMATIVE = "not informative"  # instead of the figures of such an estimator on its own labels
-RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is no 100 % mistake
+RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is not a 100 % mistake
 _P90 = 0.9
 
 
@@ -148,13 +147,21 @@ COLUMNS = {
 
 def score_table(scores: Sequence[RowScores], about: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and the rows of a table; `about`: head -> the score's field, for the columns before figures."""
-    names = list(scores[0].figures)
+    names = [name for name in COLUMNS if name in scores[0].figures]
     rows = [
         [f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(score, field) for field in about.values())]
         + ["-" if (value := score.figures[name]) is None else format(value, COLUMNS[name][1]) for name in names]
         for score in scores
     ]
     return [*about, *(COLUMNS[name][0] for name in names)], rows
+
+
+def scores_of_errors(rows: str, by: str, errors: Mapping[str, np.ndarray], **more: float) -> RowScores:
+    """Return the median and the 90th percentile of the size of each kind of errors, and more figures."""
+    figures = dict(more)
+    for name, off in errors.items():
+        figures[f"{name}_median"], figures[f"{name}_p90"] = spread(off)
+    return RowScores(rows=rows, by=by, count=len(next(iter(errors.values()))), figures=figures)
 
 
 def spread(errors: np.ndarray) -> tuple[float, float]:

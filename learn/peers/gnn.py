@@ -36,7 +36,7 @@ from learn.estimators.protocol import (
 )
 from learn.estimators.tabular import group_folds
 from learn.job.training_job import Case
-from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
+from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_arrays
 from learn.rows.data import Rows
 from learn.rows.step_store import StepRecord, StepStore
 
@@ -388,7 +388,7 @@ def train(
 
 
 def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:
-    """(n,) labels in their space, of a net from `learn.peers.torch_fit.with_arrays`."""
+    """(n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
     with torch.inference_mode():
         parts = [Batch.of(graphs[i : i + 128], torch.float64) for i in range(0, len(graphs), 128)]
         return np.concatenate([net(batch).numpy() for batch in parts]) if parts else np.empty(0)

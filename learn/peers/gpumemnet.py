@@ -50,10 +50,9 @@ from learn.estimators.protocol import (
 )
 from learn.estimators.tabular import group_folds, why_not
 from learn.job.training_job import Case
-from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
-from learn.rows.data import Rows
+from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_arrays
+from learn.rows.data import MIB_PER_GB, Rows, default_bin_gb, utilization_bins
 from learn.rows.step_store import StepStore
-from learn.rows.targets import MIB_PER_GB, default_bin_gb, utilization_bins
 
 FOLDS = 5
 LEAST_ROWS = 10  # rows of a family, for an ensemble of its own
@@ -542,7 +541,7 @@ def train_member(
 
 
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
-    """(n, classes) of a net from `learn.peers.torch_fit.with_arrays`."""
+    """(n, classes) of a net from `learn.peers.base.with_arrays`."""
     batches = []
     order = np.arange(len(inputs.length_N))
     with torch.inference_mode():

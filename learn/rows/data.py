@@ -1,19 +1,17 @@
-"""Rows to learn from: configs with one label each, read from the warehouse's `runs` view.
+"""Rows to learn from: configs with one label each, read from the warehouse's `runs` view; the targets of estimates with
+their columns and units, and the bins that published results use.
 
-Start reading at `load_rows`. What can't be used is counted with its reason, never dropped in silence. `with_suspects`
-marks memory labels that neither the job's tensors nor assumed workspaces explain, judged by the rows beside them:
-published figures are often the whole card's, polled once a second, so that another job on the card, or a run that never
-trained, is in them. Such a row is kept and judged, but not fitted on.
+Start reading at `load_rows`, then at `TARGETS` and `Bins`. What can't be used is counted with its reason, never dropped
+in silence; a row whose label is in doubt is kept and judged, but not fitted on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -22,16 +20,154 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError
-from conf.units import MIB_PER_GIB
+from conf.errors import CommandError, UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
-from featurize.device.device_spec import DEFAULT_DEVICE, plain_device, same_device
+from featurize.device.device_spec import plain_device, same_device
 from learn.job.training_job import Case
-from learn.rows.step_store import StepStore
-from learn.rows.targets import Target, get_target
 
 if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
+
+
+MIB_PER_GB = 1024.0  # bins are counted in units of 1024 MiB, as nvidia-smi's figures are read
+BIN_WIDTHS_GB = (1, 2, 8)
+SLOWDOWN = "slowdown"  # target of jobs that share a GPU: not a column of `runs`, see `learn.sharing`
+
+# Edges between low, medium and high, by family: GPUMemNet's utilization sets (arXiv 2602.17817).
+UTILIZATION_EDGES: dict[str, dict[str, tuple[float, float]]] = {
+    "smact": {"mlp": (0.2, 0.7), "cnn": (0.3, 0.9), "transformer": (0.3, 0.8)},
+    "smocc": {"mlp": (0.1, 0.3), "cnn": (0.1, 0.3), "transformer": (0.3, 0.4)},
+    "drama": {"mlp": (0.2, 0.7), "cnn": (0.3, 0.9), "transformer": (0.3, 0.8)},
+}
+_UNPUBLISHED = "transformer"  # a family without published edges is read with this one's
+LEVELS = ("low", "medium", "high")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One label column. `space` says where errors are taken: `log` of positive values, `ratio` in [0, 1]."""
+
+    name: str
+    column: str
+    unit: str
+    space: str
+
+    @property
+    def is_memory(self) -> bool:
+        return self.column == "peak_memory_mib"
+
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Target("memory", "peak_memory_mib", "MiB", "log"),
+        Target("smact", "smact", "ratio", "ratio"),
+        Target("smocc", "smocc", "ratio", "ratio"),
+        Target("drama", "drama", "ratio", "ratio"),
+        Target("gpu_util", "gpu_util", "ratio", "ratio"),
+        Target("step_time", "step_time_ms", "ms", "log"),
+        Target("power", "power_w", "W", "log"),
+    )
+}
+
+
+def get_target(name: str) -> Target:
+    """The target of that name. An unknown one raises `UsageError` listing the known."""
+    if name not in TARGETS:
+        raise unknown_name("target", name, TARGETS)
+    return TARGETS[name]
+
+
+def check_target(name: str) -> None:
+    """Raise `UsageError` for what is neither a column's target nor `slowdown`, listing the known."""
+    if name not in TARGETS and name != SLOWDOWN:
+        raise unknown_name("target", name, (*TARGETS, SLOWDOWN))
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Classes over a label. `edges` are the inner edges, in the label's unit; the first class is open below and the
+    last above, and class i holds `edges[i-1] <= value < edges[i]`. `by_family` overrides them for some families.
+    """
+
+    labels: tuple[str, ...]
+    edges: tuple[float, ...]
+    by_family: dict[str, tuple[float, ...]]
+    rule: str  # in words, for reports
+
+    def edges_of(self, families: Sequence[str] | np.ndarray) -> np.ndarray:
+        """Inner edges by row, (n, classes - 1)."""
+        rows = [self.by_family.get(family, self.edges) for family in families]
+        return np.asarray(rows, dtype=float).reshape(len(rows), len(self.labels) - 1)
+
+    def classify(self, values: np.ndarray | Sequence[float], families: Sequence[str] | np.ndarray) -> np.ndarray:
+        """Class index of each value, (n,) int."""
+        return np.asarray((np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1))
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {
+            "labels": list(self.labels),
+            "edges": list(self.edges),
+            "by_family": {family: list(edges) for family, edges in self.by_family.items()},
+            "rule": self.rule,
+        }
+
+
+def default_bin_gb(families: Sequence[str] | np.ndarray) -> int:
+    """The published width: 1 GB where every row is an MLP, else 8 GB."""
+    return 1 if set(families) == {"mlp"} else 8
+
+
+_MOST_BINS = 4096  # bins of 1 GB: more than any GPU has
+
+
+def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) -> Bins:
+    """Bins of `bin_gb` * 1024 MiB. The last is open: the bin that ends at `ceiling_mib`, the device's memory, where
+    out-of-memory rows are to be classed (they say "at least this much"), else the largest label's bin."""
+    if bin_gb not in BIN_WIDTHS_GB:
+        raise UsageError(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {bin_gb!r}")
+    width = bin_gb * MIB_PER_GB
+    top = int(np.max(labels_mib, initial=0.0) // width)
+    if ceiling_mib is not None:
+        top = max(0, math.ceil(ceiling_mib / width) - 1)
+    if top > _MOST_BINS:
+        raise UsageError(
+            f"a label of {np.max(labels_mib):,.6g} MiB is more than any GPU has: mend or leave out that run"
+        )
+    edges = tuple(width * (i + 1) for i in range(top))
+    names = (*(f"{bin_gb * i}-{bin_gb * (i + 1)} GB" for i in range(top)), f"{bin_gb * top}+ GB")
+    return Bins(names, edges, {}, f"{bin_gb} GB (1 GB = 1024 MiB) wide, the last one open")
+
+
+def utilization_bins(target: Target) -> Bins:
+    """low / medium / high with the published edges of each row's own family."""
+    published = UTILIZATION_EDGES[target.name]
+    words = "; ".join(f"{family} [{low:g}, {high:g})" for family, (low, high) in published.items())
+    rule = f"medium is {words}; any other family as {_UNPUBLISHED}"
+    return Bins(LEVELS, published[_UNPUBLISHED], dict(published), rule)
+
+
+def tercile_bins(labels: np.ndarray, target: Target) -> Bins:
+    """low / medium / high thirds of these very labels: for targets that nobody published edges for."""
+    low, high = np.quantile(labels, [1 / 3, 2 / 3])
+    rule = f"thirds of this data: medium is [{low:.4g}, {high:.4g}) {target.unit}"
+    return Bins(LEVELS, (float(low), float(high)), {}, rule)
+
+
+def make_bins(
+    target: Target,
+    labels: np.ndarray,
+    families: Sequence[str] | np.ndarray,
+    *,
+    bin_gb: int | None = None,
+    ceiling_mib: float | None = None,
+) -> Bins:
+    """The bins a target is judged by. `bin_gb` is for memory only; None takes `default_bin_gb`."""
+    if target.is_memory:
+        return memory_bins(labels, default_bin_gb(families) if bin_gb is None else bin_gb, ceiling_mib)
+    if bin_gb is not None:
+        raise UsageError(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
+    return utilization_bins(target) if target.name in UTILIZATION_EDGES else tercile_bins(labels, target)
 
 
 MIN_ROWS = 30
@@ -201,43 +337,6 @@ class Rows:
         return dict(sorted(Counter(map(str, getattr(self, column))).items()))
 
 
-def make_rows(
-    target: str | Target,
-    configs: Sequence[TrialConfig],
-    label: Sequence[float],
-    *,
-    run_ids: Sequence[str] | None = None,
-    censored: Sequence[bool] | None = None,
-    source: str = "simulated",
-    device: str = DEFAULT_DEVICE,
-    device_memory_mib: float = 40_960.0,
-    training_loop: bool = False,
-) -> Rows:
-    """Rows from configs and labels that are at hand, without a warehouse; all of one source and device."""
-    from featurize.configs.features import group_key
-
-    n = len(configs)
-    names = [f"row-{i:06d}" for i in range(n)] if run_ids is None else run_ids
-    bounds = [False] * n if censored is None else censored
-    records = [
-        LabelledRow(
-            run_id=name,
-            case=Case(config, device, training_loop),
-            label=float(value),
-            censored=bool(bound),
-            family=config.family,
-            source=source,
-            device=device,
-            device_memory_mib=device_memory_mib,
-            card_mib=device_memory_mib,
-            group=group_key(config),
-            module=module_of(config),
-        )
-        for name, config, value, bound in zip(names, configs, label, bounds, strict=True)
-    ]
-    return Rows(get_target(target) if isinstance(target, str) else target, tuple(records), {"ok": n})
-
-
 def load_rows(
     data: str | os.PathLike[str] | DataFolder | None,
     target: str,
@@ -303,7 +402,7 @@ def _read(
     from warehouse.files.stale import stale_now
 
     with contextlib.closing(warehouse.connect(data, snapshot=snapshot)) as connection:
-        # target.column comes from learn.rows.targets, not from the user
+        # target.column comes from learn.rows.data, not from the user
         answer = connection.execute(f"SELECT {_COLUMNS}, {target.column} AS label FROM runs ORDER BY run_id")
         names = [column[0] for column in answer.description]
         runs = [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
@@ -491,140 +590,3 @@ def _family(name: str) -> ModuleType:
     from featurize.families import get_family
 
     return get_family(name)
-
-
-_LEAST_MIB = MIB_PER_GIB  # rows of one network that differ by less are left alone
-_SHARE = 0.1  # and by less than this share of it
-_NEIGHBOURS = 2  # rows of the nearest traced memory that a row is compared with
-_SCENARIO = "job_scenario_"
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """One row beside its trace, MiB.
-
-    at           place in the rows
-    traced_mib   the trace's figure; tensors_mib: what it holds without any workspace, context included
-    workspaces_mib  how far assumptions about workspaces move the trace's figure
-    beyond_mib   label less trace
-    """
-
-    at: int
-    label_mib: float
-    traced_mib: float
-    tensors_mib: float
-    workspaces_mib: float
-
-    @property
-    def beyond_mib(self) -> float:
-        return self.label_mib - self.traced_mib
-
-    def above_larger_mib(self, others: Sequence[_Measured]) -> float:
-        """Return by how much it lies beyond its trace more than the others of larger batches do, workspaces and a GiB
-        aside. Such a label is too high: others' memory on the card is in it. Too low no label can be that covers the
-        job's tensors, so that a larger batch bounds what a smaller one takes."""
-        larger = [max(one.beyond_mib, 0.0) for one in others if one.traced_mib > self.traced_mib]
-        return max(self.beyond_mib - min(larger, default=math.inf) - self._slack_mib, 0.0)
-
-    def unexplained_mib(self, others: Sequence[_Measured]) -> float:
-        """Return by how much its label leaves the range that the others, workspaces and a GiB allow: what lies beyond
-        the trace is alike at the nearest batches, or in proportion to the traced memory."""
-        if not others:
-            return 0.0
-        nearest = sorted(others, key=lambda one: abs(math.log(one.traced_mib / self.traced_mib)))[:_NEIGHBOURS]
-        high = max(0.0, *(self._scaled(one) for one in nearest)) + self._slack_mib
-        low = min(min(one.beyond_mib, self._scaled(one)) for one in nearest) - self._slack_mib
-        return max(self.beyond_mib - high, low - self.beyond_mib, self.above_larger_mib(others))
-
-    @property
-    def _slack_mib(self) -> float:
-        return _LEAST_MIB + self.workspaces_mib
-
-    def _scaled(self, other: _Measured) -> float:
-        """Return how far the other lies beyond its trace, in proportion to the memory where this one's is larger."""
-        scaled = other.beyond_mib * max(1.0, self.traced_mib / other.traced_mib)
-        return max(scaled, other.beyond_mib) if other.beyond_mib > 0 else min(scaled, other.beyond_mib)
-
-
-def with_suspects(rows: Rows, steps: StepStore) -> Rows:
-    """Return the rows of memory with a doubt for each label that nothing explains; rows of other targets as they are.
-
-    Suspect is a label that lies more than 1 GiB, and a tenth, below the job's own tensors; one that differs by more
-    than 1 GiB, and by more than assumptions about workspaces (`featurize.memory.cudnn_workspaces`) move the trace,
-    from what the same network shows at other batches; and, in a network of which at least as many rows are in doubt as
-    are not, one that lies 1 GiB, a tenth and what workspaces can make up off its trace.
-
-    Args:
-        rows: Their steps are at hand in `steps`; those that are not are left as they are.
-        steps: Records of the rows' cases.
-    """
-    if not rows.target.is_memory:
-        return rows
-    networks: dict[str, list[_Measured]] = defaultdict(list)
-    doubted: Counter[str] = Counter()
-    doubts: dict[int, str] = {}
-    for at, row in enumerate(rows.records):
-        values = steps.features(row.case)
-        if values is None:
-            continue
-        network = _network(row.case, row.device)
-        if row.doubt:
-            doubted[network] += 1
-        elif not row.censored:
-            one = _measured(at, row.label, values)
-            if one.label_mib + max(_LEAST_MIB, _SHARE * one.label_mib) < one.tensors_mib:
-                doubts[at] = "less than the job's tensors alone"
-                doubted[network] += 1
-            elif not one.traced_mib > row.device_memory_mib:  # near the limit a job does with less
-                networks[network].append(one)
-    for network, left in networks.items():
-        while unexplained := _unexplained(left):
-            worst = _worst(unexplained, left)
-            doubts[worst.at] = "gigabytes off the same network at other batches"
-            left.remove(worst)
-            doubted[network] += 1
-        if 0 < len(left) <= doubted[network]:
-            for one in left:
-                if abs(one.beyond_mib) > _LEAST_MIB + one.workspaces_mib + _SHARE * one.traced_mib:
-                    doubts[one.at] = "gigabytes off its trace, in a network of which as many rows are in doubt"
-    if not doubts:
-        return rows
-    records = tuple(replace(row, doubt=doubts.get(at, row.doubt)) for at, row in enumerate(rows.records))
-    return replace(rows, records=records)
-
-
-def _unexplained(rows: Sequence[_Measured]) -> list[_Measured]:
-    """Return the rows that the others of their network do not explain."""
-    return [one for one in rows if one.unexplained_mib([other for other in rows if other is not one])]
-
-
-def _worst(unexplained: Sequence[_Measured], rows: Sequence[_Measured]) -> _Measured:
-    """Return a label that is too high beside a larger batch's, the furthest off its trace; else the one without which
-    the fewest are left unexplained."""
-
-    def others(one: _Measured) -> list[_Measured]:
-        return [other for other in rows if other is not one]
-
-    too_high = [one for one in unexplained if one.above_larger_mib(others(one))]
-    if too_high:
-        return max(too_high, key=lambda one: (one.beyond_mib / one.traced_mib, one.at))
-    return min(
-        unexplained,
-        key=lambda one: (len(_unexplained(others(one))), -abs(one.beyond_mib) / one.traced_mib, one.at),
-    )
-
-
-def _measured(at: int, label_mib: float, values: Mapping[str, float]) -> _Measured:
-    moved = [value for name, value in values.items() if name.startswith(_SCENARIO)]
-    traced_mib = values["job_memory_mib"]
-    tensors_mib = values["job_allocated_mib"] * (1 - values["job_share_workspace"]) + values["job_outside_mib"]
-    workspaces_mib = traced_mib * (2 ** max(moved, default=0.0) - 2 ** min(moved, default=0.0))
-    return _Measured(at, label_mib, traced_mib, tensors_mib, workspaces_mib)
-
-
-def _network(case: Case, device: str) -> str:
-    """Return what rows share that differ in nothing but the batch."""
-    if case.config is None:
-        return f"{device} {case.training_loop} {case.job.name}"
-    settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}
-    return f"{device} {case.training_loop} {json.dumps(settings, sort_keys=True, default=str)}"

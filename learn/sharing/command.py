@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from learn.judging.scores import RowScores, score_table, spread
-from learn.rows.targets import SLOWDOWN
+from learn.rows.data import SLOWDOWN
 from learn.sharing.learned import LearnedSlowdowns, MeasuredGroup, fitted_slowdowns, left_out_parts, measured_groups
 from learn.sharing.profile import (
     NoUtilization,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import os
 
     from learn.commands.benchmark_rows import BenchmarkSettings
-    from learn.fitting.fit_call import FitSettings
+    from learn.commands.fit import FitSettings
 
 
 BOTH_KEEP = 0.85  # share of the speed alone: a pair in which both keep it is one to put together

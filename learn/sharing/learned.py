@@ -29,7 +29,7 @@ import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
 from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, newest_whole, read_json, version_folders
-from learn.rows.targets import SLOWDOWN
+from learn.rows.data import SLOWDOWN
 from learn.sharing.profile import JobProfile, Slowdown, utilization
 from warehouse.tables.schema import NOT_TOGETHER
 

@@ -12,8 +12,8 @@ from conf.errors import EnvironmentProblem, UsageError
 from learn import JobProfile, fit_slowdowns, group_memory, slowdowns
 from learn.benchmark import entry as benchmark_command
 from learn.commands.benchmark_rows import BenchmarkSettings
+from learn.commands.fit import FitSettings
 from learn.commands.fit import entry as fit_command
-from learn.fitting.fit_call import FitSettings
 from learn.sharing.admitting import known, profile_of
 from learn.sharing.command import judged
 from learn.sharing.learned import (

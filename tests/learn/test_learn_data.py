@@ -9,8 +9,8 @@ from learn_rows import labels_of, make_configs, write_batch, write_runs
 from conf.errors import UsageError
 from learn.judging.evaluate import classes_of
 from learn.judging.scores import Scored, described, told_classes
-from learn.rows.data import LabelledRow, load_rows, make_rows
-from learn.rows.targets import memory_bins
+from learn.rows.data import LabelledRow, load_rows, memory_bins
+from tests.learn.learn_rows import make_rows
 
 
 @pytest.fixture

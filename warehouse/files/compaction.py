@@ -86,7 +86,7 @@ class CompactionSettings(Checked):
         3600, "seconds before a later compaction deletes the files that were merged", "number 0 to 1e9"
     )
     force_after_s: float = key(
-        86400, "seconds after which it deletes them also while somebody has the warehouse open", "number 0 to 1e9"
+        86400, "seconds after which it deletes them even while the warehouse is open", "number 0 to 1e9"
     )
     target_mib: float = key(64, "size that merged files grow to, MiB; larger ones are left alone", "number > 0 to 1e9")
     target_rows: int = key(
@@ -228,7 +228,7 @@ def _merge_groups(
                 unreadable(path, NoPlainFile("it is a link to a file that does not exist"))
             continue
         if not stat.S_ISREG(status.st_mode):
-            unreadable(path, NoPlainFile("it is no plain file"))
+            unreadable(path, NoPlainFile("it is not a plain file"))
             continue
         size = status.st_size
         if size > target_bytes / 2 or path in report.left:

@@ -1,26 +1,32 @@
-"""Fit what kernels draw and keep busy, and judge it on held-out jobs: power under several limits, activity and
-occupancy of SMs.
+"""Fit the constants of a step beside its kernels' times, and judge them on what was held out: power under several
+limits, activity and occupancy of SMs, how long a host takes for a launch, what collectives reach on NVLink.
 
-Start reading at `fitted_power` and at `ActivityFit.fitted`. The formulas are `featurize.timing.activity.kernel_power`
-and `featurize.timing.activity.kernel_activity`, on torch tensors; the times of the kernels are those that are known
-before.
+Start reading at `fitted_power`, `ActivityFit.fitted`, `fitted_hosts` and `fitted_links`. The formulas are those of
+`featurize.timing.activity` (`kernel_power`, `kernel_activity`), `featurize.timing.times.host_ms` and
+`featurize.timing.collectives.collective_s`. Launches are fitted to vTrain's steps under Megatron and to Zeus' under
+eager PyTorch, and how far machines differ to the steps that Megatron's own tests take on each of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import torch
 
+from conf.errors import UsageError
+from featurize.configs.step_features import DTYPE_BYTES
 from featurize.device.device_spec import DeviceSpec
-from featurize.job.training_settings import EAGER, Training
+from featurize.job.layout import Parallel
+from featurize.job.training_settings import EAGER, MEGATRON, Training
 from featurize.timing.activity import (
     CLASS_VALUES,
     CLASSES,
@@ -34,7 +40,8 @@ from featurize.timing.activity import (
     load_power,
     occupied_on,
 )
-from featurize.timing.calls import Calls
+from featurize.timing.calls import Calls, kernel_calls
+from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.timing.step_time import LearnedEfficiencies, overlapped, timed_kernels
 from featurize.timing.times import HostTime, call_seconds, host_ms, kernels_on
 from learn.estimators.kernel_fitting import (
@@ -50,9 +57,11 @@ from learn.estimators.kernel_fitting import (
     row_of_kernels,
     weights_by,
 )
+from learn.fitting.kernel_formulas import score_of
 from learn.fitting.kernel_rows import MeasuredActivity, RowLeftOut, described, queried, read_each
-from learn.fitting.published_jobs import JOBS, ZEUS, zeus_calls
-from learn.judging.scores import RowScores, spread
+from learn.fitting.published_jobs import JOBS, ZEUS, megatron_settings, megatron_step, zeus_calls
+from learn.judging.scores import RowScores, scores_of_errors
+from warehouse.exchange.published_kernels import OPERATOR
 
 # Where the fit begins: an SM without arithmetic, the pipes and the memory each draw a part of what the board may.
 _BEGIN: Mapping[str, float] = {"sm": 0.3, "fp32": 1.0, "tensor": 1.0, "dram": 0.4, "exponent": 2.0, "feed": 0.5}
@@ -103,18 +112,24 @@ class MeasuredPower:
 def fitted_power(
     rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
 ) -> tuple[dict[str, float], list[RowScores]]:
-    """Return the section `power` of the file of parameters, and its scores.
-
-    With fewer than two GPU models, the section is the packaged one.
+    """Return the section `power` of the file of parameters, fitted on all rows, and the scores of all and of left-out
+    models and GPU models. With fewer than two GPU models, the section is the packaged one.
 
     Args:
         rows: What `power_rows` returns.
         learned: The efficiencies behind the kernels' times.
         progress: Called before each fit with a text, the number done and their total.
     """
-    if len({row.device.name for row in rows}) < 2:
+    devices = np.array([row.device.name for row in rows])
+    if len(np.unique(devices)) < 2:
         return dataclasses.asdict(load_power()), []
-    return judged_power(rows, learned, progress)
+    fit = _PowerFit(rows, learned)
+    splits = {
+        "GPU models left out": held_out_by(devices),
+        "models left out": held_out_by(np.array([row.model.partition("/")[0] for row in rows])),
+    }
+    section, errors = judged_by_splits(fit.fitted, fit.errors, splits, progress, "fitting power")
+    return section, [score for split, off in errors.items() for score in _scores(split, off)]
 
 
 def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple[list[MeasuredPower], dict[str, int]]:
@@ -151,19 +166,6 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
         )
 
     return read_each(sorted(jobs.items()), read, progress)
-
-
-def judged_power(
-    rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
-) -> tuple[dict[str, float], list[RowScores]]:
-    """Return the section fitted on all rows, and the scores of all and of left-out models and GPU models."""
-    fit = _PowerFit(rows, learned)
-    splits = {
-        "GPU models left out": held_out_by(np.array([row.device.name for row in rows])),
-        "models left out": held_out_by(np.array([row.model.partition("/")[0] for row in rows])),
-    }
-    section, errors = judged_by_splits(fit.fitted, fit.errors, splits, progress, "fitting power")
-    return section, [score for split, off in errors.items() for score in _scores(split, off)]
 
 
 class _PowerFit:
@@ -241,18 +243,17 @@ def _scores(split: str, off: np.ndarray) -> list[RowScores]:
     """Return how far power, and how much longer a job takes than at the highest limit, are off, relative."""
     scores = []
     for limit, errors in (("the board's own", off[:, :1]), ("lower", off[:, 1:])):
-        known = errors[:, :, 0][np.isfinite(errors[:, :, 0])]
-        (power, power_p90), (slower, slower_p90) = (spread(errors[:, :, at]) for at in (0, 1))
-        figures = {"power_median": power, "power_p90": power_p90}
-        figures["power_bias"] = float(np.median(known)) if len(known) else math.nan
-        figures |= {"slower_median": slower, "slower_p90": slower_p90}
-        scores.append(RowScores(rows=limit, by=split, count=len(known), figures=figures))
+        known = errors[np.isfinite(errors[:, :, 0])]
+        power, slower = known.T
+        bias = float(np.median(power)) if len(power) else math.nan
+        scores.append(scores_of_errors(limit, split, {"power": power, "slower": slower}, power_bias=bias))
     return scores
 
 
 _TRAINING_SHARE = "training_share"  # share of the time over which others took means: their set-up is in it
 _BEGIN_OF_ACTIVITY = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3, _TRAINING_SHARE: 0.95}
 _SMACT_TOLERANCE, _SMOCC_TOLERANCE = 0.03, 0.015  # what is further off counts in proportion, not squared
+_MEANS = ("smact", "smocc")
 _OF_SMOCC = 2.0  # weight of occupancy beside activity
 _DESCENT_OF_ACTIVITY = Descent(
     of_priors=2e-4,
@@ -350,18 +351,11 @@ def judged_activity(
         fit.fitted, lambda learned: fit.errors(*learned), splits, progress, "fitting activity"
     )
     scores = [
-        _score(str(family), split, of_rows[fit.family == family])
+        scores_of_errors(str(family), split, {name: off[fit.family == family, at] for at, name in enumerate(_MEANS)})
         for family in np.unique(fit.family)
-        for split, of_rows in errors.items()
+        for split, off in errors.items()
     ]
     return scores, learned[0]
-
-
-def _score(family: str, split: str, errors: np.ndarray) -> RowScores:
-    """Return how far SM activity and occupancy are off, absolute."""
-    (smact, smact_p90), (smocc, smocc_p90) = spread(errors[:, 0]), spread(errors[:, 1])
-    figures = {"smact_median": smact, "smact_p90": smact_p90, "smocc_median": smocc, "smocc_p90": smocc_p90}
-    return RowScores(rows=family, by=split, count=len(errors), figures=figures)
 
 
 def _begin() -> dict[str, torch.Tensor]:
@@ -377,3 +371,231 @@ def _parameters(values: Values, convert: Callable[..., Any]) -> ActivityParamete
         by_class={name: convert(values[name]) for name in CLASS_VALUES},
         single={name: convert(values[name]) for name in STEP_VALUES},
     )
+
+
+# Left out together; ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of a step.
+Times = tuple[str, float, float, float, float]
+
+_MOST = 12  # steps of vTrain's that are traced, each with both kinds of layers
+_LEAST = 4
+_FACTORS = np.geomspace(0.5, 60.0, 193)
+# Replicated, or split within layers, few micro-batches, and so little work in each that hosts are the slower ones.
+_DRAWN = (
+    "SELECT origin, device_name, step_time_ms FROM runs WHERE job_id = 'import-vtrain' AND status = 'ok' "
+    "AND '1' IN (json_extract_string(origin, '$.tp'), json_extract_string(origin, '$.dp')) "
+    "AND CAST(json_extract_string(origin, '$.pp') AS INTEGER) = 1 "
+    "AND CAST(json_extract_string(origin, '$.gpus') AS INTEGER) <= 8 "
+    "AND CAST(json_extract_string(origin, '$.micro_batch') AS INTEGER) = 1 "
+    "AND CAST(json_extract_string(origin, '$.micro_batches') AS DOUBLE) <= 4 ORDER BY md5(run_id) LIMIT ?"
+)
+# Tests of small models, which hosts bound; the second run of a test is on the same kind of machine.
+_TESTED = (
+    "SELECT json_extract_string(origin, '$.test_case'), avg(ln(step_time_ms)) FROM runs "
+    "WHERE job_id = 'import-megatron' AND status = 'ok' "
+    "AND CAST(json_extract_string(origin, '$.hidden') AS INTEGER) <= 1024 "
+    "GROUP BY json_extract_string(origin, '$.test_case'), device_name, "
+    "replace(json_extract_string(origin, '$.environment'), ' second run', '')"
+)
+
+
+def fitted_hosts(
+    data: str | os.PathLike[str] | None,
+    learned: LearnedEfficiencies,
+    jobs: Sequence[MeasuredPower],
+    hosts: Mapping[str, HostTime],
+) -> tuple[dict[str, HostTime], list[RowScores], dict[str, int]]:
+    """Return the hosts' constants, how far steps are off with their width or GPU model left out, and what was left out.
+
+    Args:
+        data: The data folder.
+        learned: The efficiencies of kernels.
+        jobs: Zeus', of which the smallest batches wait for the host.
+        hosts: The packaged constants, which stay where the folder has no rows.
+    """
+    fitted, scores = dict(hosts), []
+    machines = _machines(data)
+    if machines is not None:
+        fitted = {name: replace(host, machines=machines) for name, host in fitted.items()}
+    megatron, left_out = _megatron_times(data, learned)
+    for name, split, rows, times in (
+        (EAGER, "GPU models left out", "Zeus, smallest batches", _eager_times(jobs, learned)),
+        (MEGATRON, "widths left out", "vTrain, one stage", megatron),
+    ):
+        if len(times) >= _LEAST:
+            fitted[name] = replace(fitted[name], factor=_host_factor(times))
+            others = {key: [one for one in times if one[0] != key] for key in {one[0] for one in times}}
+            off = [_off(one, _host_factor(others[one[0]])) for one in times if others[one[0]]]
+            if off:
+                scores.append(score_of(split, rows, np.array(off)))
+    return fitted, scores, left_out
+
+
+def _machines(data: str | os.PathLike[str] | None) -> float | None:
+    """Return the factor by which 9 of 10 machines take at most longer for a test than the mean one; None: too few."""
+    rows = queried(data, _TESTED)
+    of_test = [np.array([log_ms for test, log_ms in rows if test == name]) for name in {test for test, _ in rows}]
+    degrees = sum(len(one) - 1 for one in of_test)
+    if degrees < _LEAST:
+        return None
+    spread = math.sqrt(sum(float(np.sum((one - one.mean()) ** 2)) for one in of_test) / degrees)
+    return round(math.exp(NormalDist().inv_cdf(0.9) * spread), 4)
+
+
+def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> list[Times]:
+    """Return what `_megatron_times` does, of the smallest batch of each of Zeus' jobs; first the GPU model."""
+    timed: dict[tuple[str, str], Times] = {}
+    for row in rows:
+        if row.step_ms is not None:
+            name = row.device.name
+            times = _times(name, row.calls, row.device, EAGER, SETTINGS, learned, row.step_ms)
+            timed[row.model, name] = min(times, timed.get((row.model, name), times), key=lambda one: one[1])
+    return list(timed.values())
+
+
+def _times(
+    label: str,
+    calls: Calls,
+    device: DeviceSpec,
+    framework: str,
+    settings: Training,
+    learned: LearnedEfficiencies,
+    measured_ms: float,
+) -> Times:
+    busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
+    at_0, at_1 = (host_ms(calls, device, framework, {framework: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0))
+    return label, busy_ms, at_0, at_1, measured_ms
+
+
+def _megatron_times(
+    data: str | os.PathLike[str] | None, learned: LearnedEfficiencies
+) -> tuple[list[Times], dict[str, int]]:
+    """Return width, ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of vTrain's steps; and
+    how many were left out for which reason."""
+
+    def read(row: tuple[str, str, float]) -> list[Times]:
+        origin, device_name, measured_ms = row
+        device, cells = described(device_name), json.loads(origin)
+        layers, width, heads, samples, split, ranks, batch = (
+            int(cells[name]) for name in ("num_layers", "hidden", "heads", "micro_batch", "tp", "dp", "global_batch")
+        )
+        micro_batches = batch // (ranks * samples)
+        times = []
+        for fused in (True, False):  # which of the two an estimate is asked of is not known
+            settings = megatron_settings(micro_batches, fused)
+            trace = megatron_step(layers, width, heads, samples, micro_batches, split, fused, device)
+            calls = kernel_calls(trace.operators)
+            times.append(_times(str(width), calls, device, MEGATRON, settings, learned, measured_ms))
+        return times
+
+    steps, left_out = read_each(queried(data, _DRAWN, [_MOST]), read)
+    return [one for times in steps for one in times], left_out
+
+
+def _off(one: Times, factor: float) -> float:
+    """Return the logarithm of estimated over measured time."""
+    _, busy_ms, bare_ms, with_one_ms, measured_ms = one
+    return math.log(overlapped(busy_ms, bare_ms + factor * (with_one_ms - bare_ms)) / measured_ms)
+
+
+def _host_factor(times: Sequence[Times]) -> float:
+    return round(float(min(_FACTORS, key=lambda factor: sum(abs(_off(one, factor)) for one in times))), 2)
+
+
+_REDUCED = (
+    "SELECT device_name, dims, dtype, duration_us FROM kernels "
+    f"WHERE operator = '{OPERATOR}' AND source IN ('measured', 'imported') AND duration_us > 0 "
+    "ORDER BY device_name, kernel_row"
+)
+_MOST_RANKS = 8  # ranks of a node
+_FIRST_STEP = 0.3  # first step of each logarithm
+_CLOSE = 0.02  # logarithm: rows nearer than this count little
+_OF_BEGIN = 1e-4  # weight of staying where the fit begins: where the rows do not decide
+_ITERATIONS = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredAllReduce:
+    """One measured all-reduce between GPUs of one node."""
+
+    device: DeviceSpec
+    ranks: int
+    nbytes: int
+    seconds: float
+
+    def log_ratio(self, fitted: LinkConstants) -> float:
+        """Return the logarithm of estimated over measured time."""
+        fabric = fabric_of_axis(self.device, Parallel(ddp=self.ranks), self.ranks, 1, fitted=fitted)
+        return math.log(collective_s(ALL_REDUCE, self.nbytes, fabric) / self.seconds)
+
+
+def fitted_links(
+    data: str | os.PathLike[str] | None,
+) -> tuple[LinkConstants, list[RowScores], dict[str, int]]:
+    """Return the constants that explain a data folder's all-reduces, their scores, and what was left out.
+
+    Without rows that the constants hold for, they are the packaged ones.
+
+    Args:
+        data: The folder; None: the default one. Rows of `warehouse.ingest source=allreduce`.
+    """
+    measured = queried(data, _REDUCED)
+    rows, left_out = read_each(measured, lambda values: _measured(*values))
+    if not rows:
+        return packaged_links(), [], left_out
+    devices = np.array([row.device.name for row in rows])
+    splits = {
+        "GPU models left out": held_out_by(devices),
+        "numbers of GPUs left out": held_out_by(np.array([str(row.ranks) for row in rows])),
+    }
+    constants, ratios = judged_by_splits(
+        lambda of: _fitted([rows[at] for at in np.flatnonzero(of)]), lambda learned: _log_ratios(rows, learned), splits
+    )
+    scores = [
+        score_of(split, f"all-reduces, {device}", values[devices == device])
+        for split, values in ratios.items()
+        for device in np.unique(devices)
+    ]
+    return constants, [score for score in scores if score.count], left_out
+
+
+def _measured(device_name: str | None, dims: str, dtype: str, duration_us: float) -> MeasuredAllReduce:
+    device, shape = described(device_name), json.loads(dims)
+    ranks = shape["arguments"]["ranks"]
+    if ranks > _MOST_RANKS:
+        raise RowLeftOut(f"all-reduces between more than {_MOST_RANKS} GPUs")
+    try:
+        fabric = fabric_of_axis(device, Parallel(ddp=ranks, gpus_per_node=_MOST_RANKS), ranks, 1)
+    except UsageError as error:
+        raise RowLeftOut(f"all-reduces on {device.name}: its description has no such node") from error
+    if fabric.links != packaged_links():
+        raise RowLeftOut(f"all-reduces on {device.name}: not over NVLink up to Ampere")
+    return MeasuredAllReduce(
+        device=device,
+        ranks=ranks,
+        nbytes=math.prod(shape["shapes"][0]) * DTYPE_BYTES[dtype],
+        seconds=duration_us * 1e-6,
+    )
+
+
+def _log_ratios(rows: Sequence[MeasuredAllReduce], constants: LinkConstants) -> np.ndarray:
+    return np.array([row.log_ratio(constants) for row in rows])
+
+
+def _fitted(rows: Sequence[MeasuredAllReduce]) -> LinkConstants:
+    from scipy.optimize import minimize
+
+    packaged = dataclasses.asdict(packaged_links())
+
+    def constants(logs: np.ndarray) -> LinkConstants:
+        values = {name: value * math.exp(log) for (name, value), log in zip(packaged.items(), logs, strict=True)}
+        return LinkConstants(**values | {"reached": min(values["reached"], 1.0)})
+
+    def error(logs: np.ndarray) -> float:
+        off = _log_ratios(rows, constants(logs))
+        return float(np.sqrt(off**2 + _CLOSE**2).mean() + _OF_BEGIN * (logs**2).sum())
+
+    begin = np.zeros(len(packaged))
+    corners = np.vstack([begin, -_FIRST_STEP * np.eye(len(begin))])
+    options = {"maxiter": _ITERATIONS, "initial_simplex": corners, "xatol": 1e-3, "fatol": 1e-5}
+    best = constants(minimize(error, begin, method="Nelder-Mead", options=options).x)
+    return LinkConstants(**{name: float(f"{value:.4g}") for name, value in dataclasses.asdict(best).items()})
