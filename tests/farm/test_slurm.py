@@ -173,7 +173,7 @@ def test_the_training_command_runs_where_cd_leads(lines, folder, tmp_path):
 )
 def test_a_folder_that_only_the_shell_knows_is_told(lines, tmp_path):
     (tmp_path / "here").mkdir()
-    with pytest.raises(UsageError, match=r"no folder here|only the shell knows"):
+    with pytest.raises(UsageError, match=r"not a folder here|only the shell knows"):
         training_command(f"{lines}\npython train.py\n", ["job.sh"], tmp_path)
 
 
