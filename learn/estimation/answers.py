@@ -23,7 +23,7 @@ from featurize.configs.features import is_current
 from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, MachineProfile, UnsuitableDevice
 from featurize.job.training_settings import TrainingSettings, training_of
 from featurize.operators.replacing import without_collection
-from featurize.timing.model_flops import seconds_at_peak
+from featurize.timing.times import seconds_at_peak
 from learn.estimation.job_estimate import (
     COVERAGES,
     HELD_OUT,
