@@ -272,8 +272,8 @@ class RowSelection:
     notes: tuple[str, ...]
 
     def bins(self, file: str, widths_gb: Sequence[int] = ()) -> dict[str, Bins]:
-        """The classes that a file's rows are judged by: `published`, and for memory `ours` and each of `widths_gb`, by
-        its name as `2 GB`."""
+        """Return the classes that a file's rows are judged by: `published`, and for memory `ours` and each of
+        `widths_gb`, by its name as `2 GB`."""
         rows = self.rows.subset(self.file == file)
         target = rows.target
         # A quantile of no labels does not exist; a file of nothing but out-of-memory rows has none.
@@ -300,7 +300,7 @@ def _card(rows: Rows) -> float | None:
 
 
 def of_runs(settings: BenchmarkSettings) -> RowSelection:
-    """The usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
+    """Return the usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name, trust=settings.trust
     )
@@ -326,7 +326,7 @@ def of_runs(settings: BenchmarkSettings) -> RowSelection:
 
 
 def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
-    """The rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
+    """Return the rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
 
     Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
     Raises `UsageError` where nothing is left to ask, or nothing to fit on.
@@ -466,7 +466,7 @@ def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -
 
 
 def _group(row: PublishedRow, case: Case) -> str:
-    """One model at several batch sizes is one group, in whichever file and spelling."""
+    """Return the group of a row: one model at several batch sizes is one group, in whichever file and spelling."""
     if row.model is not None:
         return f"model-{row.model.lower()}"
     if case.config is None:

@@ -269,7 +269,7 @@ def _targets(sizes: Mapping[str, int]) -> int:
 
 
 def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    """A rank's part of a decoder block of Megatron-LM without flash attention (megatron/model/transformer.py).
+    """Return a rank's part of a decoder block of Megatron-LM without flash attention (megatron/model/transformer.py).
 
     Its fused kernels of bias, dropout and residual stand as the operators that they replace; scores outweigh them.
     """
@@ -306,7 +306,7 @@ def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    """The logits of a rank's part of the vocabulary, and Megatron's cross entropy over them."""
+    """Return the logits of a rank's part of the vocabulary, and Megatron's cross entropy over them."""
     width, vocabulary = sizes["width"], sizes["vocabulary"] // sizes["ranks"]
 
     class CrossEntropy(torch.autograd.Function):  # megatron/core/tensor_parallel/cross_entropy.py
@@ -337,7 +337,7 @@ def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    """The feed-forward layer of Llama (transformers, modeling_llama.py: LlamaMLP)."""
+    """Return the feed-forward layer of Llama (transformers, modeling_llama.py: LlamaMLP)."""
     width, inner = sizes["width"], sizes["inner"]
 
     class Gated(nn.Module):

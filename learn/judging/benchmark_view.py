@@ -268,7 +268,7 @@ def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
 
 
 def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
-    """The rows that one estimator is furthest off."""
+    """Return the rows that one estimator is furthest off."""
     constant = figures.constant or 0.0
     rows = []
     for row, error in worst_of(done.scored[figures.file, figures.estimator], constant, n, space=done.target.space):

@@ -272,7 +272,7 @@ class Batch:
 
     @classmethod
     def of(cls, graphs: Sequence[Graph], dtype: torch.dtype = torch.float32) -> Batch:
-        """The graphs side by side, none joined to another."""
+        """Return the graphs side by side, none joined to another."""
         counts = [len(graph.category_V) for graph in graphs]
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
         ends = [np.stack([graph.source_E, graph.reader_E]) + start for graph, start in zip(graphs, first, strict=True)]
@@ -324,7 +324,7 @@ class GraphNet(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, batch: Batch) -> Tensor:
-        """(G,) the label in its space."""
+        """Return (G,) labels in their space."""
         from torch_geometric.nn import global_max_pool, global_mean_pool
 
         x_VD = self.of_category(batch.category_V) + self.of_node(batch.nodes_VX)
@@ -354,7 +354,7 @@ def train(
     *,
     epochs: int,
 ) -> GraphNet:
-    """The net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
+    """Return the net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
 
     label (n,) is in the target's space; where censored, only what is below it is an error.
     """
@@ -388,7 +388,7 @@ def train(
 
 
 def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:
-    """(n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
+    """Return (n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
     with torch.inference_mode():
         parts = [Batch.of(graphs[i : i + 128], torch.float64) for i in range(0, len(graphs), 128)]
         return np.concatenate([net(batch).numpy() for batch in parts]) if parts else np.empty(0)

@@ -218,7 +218,7 @@ def _quiet_profiler() -> Iterator[None]:
 
 
 def _events(roots: Iterable[Any]) -> list[ProfilerEvent]:
-    """The memory events of a profile's tree in the order of time, each with the phase that was last begun."""
+    """Return the memory events of a profile's tree in the order of time, each with the phase that was last begun."""
     marks: list[tuple[int, str]] = []
     moves: list[tuple[int, int, int, bool]] = []
     stack = [(root, False) for root in roots]

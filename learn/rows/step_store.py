@@ -287,7 +287,7 @@ def _key(case: Case) -> Hashable:
 
 
 def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
-    """(key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
+    """Yield (key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
     processes = len(os.sched_getaffinity(0)) if workers is None else workers
     elsewhere = processes if workers is None else 1  # cores of other processes: with one they are never done sooner
     here, began_s = 0, 0.0
