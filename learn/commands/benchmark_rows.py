@@ -20,11 +20,11 @@ import numpy as np
 
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError, unknown_name
-from featurize.device.device_spec import describe_device
+from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.job.code_names import parse_trust
 from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
-from learn.job.training_job import Case
+from learn.job.training_job import Case, TrainingJob
 from learn.judging.evaluate import GROUPINGS, SPLITS, Part
 from learn.judging.scores import Asked, Given, given_of, median, sample
 from learn.rows.data import (
@@ -43,7 +43,6 @@ from learn.rows.processes import NoResult, in_processes
 from learn.rows.step_store import StepStore, traced_column
 
 if TYPE_CHECKING:
-    from featurize.device.device_spec import DeviceSpec
     from learn.peers.base import Answer
     from warehouse.exchange.published import PublishedFile, PublishedRow
 
@@ -428,7 +427,6 @@ def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
     why."""
     from featurize.training.training_step import Training
     from learn.fitting.published_jobs import config_of, workload_of
-    from learn.job.training_job import TrainingJob
     from warehouse.exchange.published import TORCH_VERSION
 
     try:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+import warehouse
 from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, same_device
@@ -36,7 +37,7 @@ from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.judging.evaluate import TEST_TENTHS, Part
 from learn.judging.scores import Asked, Benchmark, Given, judged, median
-from learn.rows.data import get_target, make_bins
+from learn.rows.data import get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore
 
 RANKS = "ranks"  # name of this estimator
@@ -55,8 +56,6 @@ _NO_CONFIG = "no trial config describes the row"
 
 def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
     """Return whether a benchmark is about step times that were measured, here or elsewhere, and not simulated ones."""
-    import warehouse
-
     if settings.target != _TARGET or settings.published is not None or settings.source == "simulated":
         return False
     if settings.source is not None:
@@ -221,8 +220,6 @@ def _ask_estimators(
 
 def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection, np.ndarray]:
     """Return the rows that have a trial config, and the place of each among those of the fit."""
-    from learn.rows.data import load_rows
-
     rows = load_rows(settings.data, _TARGET, source=tuple(_OF_SOURCE), trust=settings.trust)
     place_of = {row.run_id: position for position, row in enumerate(fit.rows) if row.run_id}
     rows = rows.subset([position for position, run_id in enumerate(rows.run_ids) if run_id in place_of])
@@ -369,8 +366,6 @@ def ask_ranks(
         data: The data folder, whose column `origin` has the published cells.
         tally: Is called for each row.
     """
-    import warehouse
-
     with contextlib.closing(warehouse.connect(data)) as connection:
         asked = connection.execute("SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"])
         cells_of = dict(asked.fetchall())

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.nn import functional
 from conf.errors import UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import DeviceSpec
-from featurize.families import gpt
+from featurize.families import gpt, timm
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import MEGATRON, Training, uses_tf32
 from featurize.nets.vision import import_library
@@ -33,10 +33,6 @@ from featurize.timing.calls import Calls, kernel_calls
 from featurize.trace.tracer import trace_step
 from learn.job.training_job import TrainingJob, of_config
 from warehouse.exchange.published import PublishedRow, timm_config
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 
 TOKENS = 512  # sequence length of the published transformers
 
@@ -49,8 +45,6 @@ def workload_of(row: PublishedRow) -> TrainingJob:
     weights and trained on images of its own default size; the other models are those of `KNOWN_MODELS`. All in the
     usual loop and in fp32; with Adam, except timm's (`warehouse.exchange.published.timm_config` says why).
     """
-    from featurize.families import timm
-
     if row.family is not None:
         return replace(of_config(config_of(row)), training_loop=True)
     if row.model is None or row.batch_size is None:
@@ -85,19 +79,14 @@ def _workload(
     batch_size: int,
     loss: Callable[..., Any] | None,
 ) -> TrainingJob:
-    from featurize.job.training_settings import Training
-
     return TrainingJob(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
 
 
 def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the cross entropy of [N, classes]. Models without a head return features: their mean costs the same."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
     while not isinstance(output, torch.Tensor):
         output = output[0]
-    return cross_entropy(output, targets) if output.dim() == 2 else output.mean()
+    return functional.cross_entropy(output, targets) if output.dim() == 2 else output.mean()
 
 
 @dataclass(frozen=True)
@@ -118,8 +107,6 @@ class _Vision:
             return getattr(module, self.factory)(**dict(self.arguments))
 
         def batch(device: str) -> tuple[tuple[Tensor, ...], Tensor]:
-            import torch
-
             images = torch.randn(batch_size, 3, self.side, self.side, device=device)
             return (images,), torch.zeros(batch_size, dtype=torch.long, device=device)
 
@@ -148,8 +135,6 @@ class _Language:
             return getattr(library, self.model)(config)
 
         def batch(device: str) -> tuple[tuple[Tensor, ...], Tensor]:
-            import torch
-
             tokens = torch.randint(vocabulary, (batch_size, TOKENS), device=device)
             if self.head == "classes":
                 return (tokens,), torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -161,11 +146,9 @@ class _Language:
 
 def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the loss of [N, T, V] against the tokens one place on; both are copied, as the package's own losses do."""
-    from torch.nn.functional import cross_entropy
-
     logits = output.logits[:, :-1, :].contiguous()
     following = targets[:, 1:].contiguous()
-    return cross_entropy(logits.flatten(0, 1), following.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
 # The published comparison's names. Heads, losses and image sizes are not recorded; those here are what usual scripts

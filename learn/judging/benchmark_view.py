@@ -27,14 +27,13 @@ from conf.reports.blocks import (
     TableColumn,
 )
 from learn.judging.report import plots_of
-from learn.judging.scores import NOT_INFORMATIVE, by_group, worst_of
+from learn.judging.scores import NOT_INFORMATIVE, Benchmark, Figures, by_group, worst_of
 from learn.rows.data import LEVELS, MIB_PER_GB, TARGETS, Bins
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from learn.commands.benchmark_rows import BenchmarkSettings
-    from learn.judging.scores import Benchmark, Figures
 
 OTHERS = "(published)"  # behind the name of an estimator whose figures are published ones
 # Columns of words; the others hold figures.

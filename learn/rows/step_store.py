@@ -32,15 +32,13 @@ from conf.units import MIB_PER_GIB
 from featurize.configs.features import FEATURES_VERSION
 from featurize.configs.trial import refusal
 from featurize.job.code_names import NotTrusted
-from learn.job.training_job import Case
-from learn.rows.data import Rows
+from learn.job.training_job import Case, TrainingJob
+from learn.rows.data import Rows, Target
 
 if TYPE_CHECKING:
     from featurize.configs.step_features import OpGraph
     from featurize.device.device_spec import DeviceSpec
     from learn.job.traced import TracedStep
-    from learn.job.training_job import TrainingJob
-    from learn.rows.data import Target
     from warehouse.files.folder import DataFolder
 
 
