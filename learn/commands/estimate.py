@@ -77,6 +77,8 @@ from learn.job.training_job import load_factory, name_of
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from learn.estimation.requests import AnyModel, Inputs
+
 
 FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
