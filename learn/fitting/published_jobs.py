@@ -11,10 +11,10 @@ Megatron's own layers compute scores, softmax and dropout one after the other, w
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -72,14 +72,7 @@ def known_workload(name: str, batch_size: int) -> TrainingJob:
     return known[name.lower()](name, batch_size)
 
 
-def _workload(
-    name: str,
-    build: Callable[[], nn.Module],
-    batch: Callable[..., Any],
-    batch_size: int,
-    loss: Callable[..., Any] | None,
-) -> TrainingJob:
-    return TrainingJob(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
+_workload = partial(TrainingJob, settings=Training())
 
 
 def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
@@ -102,15 +95,13 @@ class _Vision:
         module = import_library(self.library)
 
         def build() -> nn.Module:
-            if self.library == "timm":
-                return module.create_model(self.factory, **dict(self.arguments))
             return getattr(module, self.factory)(**dict(self.arguments))
 
         def batch(device: str) -> tuple[tuple[Tensor, ...], Tensor]:
             images = torch.randn(batch_size, 3, self.side, self.side, device=device)
             return (images,), torch.zeros(batch_size, dtype=torch.long, device=device)
 
-        return _workload(name, build, batch, batch_size, _first_logits_loss)
+        return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=_first_logits_loss)
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ class _Language:
             return (tokens,), tokens
 
         loss = _next_token_loss if self.head == "next_token" else None
-        return _workload(name, build, batch, batch_size, loss)
+        return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=loss)
 
 
 def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
@@ -158,7 +149,7 @@ def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
 KNOWN_MODELS: Mapping[str, Callable[[str, int], TrainingJob]] = {
     "vgg16": _Vision("torchvision.models", "vgg16", arguments=(("init_weights", False),)),
     "resnet50": _Vision("torchvision.models", "resnet50"),
-    "Xception": _Vision("timm", "legacy_xception"),
+    "Xception": _Vision("timm.models", "legacy_xception"),
     "mobilenetV2": _Vision("torchvision.models", "mobilenet_v2"),
     "efficientnet": _Vision("torchvision.models", "efficientnet_b0"),
     "inception": _Vision(
@@ -213,7 +204,7 @@ def layer_calls(name: str, sizes: Mapping[str, int], phase: str | None, dtype: s
     return kernel_calls(wanted, **uses_tf32(precision))
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _operators(
     name: str, sizes: tuple[tuple[str, int], ...], precision: str, device: DeviceSpec
 ) -> tuple[Operator, ...]:
@@ -424,10 +415,6 @@ def _shufflenet() -> nn.Module:
     )
 
 
-def _resnet50() -> nn.Module:
-    return import_library("timm").create_model("resnet50")
-
-
 def _bert(head: str) -> nn.Module:
     import transformers
 
@@ -455,7 +442,7 @@ _MOST_TOKENS = 384
 # The model, and its inputs by the batch size.
 JOBS: Mapping[tuple[str, str], tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     ("shufflenetv2", "cifar100"): (_shufflenet, _images(32)),
-    ("resnet50", "imagenet"): (_resnet50, _images(224)),
+    ("resnet50", "imagenet"): (lambda: import_library("timm").create_model("resnet50"), _images(224)),
     ("bert_base_uncased", "squad"): (
         lambda: _bert("BertForQuestionAnswering"),
         _tokens(160, 32, "start_positions", "end_positions"),
