@@ -228,7 +228,7 @@ def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection,
     place = np.array([place_of[run_id] for run_id in rows.run_ids])
     everything = np.ones(len(rows), dtype=bool)
     selection = RowSelection(
-        rows, fit.sources[place], rows.run_ids, everything, everything, rows.cases, ({},) * len(rows), ()
+        rows, fit.sources[place], rows.run_ids, everything, everything, (None,) * len(rows), ({},) * len(rows), ()
     )
     return selection, place
 

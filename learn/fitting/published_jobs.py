@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -82,57 +82,42 @@ def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output, targets) if output.dim() == 2 else output.mean()
 
 
-@dataclass(frozen=True)
-class _Vision:
-    """Build by a torchvision or timm factory. `arguments` make random initialisation cheap, with the same network."""
-
-    library: str
-    factory: str
-    side: int = 224
-    arguments: tuple[tuple[str, object], ...] = ()
-
-    def __call__(self, name: str, batch_size: int) -> TrainingJob:
-        module = import_library(self.library)
-
-        def build() -> nn.Module:
-            return getattr(module, self.factory)(**dict(self.arguments))
-
-        def batch(device: str) -> tuple[tuple[Tensor, ...], Tensor]:
-            images = torch.randn(batch_size, 3, self.side, self.side, device=device)
-            return (images,), torch.zeros(batch_size, dtype=torch.long, device=device)
-
-        return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=_first_logits_loss)
+def _vision(
+    library: str, factory: str, name: str, batch_size: int, *, side: int = 224, **arguments: Any
+) -> TrainingJob:
+    """Return the job of a torchvision or timm factory. `arguments` make random initialisation cheap, with the same
+    network."""
+    import_library(library)
+    build, batch = partial(_built, library, factory, arguments), partial(_image_batch, batch_size, side)
+    return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=_first_logits_loss)
 
 
-@dataclass(frozen=True)
-class _Language:
-    """Build a model of the transformers package from its configuration, with random weights.
+def _built(library: str, factory: str, arguments: Mapping[str, Any]) -> nn.Module:
+    module: nn.Module = getattr(import_library(library), factory)(**arguments)
+    return module
+
+
+def _image_batch(batch_size: int, side: int, device: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    images = torch.randn(batch_size, 3, side, side, device=device)
+    return (images,), torch.zeros(batch_size, dtype=torch.long, device=device)
+
+
+def _language(model: str, config: str, head: str, name: str, batch_size: int, **sizes: int) -> TrainingJob:
+    """Return the job of a model of the transformers package from its configuration, with random weights.
 
     head: `classes`, a sequence classifier with two labels, as fine-tuning scripts have it; `masked_token`, a language
     model whose loss is over the tokens in place; `next_token`, one whose loss is over the following tokens.
     """
+    made = getattr(import_library("transformers"), config)(**sizes)
+    build = partial(_built, "transformers", model, {"config": made})
+    batch = partial(_token_batch, batch_size, made.vocab_size, head)
+    loss = _next_token_loss if head == "next_token" else None
+    return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=loss)
 
-    model: str
-    config: str
-    sizes: Mapping[str, int]
-    head: str
 
-    def __call__(self, name: str, batch_size: int) -> TrainingJob:
-        library = import_library("transformers")
-        config = getattr(library, self.config)(**self.sizes)
-        vocabulary = config.vocab_size
-
-        def build() -> nn.Module:
-            return getattr(library, self.model)(config)
-
-        def batch(device: str) -> tuple[tuple[Tensor, ...], Tensor]:
-            tokens = torch.randint(vocabulary, (batch_size, TOKENS), device=device)
-            if self.head == "classes":
-                return (tokens,), torch.zeros(batch_size, dtype=torch.long, device=device)
-            return (tokens,), tokens
-
-        loss = _next_token_loss if self.head == "next_token" else None
-        return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=loss)
+def _token_batch(batch_size: int, vocabulary: int, head: str, device: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    tokens = torch.randint(vocabulary, (batch_size, TOKENS), device=device)
+    return (tokens,), torch.zeros(batch_size, dtype=torch.long, device=device) if head == "classes" else tokens
 
 
 def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
@@ -142,40 +127,28 @@ def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
+_BERT = ("BertForMaskedLM", "BertConfig", "masked_token")
+_XLNET = ("XLNetForSequenceClassification", "XLNetConfig", "classes")
+_GPT2 = ("GPT2LMHeadModel", "GPT2Config", "next_token")
 # The published comparison's names. Heads, losses and image sizes are not recorded; those here are what usual scripts
 # take, and agree with the figures: BERT's Horus estimates hold one [512, vocabulary] tensor a sample, which masked
 # language modelling has; FakeTensor's for Xception are those of 224 pixels, not its paper's 299; Horus's for Inception
 # v3 are those of 299 pixels without the auxiliary classifier. Attention is each package's default for fp32.
 KNOWN_MODELS: Mapping[str, Callable[[str, int], TrainingJob]] = {
-    "vgg16": _Vision("torchvision.models", "vgg16", arguments=(("init_weights", False),)),
-    "resnet50": _Vision("torchvision.models", "resnet50"),
-    "Xception": _Vision("timm.models", "legacy_xception"),
-    "mobilenetV2": _Vision("torchvision.models", "mobilenet_v2"),
-    "efficientnet": _Vision("torchvision.models", "efficientnet_b0"),
-    "inception": _Vision(
-        "torchvision.models",
-        "inception_v3",
-        side=299,
-        arguments=(("init_weights", False), ("aux_logits", False)),
+    "vgg16": partial(_vision, "torchvision.models", "vgg16", init_weights=False),
+    "resnet50": partial(_vision, "torchvision.models", "resnet50"),
+    "Xception": partial(_vision, "timm.models", "legacy_xception"),
+    "mobilenetV2": partial(_vision, "torchvision.models", "mobilenet_v2"),
+    "efficientnet": partial(_vision, "torchvision.models", "efficientnet_b0"),
+    "inception": partial(_vision, "torchvision.models", "inception_v3", side=299, init_weights=False, aux_logits=False),
+    "BERT_base": partial(_language, *_BERT),
+    "BERT_large": partial(
+        _language, *_BERT, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
     ),
-    "BERT_base": _Language("BertForMaskedLM", "BertConfig", {}, "masked_token"),
-    "BERT_large": _Language(
-        "BertForMaskedLM",
-        "BertConfig",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-        "masked_token",
-    ),
-    "xlnet_base": _Language(
-        "XLNetForSequenceClassification",
-        "XLNetConfig",
-        {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072},
-        "classes",
-    ),
-    "xlnet_large": _Language("XLNetForSequenceClassification", "XLNetConfig", {}, "classes"),
-    "gpt2_large": _Language(
-        "GPT2LMHeadModel", "GPT2Config", {"n_embd": 1280, "n_layer": 36, "n_head": 20}, "next_token"
-    ),
-    "gpt2_xl": _Language("GPT2LMHeadModel", "GPT2Config", {"n_embd": 1600, "n_layer": 48, "n_head": 25}, "next_token"),
+    "xlnet_base": partial(_language, *_XLNET, d_model=768, n_layer=12, n_head=12, d_inner=3072),
+    "xlnet_large": partial(_language, *_XLNET),
+    "gpt2_large": partial(_language, *_GPT2, n_embd=1280, n_layer=36, n_head=20),
+    "gpt2_xl": partial(_language, *_GPT2, n_embd=1600, n_layer=48, n_head=25),
 }
 
 
