@@ -63,7 +63,8 @@ def truncated(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as a message quotes it: its `repr`, cut where it is long, with bytes that are no UTF-8 as such."""
+    """Return a value as a message quotes it: its `repr`, cut where it is long, with bytes that are not UTF-8 as
+    such."""
     text = re.sub(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])", r"\1\\x\2", repr(value))
     cut = _cut(text, _LONGEST_SHOWN, "...")
     return text if cut == text else f"{cut} ({len(text):,} characters)"

@@ -143,12 +143,12 @@ def configuration(url: str | None) -> Any:
     try:
         return KubeConfig.from_service_account().get()
     except (ConfigError, KeyError) as error:
-        advice = "this is no pod with a service account; name the API server: api=http://127.0.0.1:8001"
+        advice = "this is not a pod with a service account; name the API server: api=http://127.0.0.1:8001"
         raise UsageError(advice) from error
 
 
 def decide_pending(api: KueueApi, service: Client) -> None:
-    """Decide every workload that waits for one of our checks; one whose trace is not done yet goes on waiting."""
+    """Decide every workload that waits for one of our checks; one whose trace is not done yet keeps waiting."""
     checks = set()
     for check in api.objects(api.check):
         name = value_at(check, "metadata.name", str)

@@ -78,7 +78,7 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
     options, script, rest = parted(command)
     added: list[str] = []
     try:
-        # Bytes that are no UTF-8 reach the command as they are.
+        # Bytes that are not UTF-8 reach the command as they are.
         text = Path(script).read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise UsageError(f"{script} cannot be read: {error.strerror or error}") from error
@@ -215,7 +215,7 @@ def _simple_commands(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words and operators of a line; none for a quotation that goes on in the next line."""
+    """Return the words and operators of a line; none for a quotation that continues in the next line."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
     lexer.whitespace_split = True
     try:
@@ -266,7 +266,7 @@ def _folder(base: str | Path, target: str) -> Path:
     except (OSError, ValueError):
         known = False
     if not known:
-        raise UsageError(f"the training command runs in {target}, which is no folder here")
+        raise UsageError(f"the training command runs in {target}, which is not a folder here")
     return folder
 
 

@@ -120,7 +120,7 @@ def main(versions: list[str]) -> int:
     """
     wrong = [version for version in versions if not _VERSION.fullmatch(version)]
     if wrong:
-        print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is no version')
+        print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is not a version')
         return 2
     golden = json.loads((ROOT / "tests" / "featurize" / "golden_traces.json").read_text(encoding="utf-8"))
     # Of pip, such as another index, for CPU builds.

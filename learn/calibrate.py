@@ -144,7 +144,7 @@ def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     except csv.Error as error:
-        raise UsageError(f"{path} is no CSV file: {error}") from error
+        raise UsageError(f"{path} is not a CSV file: {error}") from error
     header = tuple(reader.fieldnames or ())
     if unknown := [name for name in header if name not in COLUMNS]:
         raise UsageError(f"{path}: unknown column {', '.join(unknown)}; known: {', '.join(COLUMNS)}")

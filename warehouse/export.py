@@ -79,7 +79,7 @@ class ExportSettings(Checked):
                 yield f"out={self.out} is a file, not a folder"
             yield from folder_problems(self.out)
         elif not repository_folder().parent.joinpath("pyproject.toml").is_file():
-            yield "out=... is missing: this is no checkout with a datasets/ folder of its own"
+            yield "out=... is missing: this is not a checkout with a datasets/ folder of its own"
 
     @property
     def root(self) -> Path:
@@ -111,7 +111,7 @@ class ExportReport:
 
 
 def export(settings: ExportSettings) -> ExportReport:
-    """Add the runs of the data folder that the data set lacks, and write its card anew.
+    """Add the runs of the data folder that the data set lacks, and rewrite its card.
 
     Equal runs give equal bytes. Raises `UsageError`, and writes nothing, if the result would be larger than `max_mb`
     or the data folder has no such runs.

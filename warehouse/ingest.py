@@ -300,9 +300,7 @@ def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple
 def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
     root = repository_folder() if settings.path is None else Path(settings.path).expanduser()
     if not root.is_dir():
-        why = (
-            "no such folder" if settings.path is not None else "this is no checkout with a datasets/ folder: give path="
-        )
+        why = "no such folder" if settings.path is not None else "this is not a checkout with datasets/: give path="
         raise UsageError(f"path={root}: {why}")
     parts = find_parts(root)
     if not parts:

@@ -182,7 +182,7 @@ def only_statement(connection: WarehouseConnection, sql: str) -> str:
 
 
 def _explained_statement(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
-    """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is no EXPLAIN."""
+    """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is not an EXPLAIN."""
     text = statement.query
     try:
         inner = connection.extract_statements(_EXPLAIN_WORDS.sub("", text, count=1))

@@ -114,7 +114,7 @@ def end_below(pid: int, group: ControlGroup | None = None, spared: Collection[in
     pause_s = _PAUSE_S
     while True:
         if group is not None:
-            killed |= group.kill()  # all at once: one that forks for ever cannot run ahead
+            killed |= group.kill()  # all at once: one that forks forever cannot run ahead
         remaining = 0
         for process in descendants_of(pid, spared):
             if _reap(process):
@@ -267,7 +267,7 @@ class TreeMemory:
 
     def __init__(self) -> None:
         self._processes: frozenset[int] = frozenset()  # processes whose shares are known
-        self._shared_bytes = 0  # that the sum of their resident sets has more than once
+        self._shared_bytes = 0  # memory that the sum of their resident sets counts more than once
         self._looked_ns = 0
 
     def beyond(self, pids: Iterable[int], limit_bytes: float) -> int | None:

@@ -52,8 +52,8 @@ from conf.plain_text import left_out
 
 _HEAD_BYTES, _TAIL_BYTES = 2000, 4000
 _CHUNK_BYTES = 1 << 16
-_PIPE_BYTES = 1 << 20  # that a child can write before it has to wait for this process to read
-_DRAIN_CHUNKS = 64  # at most that are read at once, so that nothing else waits long
+_PIPE_BYTES = 1 << 20  # bytes that a child can write before it has to wait for this process to read
+_DRAIN_CHUNKS = 64  # most chunks that are read at once, so that nothing else waits long
 FOLDER_PREFIX = "gpufarm-child-"
 _LOOK_S = 0.1
 _END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
@@ -122,7 +122,7 @@ TIME, MEMORY = "time", "memory"
 class Ended(NamedTuple):
     """How a child ended: `code` of its process, negative for a signal; None where a limit or the caller ended it.
 
-    limit       which one it reached: `TIME`, `MEMORY` or None
+    limit       the limit that it reached: `TIME`, `MEMORY` or None
     used_bytes  the memory beyond its limit
     output      the beginning and the end of what it printed, where that was read
     left        processes that it left behind and that were killed; stayed: those of them that could not be
@@ -151,8 +151,8 @@ def keep(
 
     Args:
         body: What the child runs, in a session of its own.
-        line: To the caller, who gets the child's id. When it can be read from, or is at its end, the child is no longer
-            wanted.
+        line: Connection to the caller, who gets the child's id. When it can be read from, or is at its end, the child
+            is no longer wanted.
         parent: The process that forked this one; without it the child is not wanted either.
         time_limit_s: Seconds after which everything ends.
         memory_limit_bytes: Memory of all processes below this one beyond which everything ends.

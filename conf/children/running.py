@@ -74,7 +74,7 @@ class ChildServer:
     """One server process. Threads may start children side by side once `hello` has returned. `close` ends everything.
 
     Args:
-        command: That executes the server; the descriptor of its control socket is added.
+        command: Starts the server; the descriptor of its control socket is added.
         environment: Environment of the server and its children; None: this process's.
         keeps_output: Whether its output is kept for the message of `ServerLost`, rather than printed.
     """

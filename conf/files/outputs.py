@@ -391,4 +391,4 @@ def open_own_file(folder: int, name: str, flags: int = os.O_RDONLY, *, private: 
     if is_own and not (private and status.st_mode & _OTHERS_MAY_WRITE):
         return descriptor
     os.close(descriptor)
-    raise PermissionError(errno.EPERM, "it is no plain file of this user alone", str(Path(name)))
+    raise PermissionError(errno.EPERM, "it is not a plain file of this user alone", str(Path(name)))

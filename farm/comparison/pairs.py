@@ -109,8 +109,8 @@ def side_of(key: str, text: str, code: Path) -> Side:
         find_snapshot(DataFolder(folder).open(), snapshot)
         return Recorded(text=text, folder=DataFolder(folder), snapshot=snapshot)
     raise UsageError(
-        f"{key}={text} is no environment and no data folder; name a Python (/envs/new/bin/python), the folder of a "
-        "virtual environment, a data folder, or DATA@SNAPSHOT"
+        f"{key}={text} is neither an environment nor a data folder; name a Python (/envs/new/bin/python), a virtual "
+        "environment's folder, a data folder, or DATA@SNAPSHOT"
     )
 
 

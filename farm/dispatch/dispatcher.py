@@ -372,7 +372,7 @@ class StopRequest:
 
 _TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
 _JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is not JSON
-_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # by which a run is known as that of its task
+_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # columns that connect a run with its task
 _TEXT_COLUMNS = tuple(
     field.name for field in RUN_SCHEMA if pa.types.is_string(field.type) and field.name not in JSON_COLUMNS
 )
@@ -410,7 +410,7 @@ def accepted(completion: Completion, task: Task) -> Completion:
     try:
         result = _checked(completion.result, task)
     except ValueError as error:
-        result = lost_run(task, f"the worker's answer is no run of this task: {error}")
+        result = lost_run(task, f"the worker's answer is not a run of this task: {error}")
     return dataclasses.replace(completion, result=result)
 
 
@@ -425,7 +425,7 @@ def _checked(result: object, task: Task) -> RunResult:
         run_id = getattr(getattr(other, "run", None), "run_id", None)
         config = parts.pop(run_id, None) if isinstance(run_id, str) else None
         if config is None:
-            raise ValueError(f"{safe_text(repr(run_id), _TEXT_CHARACTERS)} is no further run of it")
+            raise ValueError(f"{safe_text(repr(run_id), _TEXT_CHARACTERS)} is not a further run of it")
         expected = {"run_id": run_id, "job_id": task.job_id, "task_index": None, "family": config.family}
         others.append(_checked_run(other, expected, config, task.attempt))
     return dataclasses.replace(checked, others=tuple(others))

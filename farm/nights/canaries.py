@@ -50,7 +50,7 @@ _ABOUT = (
     "started_at",
     "finished_at",
 )
-_CLOCK_SHARE = 0.05  # by which the SM clock must be lower to be named as a cause
+_CLOCK_SHARE = 0.05  # how much lower the SM clock must be to be named as a cause
 _HOTTER_C = 10.0
 _LATEST = 3  # runs of the history whose telemetry is looked at
 
@@ -334,7 +334,7 @@ MEMORY_SHARE, MEMORY_MIB = 0.01, 2.0  # the larger of the two
 SHARED_MEMORY_SHARE = 0.25  # share of host memory, where it moved by up to 11 % on a busy machine
 RATIO = 0.05
 TIME_AND_POWER_SHARE = 0.10
-_OF_SHARED = (MEMORY,)  # what is compared on a device that serves other programs too
+_OF_SHARED = (MEMORY,)  # labels that are compared on a device that serves other programs too
 UNKNOWN = "unknown: neither the runs' quality nor their telemetry says why"
 DEVIATIONS = 4.0  # robust standard deviations of the history that are not a move, whatever the tolerance
 _TO_DEVIATION = 1.4826  # factor of a median absolute deviation, for normal noise
@@ -481,7 +481,7 @@ def _first_night(
     """Return the verdict on canaries that no earlier night can be compared with."""
     ended = [run for of_canary in runs.values() for run in of_canary]
     if ended and not any(run.status == "ok" for run in ended):
-        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
+        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error given'}" for run in ended))
         return replace(
             verdict, verdict="sick", said=f"none of the {_canaries(runs)} ran to its end: {why[0]}", causes=why
         )

@@ -263,7 +263,7 @@ class Report:
 
     said      the outcome in a sentence, and what to do about it
     notes     what could not be read for this report
-    snapshot  whose rows these are, None: the folder as it is; `before`: what `changed` compares it with
+    snapshot  the snapshot of the rows, None: the folder as it is; `before`: what `changed` compares it with
     rows      None where the warehouse could not be read
     """
 

@@ -275,7 +275,7 @@ def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt,
             FROM attempts WHERE quality = 'untrusted' AND {tonight}
         ), each AS (
             SELECT run_id, reasons,
-                unnest(CASE WHEN len(json_keys(reasons)) > 0 THEN json_keys(reasons) ELSE ['no reason told'] END)
+                unnest(CASE WHEN len(json_keys(reasons)) > 0 THEN json_keys(reasons) ELSE ['no reason given'] END)
                 AS reason
             FROM doubted
         )

@@ -78,7 +78,7 @@ def _holder_of(path: Path) -> str | None:
     """Return the marker in the lock; None if it holds no complete marker of a dispatcher."""
     try:
         content = json.loads(read_lock(path, _LIMIT_BYTES))
-    except (ValueError, RecursionError):  # ValueError: also of bytes that are no UTF-8
+    except (ValueError, RecursionError):  # ValueError: also of bytes that are not UTF-8
         return None
     marker = content.get("dispatcher") if isinstance(content, dict) else None
     return marker if isinstance(marker, str) and parse_marker(marker) else None

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
 SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job
-MARGIN_MIB = 2048.0  # that must stay free beyond an estimate
+MARGIN_MIB = 2048.0  # memory that must stay free beyond an estimate
 LEAST_GAIN = 0.1  # in jobs at full speed, that another job must add to a GPU
 LOOKAHEAD = 32  # waiting jobs that `ours` looks at
 PATIENCE_S = 1800.0  # after which GPUs run empty for the head of the queue
@@ -87,7 +87,7 @@ class QuietGpuPolicy(_FittingPolicy):
 
     Args:
         needs_mib: what each job type needs.
-        name: of the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
+        name: the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
             the least utilized one.
     """
 

@@ -265,7 +265,7 @@ def _read_philly(path: Path) -> tuple[list[_TraceRow], int]:
     """Read a list of jobs with `submitted_time` and `attempts`; the last attempt with both times is the job."""
     jobs = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise UsageError(f"{path.name} is no list of jobs, as Philly's cluster_job_log is")
+        raise UsageError(f"{path.name} is not a list of jobs, as Philly's cluster_job_log is")
     rows = [row for job in jobs if (row := _philly_row(job)) is not None]
     return rows, len(jobs) - len(rows)
 

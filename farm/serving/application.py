@@ -221,7 +221,7 @@ def _add_problems(app: FastAPI) -> None:
         detail = "The service cannot use its data folder; its operator can see why."
         return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
 
-    @app.exception_handler(Exception)  # whose traceback the gate logs
+    @app.exception_handler(Exception)  # the gate logs its traceback
     async def of_failure(request: Request, _error: Exception) -> Response:
         detail = "The service failed on this request; its log has the reason."
         return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
@@ -388,7 +388,7 @@ class EstimationService:
             await asyncio.sleep(_FORGET_EVERY_S)
             try:
                 await self.questions.forget(self._question_limits)
-            except Exception as error:  # a full disk, or a deployment of Ray Serve that is started anew
+            except Exception as error:  # a full disk, or a deployment of Ray Serve that is restarted
                 self.log.event("forget", problem=str(error))
 
     def close(self) -> None:

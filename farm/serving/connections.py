@@ -24,7 +24,7 @@ _BACKLOG = 1024
 _ACCEPTED_AT_ONCE = 64
 _LOOK_EVERY_S = 1.0
 _NO_DESCRIPTOR_S = 0.1  # a pause of accepting where the process has no file descriptor left
-_OTHER_FILES = 256  # that a process has open beside its connections
+_OTHER_FILES = 256  # files that a process has open beside its connections
 _MOST_HEADERS = 100
 _MOST_PIPELINED = 16
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -241,7 +241,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Give the client its time anew: it may have waited for the answer."""
+        """Give the client its full time again: it may have waited for the answer."""
         self._since = self.loop.time()
         super().on_response_complete()
 

@@ -138,7 +138,7 @@ class ExplorerPages:
         except TooLong as error:
             return self.problem(HTTPStatus.SERVICE_UNAVAILABLE, "The query took too long", error)
         except UsageError as error:
-            return self.problem(HTTPStatus.BAD_REQUEST, "That is no page", error)
+            return self.problem(HTTPStatus.BAD_REQUEST, "That is not a page", error)
         except CommandError as error:
             return self.problem(HTTPStatus.INTERNAL_SERVER_ERROR, "The data folder cannot be read", error)
 

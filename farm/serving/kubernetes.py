@@ -46,7 +46,7 @@ async def reviewed(review: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
         answer: Returns the estimate of a request that is known; raises `Problem`.
 
     Raises:
-        Problem: It is no AdmissionReview of version v1.
+        Problem: It is not an AdmissionReview of version v1.
     """
     request = review.get("request")
     if review.get("apiVersion") != _API_VERSION or not isinstance(request, Mapping) or "uid" not in request:

@@ -26,7 +26,7 @@ from warehouse.files.folder import DataFolder
 
 TRACES, ESTIMATIONS = "Traces", "Estimations"
 _OF_RAY = ("host", "port", "certificate", "private_key")  # Ray Serve's proxies listen
-_MORE_REQUESTS = 64  # than the gate takes, so that the gate refuses and Ray does not hold back
+_MORE_REQUESTS = 64  # more than the gate takes, so that the gate refuses and Ray does not hold back
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
@@ -45,7 +45,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     settings = settings_of(arguments)
     folder = DataFolder.resolve(settings.data)
     if not folder.root.exists():
-        raise UsageError(f"data={settings.data} is no data folder; name one that every node has")
+        raise UsageError(f"data={settings.data} is not a data folder; name one that every node has")
     traces = serve.deployment(Traces).options(
         name=TRACES,
         num_replicas=1,

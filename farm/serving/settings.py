@@ -119,7 +119,7 @@ def _token_problems(path: str) -> list[str]:
     try:
         tokens = _tokens(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         return [f"token_file={path} cannot be read: {reason}"]
     if not tokens:
         return [f"token_file={path} holds no token; write one a line"]

@@ -129,7 +129,7 @@ def lora_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of peft's `LoraConfig` that an `adapter_config.json` sets, all of them plain data.
 
     Raises:
-        UsageError: It is no LoRA, or has fields that are unknown, not followed, or no plain data; all together.
+        UsageError: It is not a LoRA, or has fields that are unknown, not followed, or no plain data; all together.
     """
     if str(adapter.get("peft_type", "LORA")).upper() != "LORA":
         raise UsageError(f"peft_type must be LORA, got {shown(adapter['peft_type'])}")

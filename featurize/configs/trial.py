@@ -221,7 +221,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and endless brackets
-        raise UnreadableConfig(f"{name} is no JSON: {printable(str(error))}") from error
+        raise UnreadableConfig(f"{name} is not JSON: {printable(str(error))}") from error
     if not isinstance(values, dict):
         raise UnreadableConfig(f"{name} is JSON of a {type(values).__name__}, not of an object")
     if problem := _problem_of_values(values):
@@ -247,7 +247,7 @@ def _problem_of_values(mapping: dict[str, Any]) -> str | None:
                     return f"holds a number beyond {MOST_INTEGER:,}"
             elif isinstance(value, float):
                 if not math.isfinite(value):
-                    return f"holds {value}, which is no figure"
+                    return f"holds {value}, which is not a figure"
             elif value is not None:
                 waiting.append((value, depth + 1))
     return None

@@ -573,4 +573,4 @@ def read_machine(path: Path) -> MachineProfile:
     try:
         return MachineProfile.from_mapping(json.loads(path.read_text(encoding="utf-8"))["machine"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise EnvironmentProblem(f"{path} is no machine profile: {exception_line(error)}") from error
+        raise EnvironmentProblem(f"{path} is not a machine profile: {exception_line(error)}") from error

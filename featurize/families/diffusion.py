@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 GROUPS = 32  # groups of every group norm: all widths are multiples
-TIMESTEPS = 1000  # that the noise is drawn at
+TIMESTEPS = 1000  # steps at which the noise is drawn
 SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
 MIN_HEAD = 8  # sampled heads have a multiple of this many channels, as fast attention kernels ask for
 

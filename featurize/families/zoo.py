@@ -152,8 +152,8 @@ def _yaml(text: str) -> Any:
         return None
 
 
-CODE_FIELDS = ("model",)  # what of a config names code: see `featurize.configs.trial`
-LIBRARIES = ("timm", "torchvision", "transformers")  # whose models `kind` groups; pip install "gpufarm[zoo]"
+CODE_FIELDS = ("model",)  # fields of a config that name code: see `featurize.configs.trial`
+LIBRARIES = ("timm", "torchvision", "transformers")  # libraries whose models `kind` groups; pip install "gpufarm[zoo]"
 _MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
 # Errors of a factory whose arguments or Python do not suit it. Running out of memory is not one of these.
 _MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)

@@ -170,7 +170,7 @@ def read_deepspeed(
     Args:
         given: The settings, or the path of their JSON file.
         ranks: GPUs of the job.
-        hidden_size: Gives that of the model, from which Hugging Face computes buckets where they are "auto"; asked only
+        hidden_size: Returns the model's, from which Hugging Face computes buckets where they are "auto"; asked only
             there. None leaves them open.
 
     Raises:
@@ -213,7 +213,7 @@ def settings_of(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"deepspeed: {shown(str(given))} is no JSON: {error}") from error
+        raise UsageError(f"deepspeed: {shown(str(given))} is not JSON: {error}") from error
     if not isinstance(content, Mapping):
         raise UsageError(f"deepspeed: {shown(str(given))} holds no settings by name")
     return content

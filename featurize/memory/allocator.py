@@ -313,7 +313,7 @@ class CachingAllocator:
             return
         piece = self._live.pop(handle, None)
         if piece is None:
-            raise ValueError(f"{handle!r} is no live block of this allocator: freed twice, or another allocator's")
+            raise ValueError(f"{handle!r} is not a live block of this allocator: freed twice, or another allocator's")
         if handle in self._retired:
             self._retired.discard(handle)
         else:

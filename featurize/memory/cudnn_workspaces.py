@@ -60,7 +60,7 @@ class ConvolutionWorkspace:
     source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`library_calls`)
     sizes      bytes that PyTorch tries to take, the largest first
     engine     cuDNN's name of the configuration that the heuristics name first; empty where cuDNN was not asked
-    layout     in which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed
+    layout     layout in which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed
     cudnn      version of cuDNN; empty where it is guessed
     problem    why cuDNN did not answer, where it was asked
     """
@@ -325,7 +325,7 @@ class _Pool:
 
     Args:
         calls: The distinct library calls, whose workspaces may lie in either pool.
-        small: Which pool: requests of up to `SMALL_REQUEST` bytes, or those above.
+        small: The pool: requests of up to `SMALL_REQUEST` bytes, or those above.
     """
 
     def __init__(self, calls: Sequence[LibraryCall], *, small: bool) -> None:

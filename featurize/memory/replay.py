@@ -263,7 +263,7 @@ class RecordingAllocator(CachingAllocator):
     """A caching allocator that keeps the history of a trace's replay, as `_record_memory_history` does.
 
     Args:
-        trace: Whose events are replayed, in their order.
+        trace: Trace whose events are replayed, in their order.
         at: The events so far; its length is the number of the event under way.
         settings, capacity_bytes, total_bytes: As in `CachingAllocator`.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -27,6 +27,15 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return what a rank holds of a distributed tensor; another one as it is."""
     return plain_parts(tensor)[0]
+
+
+def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
+    if is_shared(parameter):
+        placements = cast(Any, parameter).placements
+        if cast(Any, gradient).placements != placements:
+            gradient = cast(Any, gradient).redistribute(placements=placements)
+    return local_tensor(gradient)
 
 
 def mesh_of(tensor: Tensor) -> object:

@@ -91,7 +91,7 @@ _kept: list[object] = []  # a library that is collected takes its kernels along
 
 
 SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
-_OTHER_STAGES = "2.15"  # from which on stages make and drop their buffers as they go: traces fall short of real ranks
+_OTHER_STAGES = "2.15"  # from here on, stages make and drop buffers as they go: traces fall short of real ranks
 _OLDEST = {"pp": "2.13", "fsdp": SHARDS, "cp": SHARDS, "tp": SHARDS, EXPERTS: SHARDS, OWN: SHARDS}
 
 

@@ -49,7 +49,7 @@ class CudaGraphs:
     """The graphs of one trace. `Recorder` asks it of each operator and block while a graph runs."""
 
     def __init__(self) -> None:
-        self.blocks: set[int] = set()  # that lie in the pool
+        self.blocks: set[int] = set()  # blocks that lie in the pool
         self._input_bytes: dict[Hashable, int] = {}
         self._launched: bool | None = None  # the graph that runs; None: none does
 
@@ -115,7 +115,7 @@ class BlockRecord:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.step, self.phase = 0, "setup"
-        self.stream = 0  # on which memory is taken
+        self.stream = 0  # stream on which memory is taken
         self.graphs: CudaGraphs | None = None
         self.nowhere = 0  # > 0: what is taken now takes nothing of the device
         self.live_bytes = self.peak_live_bytes = 0
@@ -294,7 +294,7 @@ class BlockRecord:
             block, self.phase = event.block, event.phase
             if block in known:
                 self.give_back(known[block])
-            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # whose handles take once
+            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # cuBLAS's handles take once
                 self.stream = self._streams[block]
                 known[block] = again = self.take(self._sizes[block], self.kinds[block], maker)
                 if block in pooled:

@@ -156,7 +156,7 @@ class CompiledRegions:
         known = self.known.setdefault(key, [])
         capture = next((capture for reads, capture in known if reads.alike(holder.module)), None)
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
-            capture = f"it takes a {type(unknown[0]).__name__}, which is no tensor"
+            capture = f"it takes a {type(unknown[0]).__name__}, which is not a tensor"
         elif capture is None:
             reads = AttributeReads(holder.module)
             self.capturing = True
@@ -484,7 +484,7 @@ def in_pieces(
         tensors: The parameters and buffers, then the inputs.
         weights: How many of them are parameters and buffers.
         limits: Bytes of the first bucket and of all later ones, as `limits_of` of
-            `featurize.training.data_parallel` makes them.
+            `featurize.training.rank` makes them.
         compiled: Compiles a function of which this many first arguments are parameters and buffers.
     """
     from torch.fx.experimental.proxy_tensor import make_fx

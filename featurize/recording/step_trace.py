@@ -97,11 +97,11 @@ class Block(NamedTuple):
 
     nbytes: int
     kind: str
-    operator: str = ""  # that made it, empty for what the step began with
+    operator: str = ""  # operator that made it, empty for what the step began with
     module: str = ""  # path of the module that ran it
     call: LibraryCall | None = None  # a workspace's
     pooled: bool = False  # it lies in the memory pool of CUDA graphs
-    stream: int = 0  # on which it is taken; memory of one is not given to another
+    stream: int = 0  # stream on which it is taken; one stream's memory is not given to another
     kept_until: int = 0  # number of the event before which its memory is not used again, as another stream may use it
 
 
@@ -116,7 +116,7 @@ class Collective(NamedTuple):
 
 
 class StagePass(NamedTuple):
-    """One pass of a pipeline's stage over a micro-batch; it goes on until the next one begins."""
+    """One pass of a pipeline's stage over a micro-batch; it continues until the next one begins."""
 
     phase: str  # forward or backward, of `PHASES`
     stage: int
@@ -203,7 +203,7 @@ class StepTrace:
 
         Args:
             key: Everything besides the trace that the value depends on; a tuple that begins with the value's name.
-            compute: Gives the value, which nobody may change afterwards.
+            compute: Returns the value, which nobody may change afterwards.
         """
         if key not in self._computed:
             self._computed[key] = compute()

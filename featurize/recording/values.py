@@ -100,7 +100,7 @@ class _Known(NamedTuple):
     ref      to it, whose end ends this
     held     its values on the CPU; None: not known, or too many to keep
     ours     `held` is ours alone to write to
-    truth    that holds at all its places, however many they are; None: not known
+    truth    truth at all its places, however many they are; None: not known
     source   input whose default the values are, or are made of
     """
 

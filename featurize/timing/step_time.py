@@ -430,7 +430,7 @@ def delays_ms(
     on. Those of one dimension of the mesh run one after the other.
 
     Args:
-        collectives: In the order in which they begin.
+        collectives: Collectives in the order in which they begin.
         lasts_ms: How long each one runs.
         begins_ms: When each operator would begin without any communication, and the end of the step.
     """
@@ -439,7 +439,7 @@ def delays_ms(
         for number, collective in enumerate(collectives)
         for moment, kind in ((collective.after, _BEGINS), (collective.before, _WAITS))
     )
-    late_ms = 0.0  # by which kernels are late
+    late_ms = 0.0  # time by which kernels are late
     delays: list[tuple[int, float]] = []
     free_ms: dict[str, float] = defaultdict(float)  # when a communicator is done with all that came before
     ends_ms: dict[int, float] = {}

@@ -100,7 +100,7 @@ class StepsInALoop:
         Args:
             begins: Before the second step's batch.
             known: Block of the first step -> the second step's, where it has its own.
-            moved: Gives the moment of the second step for one of the first.
+            moved: Returns the moment of the second step for one of the first.
         """
         first = self._steps[0]
         held, given = ({known.get(block, block) for block in blocks} for blocks in (first.held, first.given))
@@ -152,7 +152,7 @@ _MOMENTS = ("forward", "held", "optimizer", "updated", "end")
 
 
 class TraceAgain(Exception):
-    """The trace must be made anew, on a model that was not run before, with more of its request known."""
+    """The trace must be made again, on a model that was not run before, with more of its request known."""
 
     def __init__(self, **request: Any) -> None:
         super().__init__("the trace must be made anew")

@@ -139,7 +139,7 @@ def trace_step(
     rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
                the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
                trace is that of the one with the most bytes alive (`featurize.training.pipeline`)
-    every_pass  of a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
+    every_pass  for a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
                `featurize.training.stages.DoesNotRepeat` where they are not. None: the latter, where it goes
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
@@ -231,7 +231,7 @@ class Tracing:
     Args:
         entered: Holds what is replaced in the process until the trace ends. All else as
             `trace_step` has it.
-        targets: Of each shape of batches, where a model that was tried for them was changed by that; None: not known.
+        targets: The targets of each shape of batches, where trying a model for them changed it; None: not known.
         repeats: The second step may be made of the first.
     """
 

@@ -42,13 +42,13 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
 
     Args:
         parallel: The job.
-        rank: Which of them, from 0.
+        rank: Its number, from 0.
     """
     # Its import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # Torch's world of process groups lies in variables of its module.
-    own = {
+    replacements = {
         "_pg_map": {},
         "_pg_names": {},
         "_pg_group_ranks": {},
@@ -63,7 +63,7 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     with contextlib.ExitStack() as stack:
         # In the end this process has the rank of its own group again.
         stack.callback(distributed_c10d._update_default_pg, distributed_c10d.GroupMember.WORLD)
-        for name, value in own.items():
+        for name, value in replacements.items():
             stack.enter_context(replaced(distributed_c10d, name, value))
         # A group's start replaces the hook by one that names the rank.
         stack.enter_context(replaced(sys, "excepthook", sys.excepthook))
@@ -186,13 +186,15 @@ def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh, sharing: Dev
     _keep_own(path, module, experts, mesh)
     if hasattr(module, "num_experts"):
         vars(module)["num_experts"] = experts // mesh.size()
-    own, ranks = module.forward, _Ranks(mesh, experts)
+    own_forward, ranks = module.forward, _Ranks(mesh, experts)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         given = list(signature.bind(*args, **kwargs).arguments.values())
         if sharing is None:
-            return exchange(own, ranks, *given)
-        return _whole(exchange(own, ranks, *(_part(one, sharing) for one in given)), len(given[0]), sharing)
+            return exchange(own_forward, ranks, *given)
+        return _whole(
+            exchange(own_forward, ranks, *(_part(tensor, sharing) for tensor in given)), len(given[0]), sharing
+        )
 
     # A module's own `forward` is found before its class's, whatever wrapper makes of the class.
     vars(module)["forward"] = forward
@@ -221,14 +223,14 @@ def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[n
 def _keep_own(path: str, module: nn.Module, experts: int, mesh: DeviceMesh) -> None:
     ranks = mesh.size()
     if experts % ranks:
-        fitting = ", ".join(str(one) for one in range(2, experts + 1) if experts % one == 0)
+        fitting = ", ".join(str(number) for number in range(2, experts + 1) if experts % number == 0)
         raise UsageError(f"parallel: ep={ranks} does not divide the {experts} experts of {path}; ep can be {fitting}")
     count = experts // ranks
     first = mesh.get_local_rank() * count
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.shape[:1] == (experts,):
-            own = parameter.detach()[first : first + count].clone()
-            setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+            own_experts = parameter.detach()[first : first + count].clone()
+            setattr(module, name, nn.Parameter(own_experts, requires_grad=parameter.requires_grad))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ def make_optimizer(
     name: str,
     parameters: Iterable[nn.Parameter],
     *,
-    foreach: bool | None,
     implementation: str | None = None,
     weight_decay: float | None = None,
 ) -> torch.optim.Optimizer:
@@ -43,9 +42,8 @@ def make_optimizer(
     Args:
         name: One of `OPTIMIZERS`. `momentum` is SGD with 0.9, `nesterov` the same with Nesterov's step.
         parameters: What it updates.
-        foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
-            and the loop on CPU. Adafactor's default is the loop everywhere.
-        implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
+        implementation: `foreach`, `fused` or `loop`. None: torch's choice, which is `foreach` on CUDA, for which meta
+            tensors stand, and the loop on CPU. Adafactor's default is the loop everywhere.
         weight_decay: None: the library's default. Where it is not part of the step itself, as in AdamW, torch adds the
             decayed weights to a copy of the gradients: all at once with `foreach` (`_multi_tensor_sgd` and its
             likes in torch/optim), one after the other with `loop`, not at all with `fused`.
@@ -59,17 +57,16 @@ def make_optimizer(
     given: list[Any] = alike(parameters)
     known = OPTIMIZERS[name]
     more: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
+    on_meta = all(p.is_meta for p in _parameters(given))
     if known.cuda_only:
-        if all(p.is_meta for p in _parameters(given)):
+        if on_meta:
             # The kernel decays weights in place.
             return BlockwiseAdamW(given, bits=32 if name == "paged_adamw" else 8, paged=name.startswith("paged"))
         return _of_bitsandbytes(name, given, more)
-    if known.implementations != ("loop",):
-        more["foreach"] = foreach
-        if implementation is not None:
-            more["foreach"] = implementation == "foreach"
-        elif name == "adafactor":
-            more["foreach"] = None
+    if implementation is None and on_meta and name != "adafactor":
+        implementation = "foreach"
+    if known.implementations != ("loop",) and implementation is not None:
+        more["foreach"] = implementation == "foreach"
         if "fused" in known.implementations and implementation == "fused":
             more["fused"] = True
     with _fused_on_meta(_parameters(given)):
@@ -95,7 +92,7 @@ def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> 
 
 def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:
     """Return the parameters of a list of them, or of groups."""
-    return [p for one in given for p in (one["params"] if isinstance(one, dict) else [one])]
+    return [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])]
 
 
 class _TensorByTensor(torch.optim.Optimizer):
@@ -277,7 +274,7 @@ def state_tensors(optimizer: Any) -> Iterator[Tensor]:
 def _fused_on_meta(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     name = "_get_fused_kernels_supported_devices"
     known = getattr(torch_optimizer, name, None)
-    # There are releases that do not ask. Real training may go on in another thread: nothing of it is replaced.
+    # There are releases that do not ask. Real training may continue in another thread: nothing of it is replaced.
     if known is None or not any(p.is_meta for p in parameters):
         yield
         return
@@ -300,7 +297,7 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
     ]
     total = totals[0]
     if len(totals) > 1:
-        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in totals]
+        whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in totals]
         total = torch.linalg.vector_norm(torch.stack(whole))
     factor = torch.clamp(largest / (total + 1e-6), max=1.0)
     for group in groups:
@@ -335,7 +332,11 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[
     """Return parameters as an optimizer takes them: in a group for each mesh of ranks, which for-each kernels cannot
     mix."""
     groups = _grouped(parameters, mesh_of)
-    return [{"params": group} for group in groups] if len(groups) > 1 else [one for group in groups for one in group]
+    return (
+        [{"params": group} for group in groups]
+        if len(groups) > 1
+        else [parameter for group in groups for parameter in group]
+    )
 
 
 class MovingAverage:

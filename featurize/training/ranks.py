@@ -61,7 +61,7 @@ _KINDS = {
     **dict.fromkeys(("c10d::alltoall_base_", "c10d::alltoall_", "_c10d_functional::all_to_all_single"), ALL_TO_ALL),
 }
 _WAIT = "_c10d_functional::wait_tensor"
-_WRAP = "_c10d_functional::_wrap_tensor_autograd"  # whose kernel for meta tensors does not
+_WRAP = "_c10d_functional::_wrap_tensor_autograd"  # its kernel for meta tensors does not wrap
 _COPY_IN = "fsdp::all_gather_copy_in"
 
 
@@ -89,7 +89,7 @@ class Ranks:
             args: On meta tensors.
             kwargs: Likewise.
         """
-        if any(issubclass(one, DTensor | AsyncCollectiveTensor) for one in types):
+        if any(issubclass(tensor_type, DTensor | AsyncCollectiveTensor) for tensor_type in types):
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):

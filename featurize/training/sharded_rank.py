@@ -148,7 +148,7 @@ class ShardedRank(ReplicatedRank):
                 f"fsdp={self.parallel.own}"
             )
         reduced = super().collectives()
-        return tuple(sorted((*reduced, *sent), key=lambda one: one.after)) if reduced else sent
+        return tuple(sorted((*reduced, *sent), key=lambda collective: collective.after)) if reduced else sent
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
 
     Args:
         parallel: The job.
-        rank: Which one, from 0. Of unevenly sharded parameters the first one has the largest part.
+        rank: Its number, from 0. Of unevenly sharded parameters the first one has the largest part.
 
     Yields:
         What `ShardedRank` takes: the mesh, the streams, and the mesh of experts.
@@ -231,7 +231,7 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
                 "parallel: cp: balanced parts of the sequence are of causal attention only; give cp_load_balance=false"
             )
         # Of [N, heads, L, E] each rank has a part of the sequence.
-        shared = (DTensor.from_local(one, mesh, [Shard(2)], run_check=False) for one in (query, key, value))
+        shared = (DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in (query, key, value))
         more = {"enable_gqa": True} if enable_gqa else {}
         out = local(*shared, None, dropout_p, is_causal, scale=scale, **more)
         assert isinstance(out, DTensor)
@@ -291,7 +291,7 @@ def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, pa
         if tensor.dim() <= _LENGTH or tensor.shape[_LENGTH] != length:
             return tensor
         chunks = tensor.detach().chunk(parts, dim=_LENGTH)
-        return torch.cat([chunks[at] for at in chosen], dim=_LENGTH).requires_grad_(tensor.requires_grad)
+        return torch.cat([chunks[number] for number in chosen], dim=_LENGTH).requires_grad_(tensor.requires_grad)
 
     return mapped(inputs, part), None if target is None else part(target)
 
@@ -418,14 +418,14 @@ def _naming_gradients(streams: Streams) -> Callable[..., Any]:
     @functools.wraps(reduce)
     def foreach_reduce(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         streams.name(gradients, UNREDUCED)
-        on_host = [one for one in params if one.offload_to_cpu]
-        for one in on_host:
-            one.offload_to_cpu = False  # there are no values to copy
+        on_host = [parameter for parameter in params if parameter.offload_to_cpu]
+        for parameter in on_host:
+            parameter.offload_to_cpu = False  # there are no values to copy
         try:
             out = reduce(params, gradients, *args, **kwargs)
         finally:
-            for one in on_host:
-                one.offload_to_cpu, one.sharded_param.grad = True, None
+            for parameter in on_host:
+                parameter.offload_to_cpu, parameter.sharded_param.grad = True, None
         streams.name([out[0]], COMMUNICATION)  # which is kept until it was sent
         return out
 
@@ -465,8 +465,8 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+def _same_storage(tensor: Tensor, other: Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _catch_all_reshard(state: Any) -> None:
@@ -495,7 +495,7 @@ class ShardStates:
     def now(self) -> Hashable:
         """Return the state of each module's parameters."""
         states = (module._get_fsdp_state() for module in self._modules)
-        return tuple(tuple(group._sharded_state for group in one._fsdp_param_groups) for one in states)
+        return tuple(tuple(group._sharded_state for group in state._fsdp_param_groups) for state in states)
 
     def bring_to(self, state: Hashable) -> None:
         """Gather or free parameters, as they are in another state."""

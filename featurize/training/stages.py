@@ -46,7 +46,7 @@ Form: TypeAlias = Callable[[Tensor], Any]
 class Survey:
     """A model's members in the order in which they run, and who uses which parameter.
 
-    container  whose members the stages share
+    container  the container whose members the stages share
     names      the members' names within the container
     paths      the members' paths within the model
     blocks     places of the repeated blocks among them; all places where there are none
@@ -80,8 +80,8 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
         model: The whole one, on the meta device.
         inputs: Inputs of one micro-batch.
         stages: Their number.
-        dtype: To which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as they
-            are.
+        dtype: Type to which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as
+            they are.
 
     Raises:
         UsageError: The model has no blocks in one container, or these pass one another more than a tensor.
@@ -149,10 +149,10 @@ def _chosen_starts(survey: Survey, parallel: Parallel) -> list[int]:
         sizes[-1] -= extra[1]
     else:
         sizes = _even(count, stages)
-    starts, at = [0], 0
+    starts, position = [0], 0
     for size in sizes[:-1]:
-        at += size
-        starts.append(survey.blocks[at])
+        position += size
+        starts.append(survey.blocks[position])
     return [*starts, len(survey.names)]
 
 
@@ -164,7 +164,9 @@ def _even(count: int, stages: int) -> list[int]:
 def _line_of(model: nn.Module, stages: int) -> Survey:
     blocks = repeated_blocks(model)
     # The outermost one of enough members.
-    sequences = (one for one in model.modules() if isinstance(one, nn.Sequential) and len(one) >= stages)
+    sequences = (
+        sequence for sequence in model.modules() if isinstance(sequence, nn.Sequential) and len(sequence) >= stages
+    )
     container = container_of(model, blocks) if blocks else next(sequences, None)
     if container is None:
         raise UsageError(
@@ -173,7 +175,7 @@ def _line_of(model: nn.Module, stages: int) -> Survey:
         )
     within = next(path for path, module in model.named_modules() if module is container)
     members, chosen = list(container.named_children()), {id(block) for block in blocks}
-    if not isinstance(container, nn.Sequential):  # whose other members may run at any time, or not at all
+    if not isinstance(container, nn.Sequential):  # its other members may run at any time, or not at all
         members = [(name, member) for name, member in members if id(member) in chosen]
     return Survey(
         container=container,
@@ -195,11 +197,13 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for one in tree_leaves((args, kwargs)):
-            if id(one) in self._parameters:
-                self._survey.uses.setdefault(id(one), set()).add(self._now)
+        for leaf in tree_leaves((args, kwargs)):
+            if id(leaf) in self._parameters:
+                self._survey.uses.setdefault(id(leaf), set()).add(self._now)
         if self._dtype is not None:
-            args, kwargs = tree_map(lambda one: self.cast(one) if id(one) in self._parameters else one, (args, kwargs))
+            args, kwargs = tree_map(
+                lambda leaf: self.cast(leaf) if id(leaf) in self._parameters else leaf, (args, kwargs)
+            )
         return func(*args, **(kwargs or {}))
 
     def cast(self, value: Any) -> Any:
@@ -215,7 +219,7 @@ class _Uses(TorchFunctionMode):
                 "no cut between the two is a stage's"
             )
         self._now = place
-        taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        taken = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
         if taken is not None and taken is not self._given:
             self._survey.inputs[place] = like(taken)
         return tree_map(self.cast, (args, kwargs))
@@ -232,7 +236,7 @@ def _form_of(output: Any, path: str) -> tuple[Form, Tensor]:
     if isinstance(output, Tensor):
         return lambda tensor: tensor, like(output)
     first, *rest = output if isinstance(output, tuple) and output else (None,)
-    if isinstance(first, Tensor) and not any(isinstance(one, Tensor) for one in tree_leaves(rest)):
+    if isinstance(first, Tensor) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(rest)):
         return lambda tensor: (tensor, *rest), like(first)
     raise UsageError(
         f"parallel: pp: {path} gives the next block more than one tensor, or none; stages that send each other one "
@@ -344,9 +348,9 @@ class _WithOwnHooks:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._forward = model, model.forward
         self._before = [
-            (one, key in model._forward_pre_hooks_with_kwargs) for key, one in _taken(model._forward_pre_hooks)
+            (hook, key in model._forward_pre_hooks_with_kwargs) for key, hook in _taken(model._forward_pre_hooks)
         ]
-        self._after = [(one, key in model._forward_hooks_with_kwargs) for key, one in _taken(model._forward_hooks)]
+        self._after = [(hook, key in model._forward_hooks_with_kwargs) for key, hook in _taken(model._forward_hooks)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for hook, takes_named in self._before:
@@ -422,7 +426,9 @@ class _Leave(_Placeholder):
     """Replaces the member after a stage's last one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        vars(self)["stage"].leave(next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))
+        vars(self)["stage"].leave(
+            next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
+        )
         return super().forward()
 
 
@@ -587,16 +593,16 @@ class RepeatedPasses:
         batch.spans.append((now.operators, now.operators + len(note.operators)))
         known = self._remembered(note.memory, batch)
         if recorder.log.keep_operators:
-            recorder.log.operators.extend(_moved(one, note.spans, batch.spans) for one in note.operators)
+            recorder.log.operators.extend(_moved(operator, note.spans, batch.spans) for operator in note.operators)
         later = Since(now.operators - note.began.operators, now.collectives - note.began.collectives)
-        for one in note.sent:
-            if one.before is not None and one.before > note.spans[-1][1]:
+        for sent in note.sent:
+            if sent.before is not None and sent.before > note.spans[-1][1]:
                 raise DoesNotRepeat("a collective is waited for after its pass")
-            self._streams.repeat(one, note.began, later)
+            self._streams.repeat(sent, note.began, later)
         self._streams.repeat_moments(note.before, note.after, later)
         storages: dict[int, torch.UntypedStorage] = {}
         with _disable_current_modes():
-            results = [one and self._result(one, known[one.block], storages) for one in note.memory.results]
+            results = [result and self._result(result, known[result.block], storages) for result in note.memory.results]
         self._states[stage].bring_to(note.state)
         return results
 
@@ -606,7 +612,7 @@ class RepeatedPasses:
         if batch.signatures != note.kept:
             raise DoesNotRepeat("what passes keep differs")
         replaced_by = {block: batch.kept[place] for block, place in note.used.items()}
-        replaced_by |= {one.before: memory.block_in(one.storage) for one in note.held}
+        replaced_by |= {held.before: memory.block_in(held.storage) for held in note.held}
         entering = {block: now for block, now in replaced_by.items() if now is not None}
         if len(entering) < len(replaced_by) or any(memory.size_of(a) != memory.size_of(b) for a, b in entering.items()):
             raise DoesNotRepeat("there is nothing alike to give back")
@@ -618,11 +624,13 @@ class RepeatedPasses:
         batch.keep((known[block] for block in note.keeps), memory)
         return known
 
-    def _result(self, one: _Result, block: int, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    def _result(self, result: _Result, block: int, storages: dict[int, torch.UntypedStorage]) -> Tensor:
         if block not in storages:
             storages[block] = torch.UntypedStorage(self._recorder.memory.size_of(block), device="meta")
             self._recorder.memory.stand_for(block, storages[block])
-        return torch.empty(0, dtype=one.dtype, device="meta").set_(storages[block], one.offset, one.size, one.stride)
+        return torch.empty(0, dtype=result.dtype, device="meta").set_(
+            storages[block], result.offset, result.size, result.stride
+        )
 
 
 def _memory_of(
@@ -641,8 +649,8 @@ def _memory_of(
         DoesNotRepeat: It frees or returns what belongs to another pass, or leaves memory behind at the end.
     """
     kept, signatures = {block: place for place, block in enumerate(batch.kept)}, list(batch.signatures)
-    placed = [one if one is None else _result_of(memory, one) for one in results]
-    given = [one.block for one in placed if one is not None]
+    placed = [result if result is None else _result_of(memory, result) for result in results]
+    given = [result.block for result in placed if result is not None]
     left = [block for block in stretch.leaving if block not in given]
     held = [_held(memory, block, left) for block in stretch.entering if block not in kept]
     used = {block: kept[block] for block in (*stretch.entering, *given) if block in kept}
@@ -662,8 +670,12 @@ def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
     """Return the storage whose block a pass frees, with the one that it takes in its place, which is taken out
     of those that it leaves."""
     about, storage = memory.signature(before), memory.storage_of(before)
-    resized = (one for one in left if memory.storage_of(one) == storage and memory.signature(one)[1:] == about[1:])
-    after = next(resized, None) or next((one for one in left if memory.signature(one) == about), None)
+    resized = (
+        candidate
+        for candidate in left
+        if memory.storage_of(candidate) == storage and memory.signature(candidate)[1:] == about[1:]
+    )
+    after = next(resized, None) or next((candidate for candidate in left if memory.signature(candidate) == about), None)
     if after is None:
         raise DoesNotRepeat("a pass gives back what another one took")
     left.remove(after)
@@ -678,7 +690,7 @@ def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
     return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
-def _moved(one: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:
+def _moved(operator: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:
     """The operator of a repeated pass, with the sources of its own micro-batch; others count as there before."""
 
     def source(number: int) -> int:
@@ -687,4 +699,4 @@ def _moved(one: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[
                 return min(to + number - begin, last - 1)
         return min(number, -1)
 
-    return one._replace(sources=tuple(map(source, one.sources)))
+    return operator._replace(sources=tuple(map(source, operator.sources)))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from featurize.recording.recorder import Recorder
 
 MAIN = 0  # the stream of the kernels
-_BESIDE = -1  # that of a process group, for collectives that are asynchronous
+_BESIDE = -1  # a process group's stream, for asynchronous collectives
 
 
 Moments: TypeAlias = list[tuple[int, dict[int, int]]]
@@ -126,11 +126,11 @@ class Streams:
 
     def repeat_moments(self, before: Moments, after: Moments, later: Since) -> None:
         """Make each stream wait for what it came to wait for between two moments, this much later in the step."""
-        for stream, (first, done), (last, all_done) in zip(self._all, before, after, strict=False):
+        for stream, (first, waits), (last, all_done) in zip(self._all, before, after, strict=False):
             if last != first:
                 stream.after = max(stream.after, last + later.operators)
             for other, number in all_done.items():
-                if number != done.get(other):
+                if number != waits.get(other):
                     stream.done[other] = max(stream.done.get(other, -1), number + later.collectives)
 
     def since(self) -> Since:
@@ -146,8 +146,8 @@ class Streams:
         """Return what was sent in the step, in its order. What no kernel waits for ends with the step."""
         end = self.now()
         return tuple(
-            Collective(one.kind, one.nbytes, one.after, end if one.before is None else one.before, one.axis)
-            for one in self.sent
+            Collective(note.kind, note.nbytes, note.after, end if note.before is None else note.before, note.axis)
+            for note in self.sent
         )
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -189,9 +189,9 @@ class Streams:
         """Make a stream wait for the collectives of others up to some."""
         if stream.number != MAIN:
             return
-        for number, one in enumerate(self.sent):
-            if one.before is None and number <= done.get(one.stream, -1):
-                one.before = self.now()
+        for number, note in enumerate(self.sent):
+            if note.before is None and number <= done.get(note.stream, -1):
+                note.before = self.now()
 
     def _enter(self, stream: OneStream) -> None:
         self._current = stream

@@ -97,7 +97,7 @@ def refuse_odd_tokens(model: nn.Module) -> None:
     asked: it leaves products out that nobody reads.
 
     Args:
-        model: That is traced; its layers' calls raise `UsageError`.
+        model: The model that is traced; its layers' calls raise `UsageError`.
     """
     for name, layer in model.named_modules():
         if is_float8(layer) and _sums_8_bits(layer):
@@ -290,11 +290,10 @@ class TrainingStep:
         return state_tensors(self.optimizer)
 
     def _making(self) -> MakeOptimizer:
-        settings, foreach = self.settings, True if self.device.type == "meta" else None
+        settings = self.settings
         return functools.partial(
             make_optimizer,
             settings.optimizer,
-            foreach=foreach,
             implementation=settings.implementation,
             weight_decay=settings.weight_decay,
         )
@@ -304,7 +303,7 @@ class TrainingStep:
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:
-            return OptimizerOnHost(self.model.parameters(), functools.partial(make, foreach=None))
+            return OptimizerOnHost(self.model.parameters(), make)
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
             from featurize.training.sharding import LocalOptimizer  # its imports are heavy
 

@@ -23,9 +23,8 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
 from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
-from featurize.training.data_parallel import dense_parameters
 from featurize.training.optimizers import run_step, state_tensors
-from featurize.training.rank import Rank
+from featurize.training.rank import Rank, dense_parameters
 from featurize.training.streams import OneStream, Streams
 from featurize.training.training_step import TrainingStep, is_float8
 
@@ -38,7 +37,7 @@ class FlatPartition:
 
     Args:
         sizes: Elements of each parameter.
-        ranks: That share them.
+        ranks: Ranks that share them.
     """
 
     def __init__(self, sizes: Sequence[int], ranks: int) -> None:
@@ -51,7 +50,9 @@ class FlatPartition:
     def of_rank(self, rank: int) -> dict[int, tuple[int, int]]:
         """Return what a rank updates: place of a parameter -> its first element there, and how many."""
         begin, end = self.size * rank, self.size * (rank + 1)
-        edges = [(max(begin - at, 0), min(end - at, size)) for at, size in zip(self.starts, self.sizes, strict=True)]
+        edges = [
+            (max(begin - start, 0), min(end - start, size)) for start, size in zip(self.starts, self.sizes, strict=True)
+        ]
         return {place: (first, last - first) for place, (first, last) in enumerate(edges) if first < last}
 
     def slices(self, places: Sequence[int]) -> list[tuple[int, int]]:
@@ -59,14 +60,15 @@ class FlatPartition:
         neighbours of the same rank are one piece."""
         pieces = []
         for place in places:
-            at, end = self.starts[place], self.starts[place] + self.sizes[place]
-            while at < end:
-                rank = at // self.size
-                count = min(end, self.size * (rank + 1)) - at
+            position, end = self.starts[place], self.starts[place] + self.sizes[place]
+            while position < end:
+                rank = position // self.size
+                count = min(end, self.size * (rank + 1)) - position
                 pieces.append((rank, count))
-                at += count
+                position += count
         return [
-            (rank, sum(count for _, count in run)) for rank, run in itertools.groupby(pieces, key=lambda one: one[0])
+            (rank, sum(count for _, count in run))
+            for rank, run in itertools.groupby(pieces, key=lambda piece: piece[0])
         ]
 
 
@@ -114,7 +116,7 @@ class ZeroRank(Rank, abc.ABC):
 
     Args:
         parallel: Stage and settings.
-        rank: Which one, from 0.
+        rank: Its number, from 0.
         settings: The training settings.
     """
 
@@ -126,7 +128,7 @@ class ZeroRank(Rank, abc.ABC):
         # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
         self._offloads = settings.offload_optimizer  # so do gradients
-        self._elements = 0  # of gradients that wait in the bucket
+        self._elements = 0  # elements of gradients that wait in the bucket
         self._masters: list[nn.Parameter] = []
         self._optimizers: list[torch.optim.Optimizer] = []
 
@@ -175,7 +177,7 @@ class ZeroRank(Rank, abc.ABC):
     @property
     def state(self) -> Any:
         """The states of all optimizers."""
-        return {key: value for one in self._optimizers for key, value in one.state.items()}
+        return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients were freed as they were reduced."""
@@ -226,7 +228,7 @@ class PartitionedRank(ZeroRank):
         self._contiguous = parallel.contiguous_gradients or self._offloads
         self._beside: OneStream | None = streams.Stream() if parallel.overlap_comm else None
         self._buffers: list[Tensor] = []
-        self._turn = 0  # in which of them the bucket is
+        self._turn = 0  # which of them has the bucket
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
         self._late: list[Tensor] = []  # parameters whose gradients are freed once their reduction is over
         self._kept: Tensor | None = None  # the rank's own gradients, one after the other
@@ -336,13 +338,13 @@ class PartitionedRank(ZeroRank):
         """Copy each rank's pieces of a bucket together, and the sum of the rank's own back."""
         whole.div_(self._partition.ranks)
         groups: list[list[tuple[int, Tensor]]] = [[]]
-        at = elements = 0
+        position = elements = 0
         for rank, count in self._partition.slices([self._places[id(p)] for p in self._waiting]):
             if elements > self._parallel.reduce_bucket_size:
                 groups.append([])
                 elements = 0
-            groups[-1].append((rank, whole.narrow(0, at, count)))
-            at, elements = at + count, elements + count
+            groups[-1].append((rank, whole.narrow(0, position, count)))
+            position, elements = position + count, elements + count
         for group in groups:
             self._all_reduce([piece for _, piece in group], [rank == self._rank for rank, _ in group])
 
@@ -357,16 +359,16 @@ class PartitionedRank(ZeroRank):
                 tensor.copy_(summed.view(tensor.shape))
 
     def _leave(self, parameter: Tensor) -> None:
-        own = self._places[id(parameter)] in self._own
-        if own and self._offloads:
+        is_own = self._places[id(parameter)] in self._own
+        if is_own and self._offloads:
             self._to_host(parameter)
-        elif own and self._contiguous:  # out of the bucket, which will be filled again
+        elif is_own and self._contiguous:  # out of the bucket, which will be filled again
             if self._kept is None:
                 size = sum(self._partition.sizes[place] for place in self._own)
                 self._kept = self._streams.empty(size, parameter, "gradient")
             _move_gradient(parameter, self._kept, self._filled)
             self._filled += parameter.numel()
-        elif not own and self._parallel.zero == 2:
+        elif not is_own and self._parallel.zero == 2:
             if self._beside is not None and not self._contiguous:
                 self._late.append(parameter)
             else:
@@ -451,9 +453,9 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _move_gradient(parameter: Tensor, buffer: Tensor, at: int) -> None:
+def _move_gradient(parameter: Tensor, buffer: Tensor, position: int) -> None:
     """Copy a gradient into a buffer, and leave it there."""
-    place = buffer.narrow(0, at, parameter.numel())
+    place = buffer.narrow(0, position, parameter.numel())
     place.copy_(_gradient(parameter).reshape(-1))
     parameter.grad = place.view(parameter.shape)
 
@@ -471,7 +473,7 @@ def look_for_overflow(tensor: Tensor) -> None:
 
 def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the norm of each tensor, in fp64."""
-    return [torch.linalg.vector_norm(one.to(torch.float64)) for one in tensors]
+    return [torch.linalg.vector_norm(tensor.to(torch.float64)) for tensor in tensors]
 
 
 def one_type(model: nn.Module) -> list[nn.Parameter]:

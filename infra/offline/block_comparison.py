@@ -152,10 +152,10 @@ def read_history(path: Path) -> dict[str, Any]:
         text = lzma.LZMADecompressor(memlimit=_MOST_BYTES).decompress(path.read_bytes(), max_length=_MOST_BYTES)
         history = json.loads(text)
     except (OSError, lzma.LZMAError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no recorded history: {error}") from error
+        raise UsageError(f"{path} is not a recorded history: {error}") from error
     missing = [key for key in HISTORY_KEYS if key not in history] if isinstance(history, dict) else HISTORY_KEYS
     if missing:
-        raise UsageError(f"{path} is no recorded history: missing {', '.join(missing)}")
+        raise UsageError(f"{path} is not a recorded history: missing {', '.join(missing)}")
     return dict(history)
 
 

@@ -106,7 +106,7 @@ def read_manifest(folders: "list[str]") -> dict:
             if own["format"] != FORMAT:
                 raise ValueError("another format")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Problem(f"{folder} is no part of an offline bundle: {MANIFEST}: {error}") from error
+            raise Problem(f"{folder} is not part of an offline bundle: {MANIFEST}: {error}") from error
         if manifest is not None and bundle != manifest["bundle"]:
             raise Problem(f"{folders[0]} and {folder} are parts of different bundles; name one bundle's with parts=")
         manifest = own

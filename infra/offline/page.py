@@ -75,7 +75,7 @@ _CONTEXT_MIB = 50.0
 _WORKSPACE_MIB = 2.0
 _SPEED = 0.1  # speed of jobs beside others, 1 / slowdown
 _OPERATOR_SHARE, _OPERATOR_RATIO = 0.05, 1.25
-_FARTHER = 1.1  # than the trace, of a corrected model's median error
+_FARTHER = 1.1  # how much larger than the trace's a corrected model's median error is
 _VERDICTS = {
     ALLOCATOR: "our allocator places the recorded requests differently",
     REQUESTS: "the recorded blocks differ from the trace's",

@@ -99,7 +99,7 @@ class Step:
     """A step of the plan.
 
     Args:
-        minutes: That it takes in the plan.
+        minutes: Minutes that the plan gives it.
         commands: Returns the arguments of Python for each program that it runs; `seconds` are the step's.
         not_here: Returns why it cannot run in this place, None if it can.
         is_left: Returns whether a program that ended by itself has left some of it.
@@ -213,7 +213,7 @@ class Call:
     results: Path
     rows: list[dict[str, Any]]
     archive: Archive | None = None
-    pack_s: float = _LEAST_PACK_S  # that packing took, at most
+    pack_s: float = _LEAST_PACK_S  # longest time that packing took
     packed_at_s: float = 0.0
     step_began_s: float = 0.0
     problem: str | None = None  # problem of the last counting and packing

@@ -78,7 +78,7 @@ class BenchmarkSettings(Checked):
     learn nothing also with one constant per file: the median of label - estimate.
 
     target=step_time on measured or imported steps compares formulas for the time of kernels: trace (the packaged
-    kernel model), kernels (the same, fitted anew), roofline (a share for each kind of kernel), habitat (wave scaling)
+    kernel model), kernels (the same, refitted), roofline (a share for each kind of kernel), habitat (wave scaling)
     and neusight (tiles and waves). hybrid, and any estimator that is named, answer for the rows with a trial config;
     ranks answers for published jobs on several GPUs, in their layout.
     paper=true takes published, rows, seed, folds, workers, limit_s, memory_gib, out, report and data.
@@ -543,7 +543,7 @@ def ask_free(
             if given is not None:
                 answers[name][i] = given
                 continue
-            described = replace(case, described=describe_device(case.device))  # anew: what it remembers need not travel
+            described = replace(case, described=describe_device(case.device))  # a copy: its memory need not travel
             jobs.append(PoolItem(ESTIMATORS[name], described, settings.target))
             places.append((name, i))
     for name, given_rows in answers.items():

@@ -485,7 +485,7 @@ def _lines(path: str) -> list[tuple[int, str]]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"configs={path}, line {number}: this is no UTF-8 text") from error
+        raise UsageError(f"configs={path}, line {number}: this is not UTF-8 text") from error
     # Not splitlines(): a JSON string may hold what Unicode calls a line's end.
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 

@@ -105,23 +105,23 @@ def _asked(requests: Sequence[Request], timeline: bool, traces: Traces | None) -
     steps = StepStore(requests[0].options.data)
     answers = [_Answer(request, timeline, traces, steps) for request in requests]
     with contextlib.ExitStack() as overrides:
-        for one in answers:
-            one.attempt(partial(one.trace, answers[0].failure))
-            one.attempt(partial(one.ask, overrides))
+        for answer in answers:
+            answer.attempt(partial(answer.trace, answers[0].failure))
+            answer.attempt(partial(answer.ask, overrides))
         of_model: dict[int, list[_Question]] = {}
-        for question in (question for one in answers for question in one.questions):
+        for question in (question for answer in answers for question in answer.questions):
             of_model.setdefault(id(question.artifact), []).append(question)
         for questions in of_model.values():
             if (artifact := questions[0].artifact) is not None:
                 prediction = artifact.estimator.predict([question.case for question in questions], steps)
                 for row, question in enumerate(questions):
                     question.prediction, question.row = prediction, row
-    for one in answers:
-        one.attempt(one.finish)
+    for answer in answers:
+        answer.attempt(answer.finish)
     seconds = (time.monotonic_ns() - began) / 1e9 / len(answers)
-    for one in answers:
-        if one.error is None:
-            one.estimate = replace(one.estimate, seconds=seconds)
+    for answer in answers:
+        if answer.error is None:
+            answer.estimate = replace(answer.estimate, seconds=seconds)
     return answers
 
 
@@ -172,7 +172,7 @@ class _Answer:
     figures     column of each further target -> the figure
     by, loops   target -> its estimator, and its loop
     beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
-    questions   which fitted models are asked between `ask` and `finish`
+    questions   questions to fitted models between `ask` and `finish`
     estimate, error   what is gathered, or why nothing is
     """
 
@@ -373,18 +373,18 @@ class _Answer:
             load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
         in_a_loop = None
         for target in TARGETS:
-            own, notes = None, list[Note]()
+            newest, notes = None, list[Note]()
             try:
-                own = find_latest(folder, target, **learnt)
+                newest = find_latest(folder, target, **learnt)
             except StaleArtifact as error:
                 if estimator is not None:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
-            artifact, passed_over = _of_loop(target, own, shipped.get(target), self.request.options.loop)
+            artifact, passed_over = _of_loop(target, newest, shipped.get(target), self.request.options.loop)
             asked = case
             if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
                 asked = in_a_loop = in_a_loop or self._case_in_a_plain_loop(overrides)
-            self.questions.append(_Question(target, artifact, artifact is not own, asked, [*notes, *passed_over]))
+            self.questions.append(_Question(target, artifact, artifact is not newest, asked, [*notes, *passed_over]))
 
     def _take_fitted(self) -> None:
         """Take the figures of fitted models, and note what has none."""
@@ -812,16 +812,23 @@ def answers_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate
     The job is traced once. What is new is left in the user's cache."""
     key, request = _key(request)
     keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
-    known_answers = _found([one for one in keys if one is not None])
-    missing = [place for place, one in enumerate(keys) if one not in known_answers]
+    known_answers = _found([answer_key for answer_key in keys if answer_key is not None])
+    missing = [place for place, answer_key in enumerate(keys) if answer_key not in known_answers]
     asked = _asked([replace(request, platform=platforms[place]) for place in missing], False, {}) if missing else []
-    made = {place: one.error or one.estimate for place, one in zip(missing, asked, strict=True)}
-    answers = {f"answer {keys[place]}": one.to_mapping() for place, one in made.items() if isinstance(one, Estimate)}
+    made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
+    answers = {
+        f"answer {keys[place]}": estimate.to_mapping()
+        for place, estimate in made.items()
+        if isinstance(estimate, Estimate)
+    }
     keep(answers if key is not None else {})
-    outcomes = [known_answers[one] if one in known_answers else made[place] for place, one in enumerate(keys)]
+    outcomes = [
+        known_answers[answer_key] if answer_key in known_answers else made[place]
+        for place, answer_key in enumerate(keys)
+    ]
     return [
-        _remembered(one, outcome) if isinstance(outcome, Estimate) else outcome
-        for one, outcome in zip(keys, outcomes, strict=True)
+        _remembered(answer_key, outcome) if isinstance(outcome, Estimate) else outcome
+        for answer_key, outcome in zip(keys, outcomes, strict=True)
     ]
 
 

@@ -93,7 +93,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: 
         screen.print(parts)
     if done.communication_ms is not None:
         sent = ", ".join(f"{kind} {mib:,.1f} MiB" for kind, mib in done.sent_mib.items())
-        takes = f"that takes {done.communication_ms:,.3f} ms, hidden but for what is waited"
+        takes = f"that takes {done.communication_ms:,.3f} ms, hidden except for what is waited"
         say(f"each rank sends in a step: {sent}; {takes}")
     if done.peak_operator is not None:
         say(f"at the peak: {peak_text(done)}")

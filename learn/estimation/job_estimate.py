@@ -53,7 +53,7 @@ _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER:
 # Of AMD's GPUs, where neither MIOpen's workspaces nor the context of any is known; chosen.
 _OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
 _OF_LARGEST = 2.0  # where cuDNN was asked: of the largest workspace, for the spread of assumptions; chosen
-_BLAS_THREADS = 2  # that keep a workspace: of the forward and of the backward pass
+_BLAS_THREADS = 2  # threads that keep a workspace: of the forward and of the backward pass
 COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # points of the distribution that an estimate holds
 # cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator frees cached memory
 # back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of

@@ -67,7 +67,7 @@ RUNS, NONE = "runs", "none"  # in place of a list: the data folder's own, and no
 # Chosen: a run that is further from its trace than this factor is left out. Runs of one batch that are this far apart
 # contradict each other: they move the estimate but narrow nothing.
 _CONTRADICTS = 1.5
-_OTHER_CONTEXT_MIB = 2048.0  # by which contexts of two machines hardly differ, however small the job
+_OTHER_CONTEXT_MIB = 2048.0  # contexts of two machines hardly differ by more, however small the job
 _RUNS_DIFFER = 1.1
 _LIVE = 0.85  # share of what the trace counts as alive, which includes assumed workspaces and a typical context
 _EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
@@ -167,7 +167,7 @@ def _from_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{_TAKES}; got text that is no JSON ({error}): {shown(text)}") from error
+        raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(text)}") from error
 
 
 def moved(

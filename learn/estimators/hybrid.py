@@ -302,7 +302,7 @@ _MEMORY = Settings(rounds=160, leaves=15, least=15, l2=5.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
 _SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
 _LOG_MEMORY = "job_log_memory"
-_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # what its factor is learned from, with PyTorch's release
+_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # columns that its factor is learned from, with PyTorch's release
 _TORCH = "env_torch"  # a case's, not its record's
 # How much wider the bound becomes for each reason, and for a new device, where no fit could leave out a kind of that
 # axis: chosen. `learn.estimation.job_estimate` has measured ones, which `learn.estimate` takes for a traced step.

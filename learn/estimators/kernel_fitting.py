@@ -73,7 +73,7 @@ def descended(
 
     Args:
         begin: Name -> where the value begins; left as it is.
-        losses: Gives each row's loss, (rows,), for values with the names and shapes of `begin`.
+        losses: Returns each row's loss, (rows,), for values with the names and shapes of `begin`.
         weights: Weights of the rows, (rows,).
         how: Steps, rates and limits.
     """
@@ -217,7 +217,7 @@ _BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rat
 _SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
-INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
+INSTRUMENT_MS = 0.035  # time that timing one kernel adds, by device and kind of measurement
 _HOST_FACTOR = 1.0  # factor on the time of `featurize.timing.times` for a launch: hosts differ
 _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
 TOLERANCE = 0.15  # in the logarithm; what is further off counts in proportion, not squared

@@ -44,7 +44,7 @@ class TabularEstimator(Estimator):
     """
 
     model_name: ClassVar[str]  # name of the file of its trees
-    dtype: ClassVar[type[np.floating]] = np.float64  # in which the trees compare features
+    dtype: ClassVar[type[np.floating]] = np.float64  # type in which the trees compare features
     table: FeatureTable  # the columns that the model reads, once it is fitted or loaded
     trees: Trees  # which read it
 

@@ -76,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise DamagedArtifact(f"{_shown(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict):
-            raise DamagedArtifact(f"{_shown(path)} is no JSON object")
+            raise DamagedArtifact(f"{_shown(path)} is not a JSON object")
         own = own_sha256(described)
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error
@@ -140,7 +140,7 @@ def _structure(path: Path) -> str | None:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
         except (OSError, zipfile.BadZipFile, ValueError) as error:
-            return f"it is no archive of arrays ({printable(str(error))})"
+            return f"it is not an archive of arrays ({printable(str(error))})"
         return None if unpacked <= MOST_UNPACKED_BYTES else f"it unpacks to {unpacked:,} bytes"
     return None if path.suffix in (".json", ".txt") else "a model has no such file"
 

@@ -1,4 +1,4 @@
-"""Formulas for the time of kernels and steps: the kernel model, packaged and fitted anew, and published ones; and
+"""Formulas for the time of kernels and steps: the kernel model, packaged and refitted, and published ones; and
 how each is judged, on rows that were fitted on and on rows left out.
 
 Start reading at `FORMULAS`, then at `judged`. Published ones are written from their papers, on the work, bytes, tiles
@@ -337,7 +337,7 @@ Formula: TypeAlias = Callable[[np.ndarray], np.ndarray]
 
 
 def kernel_model(fit: TimeFit) -> Formula:
-    """The kernel model, its efficiencies fitted anew."""
+    """The kernel model, its efficiencies refitted."""
     return lambda of: fit.log_ratios(fit.fitted(of))
 
 

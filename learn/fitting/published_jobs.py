@@ -61,7 +61,7 @@ def config_of(row: PublishedRow) -> TrialConfig:
         return config_from_mapping(row.config)
     if row.group is not None and row.model is not None and row.batch_size is not None:
         return config_from_mapping(timm_config(row))
-    raise UsageError(f"{row.name}: {row.reason or 'is no configuration of a family'}")
+    raise UsageError(f"{row.name}: {row.reason or 'is not a configuration of a family'}")
 
 
 def known_workload(name: str, batch_size: int) -> TrainingJob:

@@ -265,7 +265,7 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
         raise UsageError(f"{_FORMS}; got none")
     if not is_of_lengths(batches):
         if isinstance(batches, Mapping):
-            raise UsageError(f"{_FORMS}; the key {next(iter(batches))!r} is no length")
+            raise UsageError(f"{_FORMS}; the key {next(iter(batches))!r} is not a length")
         if given := [name for name, value in (("inputs", inputs), ("target", target)) if value is not None]:
             raise UsageError(f"batches= has the inputs of each step; leave {', '.join(given)} out, or give lengths")
         return [(batch, None) for batch in batches]

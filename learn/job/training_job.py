@@ -153,7 +153,7 @@ def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
 
 @contextlib.contextmanager
 def as_a_training_script() -> Iterator[None]:
-    """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
+    """With gradients, whatever mode the caller is in; the caller's random numbers continue as if nothing had been."""
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():

@@ -24,7 +24,7 @@ TOLERANCE = 1e-6  # labels that differ by less are equal, whatever order their s
 _TOLERANCE_AT_LEAST = 1e-9  # in the target's unit, for labels of 0
 _SIMULATES = ("trace", "hybrid")  # estimators that answer with what makes simulated labels, corrected or not
 NOT_INFORMATIVE = "not informative"  # instead of the figures of such an estimator on its own labels
-RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is no 100 % mistake
+RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is not a 100 % mistake
 _P90 = 0.9
 
 

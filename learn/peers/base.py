@@ -314,7 +314,7 @@ class PlainStep:
 
     def __init__(self, workload: TrainingJob, model: nn.Module, device: str) -> None:
         self.job, self.model = workload, model
-        self.optimizer = make_optimizer(workload.settings.optimizer, model.parameters(), foreach=None)
+        self.optimizer = make_optimizer(workload.settings.optimizer, model.parameters())
         self._dtype = AUTOCAST_DTYPES.get(workload.settings.precision)
         self._device = device
 

@@ -172,7 +172,7 @@ def _language_model(
     """
 
     def refuse(why: str) -> CannotEstimate:
-        return CannotEstimate(f"{type(model).__name__} is not covered: it is no transformer language model ({why})")
+        return CannotEstimate(f"{type(model).__name__} is not covered: it is not a transformer language model ({why})")
 
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if not embeddings:

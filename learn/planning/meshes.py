@@ -213,7 +213,7 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
     layouts: list[Parallel] = []
     notes: dict[str, None] = dict.fromkeys(_notes_on(modes))
     for named in _all_degrees(gpus, modes, of_node):
-        if named.get("tp", 1) > of_node:  # whose ranks talk within each layer: between nodes they lose
+        if named.get("tp", 1) > of_node:  # tp's ranks talk within each layer: between nodes they lose
             notes[f"tp over more than the {of_node} GPUs of a node is left out"] = None
             continue
         if all(named.get(mode, 1) > 1 for mode in ("pp", *_OF_DATA)):

@@ -124,7 +124,7 @@ class _Worker:
 
 def _death(code: int) -> str:
     if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}, perhaps for want of memory"
+        return f"its process was ended by {signal.Signals(-code).name}, perhaps for lack of memory"
     return f"its process ended with code {code}"
 
 

@@ -207,7 +207,7 @@ class StepStore:
     ) -> int:
         """Have every case's record at hand, and in the data folder; return how many had to be computed.
 
-        What is finished is written every 20 s and however the call ends, so that an interrupted one goes on where it
+        What is finished is written every 20 s and however the call ends, so that an interrupted one continues where it
         was. What is damaged is computed again.
 
         Args:

@@ -117,7 +117,7 @@ class DeepSpeedEngine(nn.Module):
 
     Args:
         job: The process's job.
-        model: Which the script made.
+        model: The model that the script made.
         basic: Its optimizer, whose state is made for the rank's part.
         file: What the settings say.
         settings: Themselves.
@@ -251,7 +251,7 @@ class DeepSpeedEngine(nn.Module):
 class EngineOptimizer(Optimizer):
     """An optimizer of DeepSpeed's own: it says what its engine is to make, and makes no state.
 
-    our_name        as `featurize.training.optimizers` spells it
+    our_name        its name in `featurize.training.optimizers`
     implementation  likewise; None: its default
     """
 
@@ -282,9 +282,7 @@ def kind_of(name: str, our_name: str, implementation: str | None = None) -> type
 def maker_of(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], Optimizer]:
     """Return what makes an optimizer of the same kind, with the settings of the first group, for other parameters."""
     if isinstance(optimizer, EngineOptimizer):
-        return functools.partial(
-            make_optimizer, optimizer.our_name, foreach=True, implementation=optimizer.implementation
-        )
+        return functools.partial(make_optimizer, optimizer.our_name, implementation=optimizer.implementation)
     taken = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.param_groups[0].items() if name in taken and name != "params"}
     return lambda parameters: type(optimizer)(parameters, **options)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from featurize.recording.step_trace import StepTrace
 
 TIME_LIMIT_S = 600.0
-ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
+ESTIMATORS = ("trace", "hybrid", "gnn")  # estimators that answer from a recorded step alone
 _MEMORY_SHARE = 0.75  # share of this machine's memory that a script may take by default
 
 

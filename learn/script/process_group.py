@@ -1,7 +1,7 @@
 """torch.distributed for the one process that runs: rank 0 of a group whose other ranks are assumed to send the same.
 Start reading at `RankZero.begin`, which has the rank's streams, its wrappers and what it sends; then at
 `install_process_group`. DistributedDataParallel has its buckets and copies, without its reducer, whose C++ needs
-tensors of a GPU; its rules are in `featurize.training.data_parallel`.
+tensors of a GPU; its rules are in `featurize.training.rank`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from featurize.operators.replacing import replace_attribute, replaced
 from featurize.operators.torch_releases import SHARDS, complete_collectives, refused_modes, require_torch
 from featurize.recording.step_trace import BUCKET, Collective
 from featurize.recording.values import remember
-from featurize.training.data_parallel import Replica, limits_of
+from featurize.training.rank import Replica, limits_of
 from learn.script.command_line import ScriptCommand
 from learn.script.fake_cuda import CUDA, giving, on_the_gpu
 from learn.script.script_recorder import ScriptRecorder

@@ -61,8 +61,8 @@ SETTINGS: Mapping[str, type] = {
     "compile": bool,
 }
 Stamp: TypeAlias = list[int] | None
-MOST_FILES = 2000  # whose state is asked for
-_CLOCK_NS = 20_000_000  # by which a file system's clock may lag
+MOST_FILES = 2000  # files whose state is asked for
+_CLOCK_NS = 20_000_000  # how far a file system's clock may lag
 _DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 _NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
 

@@ -185,7 +185,7 @@ class ScriptRun:
     Args:
         command: The fields of its `ScriptCommand`.
         device: The mapping of a `DeviceSpec`.
-        folder: For its record, and for what it saves.
+        folder: The folder of its record, and of what it saves.
     """
 
     def __init__(self, command: Mapping[str, Any], device: Mapping[str, Any], folder: str) -> None:

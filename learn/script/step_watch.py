@@ -61,7 +61,7 @@ class StepWatch:
         optimizers.register_optimizer_step_pre_hook(self._before_step)
         optimizers.register_optimizer_step_post_hook(self._after_step)
 
-        @replace_in("__call__", torch.nn.Module)  # whose hooks for all modules get no keyword arguments
+        @replace_in("__call__", torch.nn.Module)  # its hooks for all modules get no keyword arguments
         def call(called: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self._recorder.stack.running:
                 self._recorder.add_model(module)

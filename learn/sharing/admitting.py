@@ -36,7 +36,7 @@ class GpuState:
     """A GPU and the jobs on it. Raises `UsageError`.
 
     memory_mib   what all jobs together can use, their contexts included
-    jobs         that are there: profiles, estimates or trial configs
+    jobs         the jobs that are there: profiles, estimates or trial configs
     used_mib     measured on the GPU now; None where it is not known. Jobs are taken to grow up to their own figures
     device       GPU model, for jobs that have to be estimated
     """

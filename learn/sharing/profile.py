@@ -20,7 +20,7 @@ class JobProfile:
 
     name: str
     memory_mib: float | None = None  # peak that a driver counts: reserved memory and the context
-    memory_bound_mib: float | None = None  # that an estimate does not expect to be exceeded
+    memory_bound_mib: float | None = None  # an estimate does not expect more
     step_ms: float | None = None
     gpu_util: float | None = None  # nvidia-smi's share of time with a kernel on the GPU
     memory_util: float | None = None  # nvidia-smi's share of time with the memory being read or written
@@ -98,7 +98,7 @@ class PointSlowdowns:
     """Slowdowns by a formula that knows no spread.
 
     Args:
-        name: In tables.
+        name: Name in tables.
         slowdown_of: The formula: of a group and the place of one job in it, that job's slowdown.
     """
 

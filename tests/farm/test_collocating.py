@@ -147,7 +147,7 @@ def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(queue, worker):
     stranger = dataclasses.replace(result.others[0].run, run_id="elsewhere-000001")
     forged = dataclasses.replace(result, others=(dataclasses.replace(result.others[0], run=stranger),))
     refused = accepted(Completion(worker="w", task=task, result=forged), task).result
-    assert refused.run.status == "crashed" and "is no further run of it" in refused.run.error
+    assert refused.run.status == "crashed" and "is not a further run of it" in refused.run.error
 
 
 def test_a_lost_group_lands_a_run_for_each_member(queue):

@@ -24,7 +24,7 @@ from workers.devices.discovery import discover_gpus
 
 
 def report(capsys, *overrides: str, refused: bool = False) -> dict:
-    """The report; `refused`: with the exit code for what `data=` names and is no data folder."""
+    """The report; `refused`: with the exit code for what `data=` names and is not a data folder."""
     assert run("doctor", doctor.entry, ["format=json", *overrides]) == 2 * refused
     printed = capsys.readouterr()
     assert printed.err.count("\n") == refused

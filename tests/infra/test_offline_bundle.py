@@ -216,7 +216,7 @@ def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or
             {"expects": ["jinja2", "no-such-thing"]},
             "this Python lacks no-such-thing, which the bundle expects here; install it, or",
         ),
-        ({"format": 99}, "is no part of an offline bundle: manifest.json: another format"),
+        ({"format": 99}, "is not part of an offline bundle: manifest.json: another format"),
     ],
 )
 def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts, machine, tmp_path, change, expected):
@@ -282,7 +282,7 @@ def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, machine,
         (["collect", "minutes"], "'minutes' is not KEY=VALUE"),
         (["collect", "minutes=1", "minutes=2"], "minutes= is given twice"),
         (["install", "minutes=1"], "unknown argument 'minutes'; valid are target=DIR, parts=DIR,DIR"),
-        (["install", "parts=/nowhere"], "/nowhere is no part of an offline bundle"),
+        (["install", "parts=/nowhere"], "/nowhere is not part of an offline bundle"),
         (["install", f"target={Path(__file__).parent}"], "is not empty and holds no install"),
         (["install", f"target={__file__}"], "cannot be used as target"),
         (["install", "target=/proc/target"], "/proc has 0 MiB free"),

@@ -279,7 +279,7 @@ ENCODER = transformer.Config(
         (tokens_of(Decoder, optimizer="sgd"), "optimizer=sgd"),
         (tokens_of(lambda: Decoder(checkpoints=False)), "without activation checkpointing"),
         (workload(small_mlp, precision="bf16"), "Sequential is not covered: .*no nn.Embedding"),
-        (of_config(ENCODER), "TransformerClassifier is not covered: it is no transformer language model"),
+        (of_config(ENCODER), "TransformerClassifier is not covered: it is not a transformer language model"),
     ],
 )
 def test_llmem_refuses_by_name_what_it_does_not_cover(job, named):

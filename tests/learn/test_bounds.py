@@ -301,7 +301,7 @@ def test_a_measurement_far_from_the_trace_has_a_warning():
         ([8], "a mapping is wanted"),
         ({}, "put it in brackets"),
         ('[{"batch_size": 8 "memory_mib": 5}]', r"no JSON \(Expecting ',' delimiter.*as in|as in .*no JSON"),
-        ("folder", "runs or none; got text that is no JSON"),
+        ("folder", "runs or none; got text that is not JSON"),
         ('{"batch_size": 8, "memory_mib": 5}', "put it in brackets"),
     ],
 )

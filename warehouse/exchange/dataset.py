@@ -388,7 +388,7 @@ def public_tables(
     """Return some runs with their telemetry and details, by table; `runs` comes last, for readers find it last.
 
     Args:
-        connection: To the runs' warehouse.
+        connection: Connection to the runs' warehouse.
         runs: Own ids, and public rows.
         hz: As for `public_telemetry`.
         where: Narrows what is read: a condition on `{0}`, one of the tables, that holds for all of these runs.

@@ -92,7 +92,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
             reader = csv.DictReader(file)
             return tuple(reader.fieldnames or ()), list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"path={path} is no CSV file: {error}") from error
+        raise UsageError(f"path={path} is not a CSV file: {error}") from error
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
     peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
     if peak is None or 0 < peak <= 1.1 * card:
         return None
-    where = f", on a device of {card:,.0f} MiB" if peak > 0 else " is no need"
+    where = f", on a device of {card:,.0f} MiB" if peak > 0 else " is not a need"
     return f"peak_memory_mib: {peak:,.6g} MiB{where}"
 
 
@@ -400,7 +400,7 @@ class CsvMapping:
             raise UsageError("; ".join(problems))
 
     def read(self, path: Path, _device_name: str | None) -> ImportedFile:
-        """Return the rows of one file. Raises `UsageError` if it lacks a column or is no CSV file."""
+        """Return the rows of one file. Raises `UsageError` if it lacks a column or is not a CSV file."""
         header, cells = read_csv(path)
         if missing := [name for name in self.columns.values() if name not in header]:
             shown = ", ".join(header) or "nothing"

@@ -202,7 +202,7 @@ def _read_file(path: Path) -> PublishedFile:
     try:
         header, rows = read_csv(path)
     except UsageError as error:
-        raise _UnknownHeader(f"published={path} is no CSV file: {error.__cause__}") from error
+        raise _UnknownHeader(f"published={path} is not a CSV file: {error.__cause__}") from error
     for form, (columns, read) in _FORMS.items():
         if columns <= set(header):
             return PublishedFile(path=path, form=form, rows=tuple(read(path.stem, rows)), columns=header)

@@ -161,7 +161,7 @@ def _zeus_problem(row: Cells) -> str | None:
     if not row["precision"]:
         return "no precision"
     if not 0 < (to_number(row["power_limit_w"]) or 0.0) <= _MOST_WATTS:
-        return f"power_limit_w is no limit of a GPU: {row['power_limit_w'] or 'empty'}"
+        return f"power_limit_w is not a limit of a GPU: {row['power_limit_w'] or 'empty'}"
     if kind == _POWER[0] and value > _MOST_WATTS:
         return f"{value:g} W is more than a GPU draws"
     return None if (kind, unit) in (_POWER, _EPOCH_TIME) else f"{kind} in {unit}: this table is of power and time"
@@ -242,7 +242,7 @@ def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
 _PARALLEL_RULES: tuple[Rule, ...] = (
     (
         lambda row, run: bool(row["micro_batch"]) and not (above_zero(row["micro_batch"]) or 0.5).is_integer(),
-        invalid("micro_batch is no whole number > 0", "step_time_ms"),
+        invalid("micro_batch is not a whole number > 0", "step_time_ms"),
     ),
     (is_empty("step_time_ms"), invalid(lambda row: f"no time of a step: {row['what_was_measured']}")),
 )

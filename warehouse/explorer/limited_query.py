@@ -74,7 +74,7 @@ class ExplorerReader:
 
     Args:
         source: A connection that has a data folder's views; it is closed with the reader.
-        seconds: That each query may take.
+        seconds: Longest time of each query.
     """
 
     def __init__(self, source: WarehouseConnection | duckdb.DuckDBPyConnection, seconds: float) -> None:
@@ -141,7 +141,7 @@ def run_limited(
         folder: The data folder.
         sql: The query as typed.
         kind: `PAGE`, `CSV` or `PARQUET`; values that it cannot hold come as DuckDB's own text.
-        limits: At which the query ends.
+        limits: Limits at which the query ends.
         ends: Gets a function that ends the query from another thread.
 
     Returns:

@@ -341,7 +341,7 @@ def histogram(name: str, counts: Mapping[str, Mapping[int, int]], *, is_log: boo
     Args:
         name: The label, with its unit.
         counts: Source -> place of a bin -> runs, binned by `LOG_BIN` or `RATIO_BIN`; at least one run.
-        is_log: Which of the two.
+        is_log: Whether the axis is logarithmic.
     """
     places = sorted({place for by_place in counts.values() for place in by_place})
     first, last = (places[0], places[-1]) if is_log else (0, _RATIO_BINS - 1)
@@ -521,7 +521,7 @@ def device_page(
     Args:
         reader: Reads the warehouse.
         name: As runs have it in `device_name`.
-        source: Whose runs; default the first that there is of measured, imported, simulated.
+        source: Source of the runs; default the first of measured, imported, simulated that has some.
         estimates: Estimates runs; None shows no residuals.
 
     Raises:

@@ -28,7 +28,7 @@ from warehouse.tables.sql_text import sql_text
 
 FOLDER = "pages"
 FIRST_PAGE = "index.html"
-_FACET_VALUES = 12  # that a list shows
+_FACET_VALUES = 12  # values that a list shows
 _QUERY_S = 600.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9-]+")
 _NAME_CHARACTERS = 40

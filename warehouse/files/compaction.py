@@ -228,7 +228,7 @@ def _merge_groups(
                 unreadable(path, NoPlainFile("it is a link to a file that does not exist"))
             continue
         if not stat.S_ISREG(status.st_mode):
-            unreadable(path, NoPlainFile("it is no plain file"))
+            unreadable(path, NoPlainFile("it is not a plain file"))
             continue
         size = status.st_size
         if size > target_bytes / 2 or path in report.left:

@@ -157,7 +157,7 @@ def _frame_damage(path: Path) -> str | None:
         footer_bytes = int.from_bytes(file.read(4), "little")
         tail = file.read(len(_MAGIC))
     if head != _MAGIC:
-        return "it is no Parquet file: the first bytes are not PAR1"
+        return "it is not a Parquet file: the first bytes are not PAR1"
     if tail != _MAGIC:
         return "it is cut short, or no Parquet file: the last bytes are not PAR1"
     if footer_bytes + _LEAST_BYTES > file_bytes:

@@ -165,7 +165,7 @@ def _verified_artifact(path: Path) -> list[_Verified]:
             named = path.parent / name
             problem = None
             if not named.resolve().is_relative_to(path.parent.resolve()) or not isinstance(about, dict):
-                problem = f"it names {name!r}, which is no file of it"
+                problem = f"it names {name!r}, which is not a file of it"
             elif not named.is_file():
                 problem = "it is not there"
             elif named.stat().st_size != about.get("bytes") or sha256_of(named) != about.get("sha256"):

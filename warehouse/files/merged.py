@@ -77,7 +77,7 @@ class Listing:
                 rows=int(metadata[_ROWS]) if _ROWS in metadata else None,
             )
         except (pa.ArrowException, KeyError, TypeError) as error:
-            raise ValueError(f"it is no listing: {first_line(error)}") from error
+            raise ValueError(f"it is not a listing: {first_line(error)}") from error
 
     def write(self) -> None:
         """Write the listing atomically; from this moment `merged` counts, and `hidden` no longer does."""

@@ -101,7 +101,7 @@ class Snapshot:
                 problems.append(f"{file.path} is gone")
                 continue
             if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be foreign
-                problems.append(f"{file.path} is no plain file of the snapshot")
+                problems.append(f"{file.path} is not a plain file of the snapshot")
                 continue
             if status.st_size != file.bytes:
                 problems.append(f"{file.path} has {status.st_size:,} bytes, had {file.bytes:,}")
@@ -110,7 +110,7 @@ class Snapshot:
         known = {file.path for file in self.files}
         for path in _parquet_files(root):
             if str(path.relative_to(root)) not in known:
-                problems.append(f"{path.relative_to(root)} is no file of the snapshot")
+                problems.append(f"{path.relative_to(root)} is not a file of the snapshot")
         return problems
 
 

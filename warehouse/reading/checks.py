@@ -42,7 +42,7 @@ _SHOWN = 80  # characters of a value
 _MIB = 1.0
 _RATIO = 0.02
 _CARD = 1.01  # drivers round the card's size
-_IDS = {kind: detail.row_id for kind, detail in DETAILS.items()}  # by which examples name a row, where not by run_id
+_IDS = {kind: detail.row_id for kind, detail in DETAILS.items()}  # column that names a row in examples, if not run_id
 
 
 @dataclass(frozen=True, kw_only=True)

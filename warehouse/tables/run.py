@@ -129,7 +129,7 @@ def _stored(name: str, value: Any) -> Any:
 def reasons_of(text: str | None) -> dict[str, str]:
     """Return the reasons of a stored run by name, from its column `quality_reasons` or `telemetry_missing`.
 
-    Empty for NULL and for a text that is no JSON object: anybody may have written the file.
+    Empty for NULL and for a text that is not a JSON object: anybody may have written the file.
     """
     try:
         reasons = json.loads(text or "null")

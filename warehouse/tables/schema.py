@@ -123,7 +123,7 @@ RUN_SCHEMA = pa.schema(
         # added in version 5
         ("parallel", pa.string()),  # the trial config's, as in ddp=2; NULL: one device
         ("ranks", pa.int64()),  # processes, a device each, and the run's rows in `ranks`; NULL: one
-        ("worst_rank", pa.int64()),  # whose labels these are: the one with most memory, or the one that failed
+        ("worst_rank", pa.int64()),  # the rank whose labels these are: the one with most memory, or the one that failed
         # added in version 6
         ("collocation_rows", pa.int64()),  # rows of the run in `collocations`; NULL: it had the device to itself
         (
@@ -206,7 +206,7 @@ RANK_SCHEMA = pa.schema(
         # of a simulated step
         ("exposed_ms", pa.float64()),  # part of step_time_ms: waiting for other ranks
         ("communication_ms", pa.float64()),  # all collectives of a step
-        ("sent_mib", pa.float64()),  # that the rank sends in a step
+        ("sent_mib", pa.float64()),  # what the rank sends in a step
     ]
 )
 
@@ -299,7 +299,7 @@ COLLOCATION_SCHEMA = pa.schema(
         ("sharing", pa.string()),
         ("devices", pa.int64()),  # the member's devices; NULL: one
         # what the member is
-        ("model", pa.string()),  # by which a model is held out; a family's topology, or a published name
+        ("model", pa.string()),  # name by which a model is held out: a family's topology, or a published name
         ("name", pa.string()),  # the job's name: the same for the same job in all groups of a source
         ("config", pa.string()),  # trial config as JSON; NULL where none describes the job
         ("batch_size", pa.int64()),
@@ -361,7 +361,7 @@ STALE_SCHEMA = pa.schema(
         ("operators", pa.string()),  # operator families of the run that moved, with commas; `everything`
         ("device_name", pa.string()),
         ("source", pa.string()),
-        *((name, pa.string()) for name in ENVIRONMENT),  # in which the label is stale
+        *((name, pa.string()) for name in ENVIRONMENT),  # the environment in which the label is stale
         ("shift", pa.float64()),  # median of the canaries that moved: relative, for ratios the difference
         ("said", pa.string()),  # the shift in words
         ("marked_at", _TIME),

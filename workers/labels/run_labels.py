@@ -275,7 +275,7 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
 
     Args:
         group_id: The task's own run id.
-        members: In the order of their numbers.
+        members: The members in the order of their numbers.
         sharing: time_slicing, mps or mig.
     """
     ended = [place for place, member in enumerate(members) if not member.ok]

@@ -1,4 +1,4 @@
-"""Runs each measurement in a process of its own and keeps its rows, so that a killed call goes on where it was.
+"""Runs each measurement in a process of its own and keeps its rows, so that a killed call continues where it was.
 
 Start reading at `measure_all`; `child.py` is the program of the process.
 """
@@ -89,7 +89,7 @@ def measure_all(
     Args:
         measurements: What to measure, in order.
         device: `cuda`, or `cpu`, on which everything has its reason at once.
-        seconds_left: Says how many seconds remain.
+        seconds_left: Returns how many seconds remain.
         kept: Returns name -> reason (None: it has figures) of what is kept already. What failed is measured again.
         keep: Keeps a measurement's rows, and the reason why there are none, or not all.
     """

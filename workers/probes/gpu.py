@@ -55,7 +55,7 @@ def trial_step(
 
     Args:
         config: The trial's.
-        device: On which it trains.
+        device: Device on which it trains.
         on_phase: Is called as `forward`, `backward` and `optimizer` begin.
     """
     import torch

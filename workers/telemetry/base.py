@@ -86,7 +86,7 @@ class WindowMean:
 
     mean: float | None = None
     coverage: float = 0.0  # share of the window's time that readings stand for
-    readings: int = 0  # that the mean is made of
+    readings: int = 0  # number of readings in the mean
     largest_gap_s: float = 0.0  # the longest stretch of the window that no reading stands for
     outside: float = 0.0  # share of those readings' own time that lies outside of the window
     deviation: float = 0.0  # standard deviation among the readings' values, each weighted with its time

@@ -386,7 +386,7 @@ class DcgmSensor(Sensor):
         fields = reader.read(self._scrape())
         if not fields and reader.sliced:
             raise SensorUnavailable(
-                f"{reader.uuid} is split by MIG; the exporter at {self._url} tells of its slices only"
+                f"{reader.uuid} is split by MIG; the exporter at {self._url} reports its slices only"
             )
         if not reader.seen:
             of_slice = "" if reader.instance_id is None else f" with a MIG instance {reader.instance_id}"
@@ -480,7 +480,7 @@ class _TimedReader(io.RawIOBase):
 
 
 def checked_url(url: str) -> str:
-    """Return `url` unchanged. Raises `UsageError` if it is no URL of an exporter."""
+    """Return `url` unchanged. Raises `UsageError` if it is not a URL of an exporter."""
     try:
         parts = urllib.parse.urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -37,7 +37,7 @@ SENSORS = {
 SOURCES = (*SENSORS, "torch")  # torch: reported by the trial itself, so there is no sensor to make
 _JOIN_S = 2.0
 _START_S = 5.0  # for a driver or an exporter to be opened, or to be pointed at a trial
-_READ_ON_S = 1.0  # at most, for a source that lags
+_READ_ON_S = 1.0  # longest wait for a source that lags
 
 
 class _Call(threading.Thread):

@@ -59,7 +59,7 @@ _DEVICE_OOM_MARKS = (
 # What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
 _FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
 _FULL_CARD_FREE_MIB = 512.0
-_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # in which torch raises them
+_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # types in which torch raises them
 _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 

@@ -89,7 +89,7 @@ class TrialExit:
     signal: int | None = None
     timed_out: bool = False
     killed_for: str | None = None  # why it was killed, other than the deadline
-    output: str = ""  # of its standard output and error: the beginning and the end
+    output: str = ""  # its standard output and error: the beginning and the end
     left: int = 0  # processes that it left behind and that had to be killed
     stayed: int = 0  # those of them that could not be
 
@@ -408,7 +408,7 @@ def _kernel(row: Any) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for name, value in _mapping("rows", row).items():
         if name not in KERNEL_COLUMNS:
-            raise _Broken(f"{name!a} is no column that a trial gives to kernels"[:_NAME_CHARACTERS])
+            raise _Broken(f"{name!a} is not a column that a trial sets in kernels"[:_NAME_CHARACTERS])
         if value is None:
             continue
         kind = KERNEL_COLUMNS[name]
@@ -445,7 +445,7 @@ def _number(key: str, value: Any) -> float:
 def _numbers(values: Any, known: Any) -> dict[str, float]:
     for key in _mapping("values", values):
         if key not in known:
-            raise _Broken(f"{key!a} is no figure that this event has"[:_NAME_CHARACTERS])
+            raise _Broken(f"{key!a} is not a figure of this event"[:_NAME_CHARACTERS])
     return {key: _number(key, value) for key, value in values.items()}
 
 
