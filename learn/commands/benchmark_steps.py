@@ -80,12 +80,13 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
     tally = Tally(progress)
     rows, left_out = measured_rows(
         settings.data,
-        _heard(tally),
+        lambda _text, done, of: tally.traced(done, of),
         steps=settings.rows,
         kernels=_OPERATORS,
         same_shapes=True,
         wanted=lambda row: _is_wanted(row, settings),
     )
+    tally.step()  # of the last row, before which it was called last
     fit = TimeFit(rows, WEIGHTS)
     masks = _masks(fit, settings)
     names = settings.estimators or _DEFAULTS
@@ -117,17 +118,6 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
         published=(),
         notes=(*_notes(settings, masks, names, asked), *notes),
     )
-
-
-def _heard(tally: Tally) -> Callable[[str, int, int], None]:
-    """Return a callback that counts rows; it is called before each row is traced."""
-
-    def heard(_label: str, done: int, of: int) -> None:
-        if not done:
-            tally.add(of)
-        tally.step()
-
-    return heard
 
 
 def _is_wanted(row: MeasuredTime, settings: BenchmarkSettings) -> bool:
