@@ -148,7 +148,7 @@ def configuration(url: str | None) -> Any:
 
 
 def decide_pending(api: KueueApi, service: Client) -> None:
-    """Decide every workload that waits for one of our checks; one whose trace is not done yet goes on waiting."""
+    """Decide every workload that waits for one of our checks; one whose trace is not done yet keeps waiting."""
     checks = set()
     for check in api.objects(api.check):
         name = value_at(check, "metadata.name", str)

@@ -215,7 +215,7 @@ def _simple_commands(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words and operators of a line; none for a quotation that goes on in the next line."""
+    """Return the words and operators of a line; none for a quotation that continues in the next line."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
     lexer.whitespace_split = True
     try:

@@ -235,7 +235,7 @@ def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
 
 
 def main() -> int:
-    """Write the catalogue anew; with names of models as arguments, their rows only."""
+    """Rewrite the catalogue; with names of models as arguments, their rows only."""
     with PUBLISHED_FILE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     only = sys.argv[1:]

@@ -1,7 +1,8 @@
 """`make collect-gpu`: measure runs of every family on a GPU that is lent for a while, and add them to the data set.
 
-Start reading at `collect`. `python -m infra.collect minutes=9`: the same command goes on where it was, and every family
-gets its turn in each round, so that an early end leaves some of each. `measure=kernels` and others go the same way.
+Start reading at `collect`. `python -m infra.collect minutes=9`: the same command continues where it was, and every
+family gets its turn in each round, so that an early end leaves some of each. `measure=kernels` and others go the same
+way.
 """
 
 from __future__ import annotations

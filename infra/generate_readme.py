@@ -144,7 +144,7 @@ def body_of(block: Block, output: str) -> str:
 
 
 def regenerated(page: str, progress: Callable[[str], None] = lambda command: None) -> str:
-    """Return the page with every block's output made anew."""
+    """Return the page with every block's output renewed."""
     with tempfile.TemporaryDirectory(prefix="gpufarm-readme-") as folder:
         blocks = iter(blocks_of(page))
 

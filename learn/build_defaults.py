@@ -21,7 +21,7 @@ from conf.errors import UsageError
 TARGETS = ("memory", "smact", "smocc")  # the targets of an estimate that the files have
 LIMIT_MIB = 10.0
 WHERE = "GPUMemNet's files come from https://github.com/itu-rad/GPUMemNet: clone it, then path=GPUMemNet/Datasets"
-CARD = Path(__file__).parent / "default_models" / "MODEL_CARD.md"  # of which a build fills in the facts
+CARD = Path(__file__).parent / "default_models" / "MODEL_CARD.md"  # a build fills in its facts
 _FACTS = """- **Estimator**: `{estimator}` (`learn/estimators/hybrid.py`), seed {seed}.
 - **Features**: version `{feature_version}`.
 - **Made with**: {environment}.

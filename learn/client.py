@@ -25,7 +25,7 @@ from learn.sharing.profile import Slowdown
 _WAIT_S = 20  # how long the service may hold a question back while it is traced
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _CONNECT_S = 10.0
-_RECONNECT_S = 10.0  # a service that is started anew answers within seconds
+_RECONNECT_S = 10.0  # a service that is restarted answers within seconds
 _OK, _ACCEPTED, _BUSY = 200, 202, 429
 _AGAIN = (_BUSY, 409, 503)  # busy, a job that is not yet known, a service that starts
 _FAILURES = 500  # statuses from here on are the service's only with its media types; a proxy makes them otherwise

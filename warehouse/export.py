@@ -111,7 +111,7 @@ class ExportReport:
 
 
 def export(settings: ExportSettings) -> ExportReport:
-    """Add the runs of the data folder that the data set lacks, and write its card anew.
+    """Add the runs of the data folder that the data set lacks, and rewrite its card.
 
     Equal runs give equal bytes. Raises `UsageError`, and writes nothing, if the result would be larger than `max_mb`
     or the data folder has no such runs.

@@ -114,7 +114,7 @@ def end_below(pid: int, group: ControlGroup | None = None, spared: Collection[in
     pause_s = _PAUSE_S
     while True:
         if group is not None:
-            killed |= group.kill()  # all at once: one that forks for ever cannot run ahead
+            killed |= group.kill()  # all at once: one that forks forever cannot run ahead
         remaining = 0
         for process in descendants_of(pid, spared):
             if _reap(process):

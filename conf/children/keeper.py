@@ -151,8 +151,8 @@ def keep(
 
     Args:
         body: What the child runs, in a session of its own.
-        line: To the caller, who gets the child's id. When it can be read from, or is at its end, the child is no longer
-            wanted.
+        line: Connection to the caller, who gets the child's id. When it can be read from, or is at its end, the child
+            is no longer wanted.
         parent: The process that forked this one; without it the child is not wanted either.
         time_limit_s: Seconds after which everything ends.
         memory_limit_bytes: Memory of all processes below this one beyond which everything ends.

@@ -44,7 +44,7 @@ __all__ = ["command", "documented_keys", "group_options", "groups", "help_text",
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
+EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, continues
 
 # Errors caused by the user's machine rather than by our code: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {

@@ -153,7 +153,7 @@ def load_config(name: str, arguments: Sequence[str | Override], settings: type |
 
 @contextmanager
 def _collected(problems: list[str]) -> Iterator[None]:
-    """Append the message of a `UsageError` to the problems, and go on."""
+    """Append the message of a `UsageError` to the problems, and continue."""
     try:
         yield
     except UsageError as error:

@@ -79,7 +79,7 @@ def traced(
 ) -> dict[str, dict[str, Any]]:
     """Config hash -> `summary_of` its step under the environment's torch; what `kept` holds is not traced again.
 
-    `kept` is a file of JSON lines that grows as configurations are traced, so an interrupted call goes on there.
+    `kept` is a file of JSON lines that grows as configurations are traced, so an interrupted call continues there.
     Raises `UsageError` where the environment's Python fails.
     """
     tag = mapping_hash({"code": FEATURES_STAMP, "device": spec.to_mapping()})

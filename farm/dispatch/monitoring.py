@@ -94,7 +94,7 @@ class Events:
         self._sinks.append(write)
 
     def _tell_write_error(self, record: logging.LogRecord) -> None:
-        """Print once that events are lost; the work goes on."""
+        """Print once that events are lost; the work continues."""
         if not self._has_told:
             self._has_told = True
             print(f"note: {_KEY} cannot be written, events are lost: {sys.exc_info()[1]}", file=sys.stderr)

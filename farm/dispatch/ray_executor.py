@@ -337,7 +337,7 @@ class RayExecutor:
         self._unstarted += [self._replace(node, 1) for _ in range(gpus)]
 
     def _without_gpus(self) -> list[Completion]:
-        """Return the tasks whose node has lost GPUs, so that they would wait for ever."""
+        """Return the tasks whose node has lost GPUs, so that they would wait forever."""
         lost = [trial for trial in self._waiting if self._gpus_of(trial.node) < trial.task.config.ranks]
         self._waiting = [trial for trial in self._waiting if trial not in lost]
         for trial in lost:
@@ -508,7 +508,7 @@ class RayExecutor:
                 return
             self._notices.append(f"{worker} does not start and is left out: {plain_error(error)}")
             seat = self._end_worker(worker)
-            if seat.gpus > 1:  # one of them may be broken: the others go on as workers of one GPU
+            if seat.gpus > 1:  # one of them may be broken: the others continue as workers of one GPU
                 self._add_single_workers(seat.node, seat.gpus)
             # Of a cluster that did work, another node may still join.
             held = bool(self._seats) or any(trial.freed for trial in self._waiting)

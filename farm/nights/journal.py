@@ -119,7 +119,7 @@ class ChoicePayload(Payload):
 
     plan           its file, relative to the data folder
     runs           configurations, of which `remeasured` are measured again because they are stale
-    next_index     where each sequence goes on
+    next_index     where each sequence continues
     families       those chosen by the policy, by family
     measured, repeated  candidates left out: measured already, copies of one another
     bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell

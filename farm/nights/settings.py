@@ -77,7 +77,7 @@ class GrowSettings(TrialsSettings):
       python -m farm.grow n=200 families=[gpt,vit] policy=coverage "space={precision: [fp32,bf16]}"
 
     Killed at any point, the same command continues where it was. Ctrl-C leaves within seconds, with 130, and the same
-    command goes on. SIGTERM while trials run ends the night: what runs is finished, landed and reported without
+    command continues. SIGTERM while trials run ends the night: what runs is finished, landed and reported without
     learning, and it leaves with 130; twice: at once. Exit code 1: the canaries found the machine sick, or a step
     failed. Every step is a line of growth/journal.jsonl in the data folder; the report is reports/latest.html
     there.

@@ -240,7 +240,7 @@ def remeasure(
 
     Every combination of a stale label, an operator family that moved and a bin of memory of a family is to be measured
     again in `environment`, twice where it has two configs; what was so since counts. Greedy, so nearly the fewest.
-    Reads the marks, so it goes on in later nights.
+    Reads the marks, so it continues in later nights.
     """
     rows = _stale_rows(data, device_name, source, environment)
     if not rows:

@@ -87,7 +87,7 @@ class QuietGpuPolicy(_FittingPolicy):
 
     Args:
         needs_mib: what each job type needs.
-        name: of the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
+        name: the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
             the least utilized one.
     """
 

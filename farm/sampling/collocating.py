@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
 
 SIZES = {"pairs": 2, "triples": 3, "quads": 4}
-POOL = 96  # configs that groups are made of; whatever n is, so that a larger n goes on with the same groups
+POOL = 96  # configs that groups are made of; whatever n is, so that a larger n continues with the same groups
 BEYOND_MEMORY_EVERY = 20  # every n-th group ignores memory: running out of it is a label, too
 _CELLS = 5  # cells of each member's SM activity
 _ROOM = 0.9  # share of the device's memory that the members' forecasts may fill

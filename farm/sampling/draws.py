@@ -164,7 +164,7 @@ POLICIES: dict[str, PointsOf] = {
 }
 
 
-# Part of a job's identity: grows whenever the same seed would draw other configs. A job of an older version goes on
+# Part of a job's identity: grows whenever the same seed would draw other configs. A job of an older version continues
 # with what its queue holds; submitted again, it is a new job. 3: lists are drawn evenly, small spaces without repeats.
 SAMPLER_VERSION = 3
 MAX_ATTEMPTS = 1000  # points tried for one index before the space is called empty

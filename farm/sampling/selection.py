@@ -47,7 +47,7 @@ class CandidateForecaster(Protocol):
 class CandidatePool:
     """Candidates of one or more spaces: config, its hash, and its index in its family's sequence, in one order.
 
-    next_index  family -> where its sequence goes on after all of these
+    next_index  family -> where its sequence continues after all of these
     """
 
     configs: tuple[TrialConfig, ...]
@@ -94,7 +94,8 @@ class Selection:
     """The candidates that `choose` took, in the order in which they will run.
 
     pool, measured, repeated  candidates; of them left out as measured already, and as copies of one another
-    next_index  family -> where its sequence goes on: what a policy has not looked at comes again, what it has does not
+    next_index  family -> where its sequence continues: what a policy has not looked at comes again, what it has does
+                not
     gained      dimension -> cell -> (rows known, rows chosen), the cells that gain
     ways        how the figures were found (`farm.sampling.forecast.WAYS`) -> candidates chosen
     """
@@ -121,7 +122,7 @@ def candidates(
 ) -> CandidatePool:
     """Return `count` configs of the space's sequence from index `start` on, where the last night ended.
 
-    `uniform` draws independent points; every other policy goes on with the low-discrepancy sequence. Errors as in
+    `uniform` draws independent points; every other policy continues with the low-discrepancy sequence. Errors as in
     `farm.sampling.draws.sample_range`.
     """
     points = "uniform" if policy == "uniform" else "stratified"

@@ -388,7 +388,7 @@ class EstimationService:
             await asyncio.sleep(_FORGET_EVERY_S)
             try:
                 await self.questions.forget(self._question_limits)
-            except Exception as error:  # a full disk, or a deployment of Ray Serve that is started anew
+            except Exception as error:  # a full disk, or a deployment of Ray Serve that is restarted
                 self.log.event("forget", problem=str(error))
 
     def close(self) -> None:

@@ -345,7 +345,7 @@ _KEY_CHARACTERS = 32
 _HOW = ("coverage", "machine", "loop", "allocator", "workspaces")
 _MODELS_TAKEN = "name a model of torchvision, timm or transformers, or of a module that the service's operator trusts"
 _TRACED_ONLY = ("loop", "allocator", "workspaces")
-_LOOK_EVERY_S = 10.0  # for models that were fitted anew
+_LOOK_EVERY_S = 10.0  # for models that were refitted
 _DEEPEST_AT_ONCE = 128  # some 3 ms, in which the process answers nobody else by this method
 
 
@@ -567,7 +567,7 @@ def _as_problem(pointer: str) -> Iterator[None]:
 class ServiceState:
     """The state besides the question that answers depend on: the code, and the models in the data folder.
 
-    The names of the fitted models are read anew every few seconds.
+    The names of the fitted models are read again every few seconds.
     """
 
     def __init__(self, folder: DataFolder) -> None:

@@ -241,7 +241,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Give the client its time anew: it may have waited for the answer."""
+        """Give the client its full time again: it may have waited for the answer."""
         self._since = self.loop.time()
         super().on_response_complete()
 

@@ -122,7 +122,7 @@ class SubmitSettings(SampledSettings):
     likely) or a range, as in "arch.space.depth={low: 4, high: 12, scale: log, step: 2}"; arch.space.depth.high=20
     changes one end. A number beyond the family's limits is refused.
 
-    The same command again adds nothing and goes on where it was; a larger n adds the difference. Ctrl-C once finishes
+    The same command again adds nothing and continues where it was; a larger n adds the difference. Ctrl-C once finishes
     what runs and leaves, twice stops at once; nothing is lost either way. While trials are being queued, Ctrl-C removes
     them again. Above a million trials it prints the disk space needed and asks; without a terminal, pass yes=true.
     """

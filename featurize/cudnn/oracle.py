@@ -1,7 +1,7 @@
 """Asks cuDNN in a process of its own, and keeps what it answers on disk.
 
 Start reading at `CudnnOracle.answers`; `oracle_for` returns the one of a GPU model, which `device_properties` describes
-to cuDNN. A crash or a hang of the library costs the query that caused it: the process is started anew for the next one.
+to cuDNN. A crash or a hang of the library costs the query that caused it: the process is restarted for the next one.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def cache_path() -> Path:
 
 class AnswerCache:
     """A file of answers, for all processes of this user: an answer never changes. One that cannot be opened or read is
-    as none. `asked` is everything besides the signature that an answer depends on: cuDNN's version, the device
+    as missing. `asked` is everything besides the signature that an answer depends on: cuDNN's version, the device
     and how PyTorch searches."""
 
     def __init__(self, path: Path) -> None:
@@ -255,7 +255,7 @@ class AnswerCache:
         by_key = {_key(asked, signature): signature for signature in signatures}
         answers: dict[ConvolutionSignature, OracleAnswer] = {}
         for key, content in self._disk.read(by_key).items():
-            with contextlib.suppress(ValueError):  # one that is not an answer is asked for anew
+            with contextlib.suppress(ValueError):  # one that is not an answer is asked for again
                 answers[by_key[key]] = answer_of(json.loads(content))
         return answers
 

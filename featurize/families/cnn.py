@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PLAIN = ("pyramid", "reverse_pyramid", "uniform", "bottleneck", "gradual", "hourglass")
 TOPOLOGIES = (*PLAIN, "residual", "dense")
 MAX_FILTERS = 2048
-SMALLEST_MAP = 7  # published: neither strides nor pooling go on below 7x7
+SMALLEST_MAP = 7  # published: neither strides nor pooling continue below 7x7
 SAMPLED_ONLY = ("use_dropout",)  # dimensions of the search space that only `repair` consumes
 DENSE_LAYERS = 4  # convolutions in a dense block
 MIN_DEPTH = {"residual": 2, "dense": DENSE_LAYERS}  # convolutions in their first block

@@ -120,68 +120,80 @@ def _stage(degrees: Mapping[str, Any]) -> bool:
 class Parallel:
     """A job's ranks, one GPU each. A mode is a field that holds its degree; the degrees multiply.
 
-    Args:
-        pp: Ranks of a pipeline, each with a part of the model (a stage, or several). The batch is that of a whole
+    Degrees:
+        pp: Ranks of a pipeline, each with a part of the model (one stage or several). The batch is that of a whole
             step of the pipeline, which `schedule.step` of torch.distributed.pipelining divides into micro-batches.
-        ddp: Replicas of the model, each with a batch of its own: under DistributedDataParallel, or of all shards of
-            `fsdp` (HSDP).
-        fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with a batch of its own.
+        ddp: Replicas of the model, each with its own batch: under DistributedDataParallel, or of all shards of `fsdp`
+            (HSDP).
+        fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with its own batch.
         cp: Ranks that share a batch, each with its part of the sequence (context parallelism): attention gathers or
             rotates keys and values among them. FSDP2 spreads over `fsdp` and `cp` together.
-        tp: Ranks that share each module of a plan (tensor parallelism), and a batch.
+        tp: Ranks that share a batch and each module of a plan (tensor parallelism).
         ep: Neighbours among the ranks of `fsdp`, `cp` and `tp` that divide the experts of each mixture among them and
             exchange tokens (expert parallelism). It adds no ranks: FSDP2 spreads each expert over the other ranks.
         own: Ranks over which the model's own code spreads it: the factory calls `init_device_mesh`, `fully_shard`,
-            `parallelize_module` or `distribute_tensor`, and is taken as it is. Each rank counts with its own batch.
-        gpus_per_node: GPUs of a node; more ranks than that take several nodes, all of them full.
-        network_gb_s: What each GPU gets of the network between nodes, in GB/s per direction. None: one adapter a GPU,
-            as its PCIe carries them: 100 Gb/s on PCIe 3.0, 200 on 4.0, 400 on 5.0.
+            `parallelize_module` or `distribute_tensor`, and is used unchanged. Each rank counts with its own batch.
+
+    Nodes:
+        gpus_per_node: GPUs of a node. More ranks than that take several nodes, all of them full.
+        network_gb_s: Each GPU's share of the network between nodes, in GB/s per direction. None: one adapter a GPU,
+            as fast as its PCIe: 100 Gb/s on PCIe 3.0, 200 on 4.0, 400 on 5.0.
+
+    Pipelines (`pp`):
+        schedule: Order in which a rank runs its micro-batches, one of `SCHEDULES`. None: 1f1b.
+        micro_batches: Number of micro-batches that the batch is divided into, along the first dimension. None: two for
+            each rank of `pp`.
+        stages_per_rank: Stages of each rank, for `interleaved` only. None: 2 there.
+        stage_starts: Paths of the modules at which all stages but the first begin, in order. None: blocks are spread
+            evenly, where the parts before and after them count as a block each.
+        drop_outputs: The last stage does not keep the outputs of its micro-batches to return them as one
+            (`return_outputs=False` of `schedule.step`).
+
+    DistributedDataParallel (`ddp`):
         gradient_as_bucket_view: Gradients are views of the buckets in which they are reduced, not copies.
-        bucket_cap_mb: Size at which a bucket of gradients is full, in MiB. None is torch's own: 25, the first one 1.
+        bucket_cap_mb: Size at which a bucket of gradients is full, in MiB. None: torch's own, 25 (the first bucket 1).
         static_graph: Every step runs the same operators.
         find_unused_parameters: Parameters may go without a gradient. Buckets then keep the order of the parameters.
-        broadcast_buffers: Buffers of the first rank are sent to all others before each step.
+        broadcast_buffers: The first rank's buffers are sent to all others before each step.
+
+    FSDP2, and FSDP1 (`fsdp`):
         reshard_after_forward: Gathered parameters are freed after the forward pass and gathered again for the backward
-            pass; a number: they are spread over this many ranks in between. None is FSDP2's choice: all but the root's.
-        param_dtype: Type in which FSDP2 gathers parameters and computes, of `DTYPES`. None: their own.
+            pass; a number: they are spread over this many ranks in between. None: FSDP2's choice, all but the root's.
+        param_dtype: Type in which FSDP2 gathers parameters and computes, one of `DTYPES`. None: their own.
         reduce_dtype: Type in which it reduces gradients. None: `param_dtype`.
         cpu_offload: Shards, their gradients and the optimizer are in host memory.
         wrap: Classes of the modules whose parameters are gathered together. None: the repeated blocks.
-        fsdp_version: 2: `fully_shard`; 1: `FullyShardedDataParallel`, with flat parameters, its older kin. Its
-            strategies are FULL_SHARD and SHARD_GRAD_OP, as `reshard_after_forward` is true or false, and HYBRID_SHARD
-            and its kin with `ddp`.
-        backward_prefetch: When FSDP1 gathers the next unit of the backward pass, of `PREFETCHES`: before this one's
-            gradients are computed, after that, or not ahead at all.
+        fsdp_version: 2: `fully_shard`. 1: `FullyShardedDataParallel`, with flat parameters: FULL_SHARD or
+            SHARD_GRAD_OP, as `reshard_after_forward` is true or false, and HYBRID_SHARD and its variant with `ddp`.
+        backward_prefetch: When FSDP1 gathers the next unit of the backward pass, one of `PREFETCHES`: before this
+            one's gradients are computed, after that, or not ahead at all.
         limit_all_gathers: The host waits before it gathers more than two units ahead of FSDP1's kernels.
-        use_orig_params: FSDP1 keeps the original parameters; false: the optimizer gets flat ones, and each unit's
-            parameters all train or are all frozen. Lightning, Composer and accelerate set true, torch's own is false.
-        no_sync: Micro-steps but the last run under FSDP1's `no_sync`: each rank keeps whole gradients during them.
-        cp_rotate: How keys and values go around, of `ROTATIONS`. None is PyTorch's choice, allgather.
-        cp_load_balance: Each rank has a part of the sequence's head and one of its tail, so that all have as much of a
-            causal mask. None is PyTorch's choice, true; false is for attention without a causal mask.
+        use_orig_params: FSDP1 keeps the original parameters. False: the optimizer gets flat ones, and each unit's
+            parameters all train or are all frozen. Lightning, Composer and accelerate set true; torch's own is false.
+        no_sync: All micro-steps but the last run under FSDP1's `no_sync`: each rank keeps whole gradients during them.
+
+    Context and tensor parallelism (`cp`, `tp`):
+        cp_rotate: How keys and values go around, one of `ROTATIONS`. None: PyTorch's choice, allgather.
+        cp_load_balance: Each rank has a part of the sequence's head and one of its tail, so that a causal mask leaves
+            all ranks the same work. None: PyTorch's choice, true. False is for attention without a causal mask.
         tp_plan: Path of a module, with `*` for any part of it -> how it is split, as in plans of transformers' models:
             `colwise`, `rowwise` and others. None: the model's own plan.
-        zero: Stage of DeepSpeed's ZeRO, in place of DistributedDataParallel: 1 spreads the optimizer over the ranks of
-            `ddp`, 2 gradients, too, 3 parameters, too. None: no ZeRO. `param_dtype` is then the type of the model
-            itself, whose master weights are in fp32; `cpu_offload` is DeepSpeed's `offload_optimizer`.
-        reduce_bucket_size: Elements of the buffer in which ZeRO reduces gradients.
-        overlap_comm: It reduces them on a stream of their own, in two buffers by turns. None is DeepSpeed's choice:
+
+    DeepSpeed's ZeRO (`zero`):
+        zero: Stage, in place of DistributedDataParallel: 1 spreads the optimizer over the ranks of `ddp`, 2 also
+            gradients, 3 also parameters. None: no ZeRO. `param_dtype` is then the type of the model itself, whose
+            master weights are in fp32; `cpu_offload` is DeepSpeed's `offload_optimizer`.
+        reduce_bucket_size: Elements of the buffer in which gradients are reduced.
+        overlap_comm: Gradients are reduced on their own stream, in two alternating buffers. None: DeepSpeed's choice,
             only in stage 3.
         contiguous_gradients: Gradients are copied into that buffer as they come.
         offload_param: Stage 3 keeps the partitions of parameters in host memory.
         sub_group_size: Elements of a partition that stage 3 updates at a time.
         stage3_prefetch_bucket_size: Elements that stage 3 gathers ahead of use.
-        stage3_max_live_parameters: Gathered elements beyond which it frees parameters and gathers no more ahead.
-        stage3_max_reuse_distance: It keeps gathered parameters that are used again within this many elements.
-        stage3_param_persistence_threshold: It keeps smaller parameters gathered.
-        deepspeed: What DeepSpeed's own file says, of which `parse_parallel` made this layout.
-        schedule: Order in which a rank of a pipeline runs its micro-batches, of `SCHEDULES`. None: 1f1b.
-        micro_batches: Into how many the batch is divided, along the first dimension. None: two for each rank of `pp`.
-        stages_per_rank: Stages of each rank, of `interleaved` only. None: 2 there.
-        stage_starts: Paths of the modules at which all stages but the first begin, in their order. None: blocks are
-            spread evenly, where what comes before them and what comes after them count as a block each.
-        drop_outputs: The last stage does not keep the outputs of its micro-batches to return them as one
-            (`return_outputs=False` of `schedule.step`).
+        stage3_max_live_parameters: Gathered elements beyond which stage 3 frees parameters and gathers no more ahead.
+        stage3_max_reuse_distance: Stage 3 keeps gathered parameters that are used again within this many elements.
+        stage3_param_persistence_threshold: Stage 3 keeps smaller parameters gathered.
+        deepspeed: DeepSpeed's own file, from which `parse_parallel` made this layout.
 
     Raises:
         UsageError: A value out of range; all of them are named.

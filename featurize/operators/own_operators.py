@@ -197,7 +197,7 @@ class _LinearCrossEntropy(Function):
         of_x = torch.zeros_like(x)
         losses = torch.zeros(rows, dtype=torch.float32, device=x.device)
         dtype = torch.get_autocast_dtype("meta") if torch.is_autocast_enabled("meta") else x.dtype
-        product = weight.to(dtype)  # autocast keeps it, and casts the transposed weight anew for each part
+        product = weight.to(dtype)  # autocast keeps it, and casts the transposed weight again for each part
         aten = torch.ops.aten  # which autocast leaves alone
         for start in range(0, rows, step):
             part = x[start : start + step].to(dtype)

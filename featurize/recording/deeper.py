@@ -217,7 +217,7 @@ def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> 
             place, other, alike = place + 1, other + 1, alike + is_same
             continue
         # The last block's numbers, such as when a collective is waited for, are its own: what is repeated is the one
-        # before, as far as it goes on alike.
+        # before, as far as it continues alike.
         back = 0
         while back < min(alike, added, other - added) and second[other - back - 1] == second[other - back - 1 - added]:
             back += 1
@@ -242,7 +242,7 @@ def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> 
 
 def _period(first: Sequence[Hashable], second: Sequence[Hashable], place: int, other: int) -> int:
     """Return how many items of the longer trace repeat those before them, so that the two, whose ends are items too,
-    go on alike for the longest time; 0: there is no such number."""
+    continue alike for the longest time; 0: there is no such number."""
 
     def alike(size: int) -> int:
         pairs = zip(first[place:], second[other + size :], strict=False)

@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
     def modules(self) -> Iterator[None]:
         """While entered, the module whose forward pass runs is known."""
         before = module_hooks.register_module_forward_pre_hook(self._entered)
-        # Also where the forward pass raises: a checkpoint ends its recomputation that way, and goes on.
+        # Also where the forward pass raises: a checkpoint ends its recomputation that way, and continues.
         after = module_hooks.register_module_forward_hook(self._left, always_call=True)
         try:
             with self.values.of_data():

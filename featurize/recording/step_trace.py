@@ -116,7 +116,7 @@ class Collective(NamedTuple):
 
 
 class StagePass(NamedTuple):
-    """One pass of a pipeline's stage over a micro-batch; it goes on until the next one begins."""
+    """One pass of a pipeline's stage over a micro-batch; it continues until the next one begins."""
 
     phase: str  # forward or backward, of `PHASES`
     stage: int

@@ -292,7 +292,7 @@ def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, paral
         place = bisect.bisect_right(moments, moment)
         return delays[place - 1][1] if place else 0.0
 
-    # A rank's pass goes on until its next one begins; the micro-steps of a step number their micro-batches on.
+    # A rank's pass continues until its next one begins; the micro-steps of a step number their micro-batches on.
     runs: dict[tuple[str, int, int], int] = {}
     keys = [(_BEFORE, 0, 0)]
     for part_pass in part.passes:

@@ -46,8 +46,8 @@ from featurize.recording.values import (
     shape_of,
     tensors_of,
 )
+from featurize.trace.later_steps import SecondStep, State, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.trace.light_imports import compiler_aside
-from featurize.trace.steps_in_a_loop import SecondStep, State, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.training.play_rank import played_rank, settings_of_ranks
 from featurize.training.rank import Rank
 from featurize.training.stages import DoesNotRepeat
@@ -133,13 +133,13 @@ def trace_step(
                leaves nothing behind, as in the farm's own trials.
     batches    the inputs of each step, in order, instead of `inputs` (None): a job whose batches have several shapes.
                Each shape is traced once, and the trace holds all these steps, then two on the longest batch; see
-               `featurize.trace.steps_in_a_loop`. Batches of a single shape are one of `inputs`
+               `featurize.trace.later_steps`. Batches of a single shape are one of `inputs`
     parallel   one rank of a job on several GPUs: the trace holds what its wrapper takes, and what the ranks send. Such
                a job has batches of a single shape
     rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
                the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
                trace is that of the one with the most bytes alive (`featurize.training.pipeline`)
-    every_pass  of a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
+    every_pass  for a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
                `featurize.training.stages.DoesNotRepeat` where they are not. None: the latter, where it goes
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
@@ -231,7 +231,7 @@ class Tracing:
     Args:
         entered: Holds what is replaced in the process until the trace ends. All else as
             `trace_step` has it.
-        targets: Of each shape of batches, where a model that was tried for them was changed by that; None: not known.
+        targets: The targets of each shape of batches, where trying a model for them changed it; None: not known.
         repeats: The second step may be made of the first.
     """
 

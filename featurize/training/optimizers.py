@@ -274,7 +274,7 @@ def state_tensors(optimizer: Any) -> Iterator[Tensor]:
 def _fused_on_meta(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     name = "_get_fused_kernels_supported_devices"
     known = getattr(torch_optimizer, name, None)
-    # There are releases that do not ask. Real training may go on in another thread: nothing of it is replaced.
+    # There are releases that do not ask. Real training may continue in another thread: nothing of it is replaced.
     if known is None or not any(p.is_meta for p in parameters):
         yield
         return

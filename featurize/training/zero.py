@@ -128,7 +128,7 @@ class ZeroRank(Rank, abc.ABC):
         # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
         self._offloads = settings.offload_optimizer  # so do gradients
-        self._elements = 0  # of gradients that wait in the bucket
+        self._elements = 0  # elements of gradients that wait in the bucket
         self._masters: list[nn.Parameter] = []
         self._optimizers: list[torch.optim.Optimizer] = []
 

@@ -33,7 +33,7 @@ FULL_BYTES = 40 * 2**20  # size of an archive: one more generation of three slic
 SERIES = "series.json"  # in the work folder: which series of calls this is, and how often it was packed
 DATA = "data"
 _XZ_PRESET = 1  # 20 times smaller than the small Parquet files, whose footers resemble each other
-_LEFT_OUT = ("locks", "features", "warehouse.duckdb")  # parts of the data folder that are made anew
+_LEFT_OUT = ("locks", "features", "warehouse.duckdb")  # parts of the data folder that are made again
 _QUEUE = "queue.sqlite"
 _NAME = re.compile(r"gpufarm-([0-9a-f]{8})-g(\d{5})-([1-6])of([1-6])-([0-9a-f]{16})\.slice")
 

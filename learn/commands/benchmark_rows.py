@@ -79,7 +79,7 @@ class BenchmarkSettings(Checked):
     learn nothing also with one constant per file: the median of label - estimate.
 
     target=step_time on measured or imported steps compares formulas for the time of kernels: trace (the packaged
-    kernel model), kernels (the same, fitted anew), roofline (a share for each kind of kernel), habitat (wave scaling)
+    kernel model), kernels (the same, refitted), roofline (a share for each kind of kernel), habitat (wave scaling)
     and neusight (tiles and waves). hybrid, and any estimator that is named, answer for the rows with a trial config;
     ranks answers for published jobs on several GPUs, in their layout.
     paper=true takes published, rows, seed, folds, workers, limit_s, memory_gib, out, report and data.
@@ -544,7 +544,7 @@ def ask_free(
                 continue
             spec = describe_device(case.device)
             if isinstance(subject, Case):
-                subject = replace(subject, described=spec)  # anew: what a case remembers need not travel
+                subject = replace(subject, described=spec)  # a copy: what a case remembers need not travel
             jobs.append(PoolItem(ESTIMATORS[name], subject, spec, settings.target))
             places.append((name, i))
     for name, given_rows in answers.items():

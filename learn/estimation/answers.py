@@ -27,8 +27,8 @@ from featurize.operators.replacing import without_collection
 from featurize.recording.skeleton import build_on_meta
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import tensors_of
-from featurize.timing.model_flops import seconds_at_peak
 from featurize.timing.overlap import SimulatedStep, lengthened, simulate
+from featurize.timing.times import seconds_at_peak
 from learn.estimation.job_estimate import (
     COVERAGES,
     HELD_OUT,

@@ -57,16 +57,21 @@ def estimate(
 
     The model takes no real memory: it is built and traced on the meta device.
 
+    Example:
+        >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
+        >>> batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
+
     Args:
         model: A trial config (dataclass, or the mapping that `runs.config` holds), an `nn.Module`, or a zero-argument
             factory of one.
         inputs: For modules: a tensor or shape, a sequence of them, or a mapping of keyword arguments, as in
-            `model(**batch)`. Lists and mappings of tensors count as one argument. Shapes are of `input_dtype`. The
+            `model(**batch)`. Lists and mappings of tensors count as one argument. Shapes have type `input_dtype`. The
             values of small tensors on the CPU are kept, for models that read them: masks, labels, boxes.
-        batches: For modules whose steps have batches of several shapes, in the order of the steps: a sequence of
-            batches, each as `inputs` (which is left out); or of sequence lengths, or a mapping of lengths to their
-            shares, to which the second dimension of `inputs` is set. `peak_memory_mib` is of the whole mix,
-            fragmentation included; utilization and step time are of the longest batch.
+        batches: For modules whose batches differ in shape, in the order of the steps: a sequence of batches, each like
+            `inputs` (which is then left out); or a sequence of lengths, or a mapping of lengths to their shares, which
+            replace the second dimension of `inputs`. `peak_memory_mib` covers the whole mix, fragmentation included;
+            utilization and step time are those of the longest batch.
         optimizer: A name of `featurize.job.training_settings.OPTIMIZERS`; `adam` by default. A trial config has its own
             optimizer, precision, cudnn_benchmark and channels_last; another value is an error.
         precision: `fp32` (the default), `tf32`, `bf16` or `fp16` (autocast), `bf16-true` or `fp16-true` (weights).
@@ -75,16 +80,15 @@ def estimate(
         settings: For modules: all training settings at once, instead of single ones.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         device: A GPU model of `conf/device`, by name or as its description.
-        power_limit_w: Limit that is set on the GPU (`nvidia-smi -pl`), in W: step time, utilization and energy follow
-            it.
-            None: the board's own.
+        power_limit_w: Limit that is set on the GPU (`nvidia-smi -pl`), in W, which step time, utilization and energy
+            follow. None: the board's own.
         estimator: A name of `learn.estimators.protocol.ESTIMATORS`. None takes, for each target, the newest model in
             the data folder that was fitted on the config's family and device (for modules: one that reads traced steps,
-            fitted on real devices), else the model that comes with the project, else the trace. The training-free
+            fitted on real devices), else the packaged model, else the trace. The training-free
             estimators answer for memory without a fit. `xmem` runs the model for real, on the CPU.
         method: `full`, or `fast`: estimate a trial config from its features alone, by fitted trees (the data folder's
-            `lightgbm`, else the packaged one). It takes about 1 ms, has no breakdown, and says how far it is off.
-        data: Data folder with the fitted models; None is the default folder.
+            `lightgbm`, else the packaged one). It takes about 1 ms, has no breakdown, and reports its held-out error.
+        data: Data folder with the fitted models; None: the default folder.
         input_dtype: Type of the inputs that are given as shapes.
         target: For modules: a tensor or shape of class indices. Not the `target` of `learn.fit`.
         loss: For modules: `loss(output, target)`. None: without a target the loss that the output holds (`output.loss`,
@@ -97,13 +101,14 @@ def estimate(
         trust: Modules whose code may run where a trial config names it (family `zoo`). Models of torchvision, timm and
             transformers need no trust.
         loop: `resident` (one batch stays on the GPU, as in the farm's runs) or `pipeline` (a plain Python loop, whose
-            steps wait for their input): utilization and step time are all of that loop. None: each figure is of the
+            steps wait for their input): all utilization and step times are for that loop. None: each figure is for the
             loop that its source knows, and `Estimate.loops` names it.
-        machine: What lies outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager` (all kernels
-            loaded at once, as before CUDA 12), `described` (as the device's description says), or a profile or its
-            file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
-        workspaces: What convolutions take while they run: `guessed` (the default); `cudnn`: cuDNN itself is asked,
-            without a GPU (extra `cudnn`); `auto`: `cudnn` where it is installed and knows the GPU model, else
+        machine: Profile of the memory outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager`
+            (all kernels loaded at once, as before CUDA 12), `described` (as the device's description says), or a
+            profile or its file. None: the profile that `learn.calibrate` made of this GPU model in the data folder,
+            else `current`.
+        workspaces: Memory that convolutions take while they run: `guessed` (the default); `cudnn`: cuDNN itself is
+            asked, without a GPU (extra `cudnn`); `auto`: `cudnn` where it is installed and knows the GPU model, else
             `guessed`. It changes the trace's figures; models were fitted on guessed ones. The job is taken to allow
             TF32 in convolutions, PyTorch's default.
         torch_version: The release of PyTorch that the job runs, as "2.4"; None: the installed one. Only cuDNN's
@@ -111,13 +116,13 @@ def estimate(
         coverage: Share of jobs that stay below `Estimate.upper_mib`: above 0.5 and at most 0.99.
         known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
             "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
-            torch.cuda. A run on another GPU model names it by `device`, and moves that one's estimate only. The
-            estimate is moved by what the runs show beyond their traces, and its bound is much narrower. None: for a
-            trial config, what the data folder measured of it on this GPU model, at any batch size, unless `estimator`,
-            `allocator` or `torch_version` asks for another answer. `"runs"`: the same, and a note where there is none.
-            `"none"`, or an empty list: no run.
-        parallel: Several GPUs, of which `inputs` is one's batch: `"ddp=8"`, `{"ddp": 8, "gpus_per_node": 4}` or a
-            `learn.Parallel`, which describes the settings. One GPU is a job without a wrapper.
+            torch.cuda. A run on another GPU model names it by `device`, and adjusts only the estimates for that one.
+            The estimate is adjusted by what the runs show beyond their traces, and its bound is much narrower. None:
+            for a trial config, the data folder's runs of it on this GPU model, at any batch size, unless `estimator`,
+            `allocator` or `torch_version` asks for another answer. `"runs"`: the same, and a note where there are none.
+            `"none"`, or an empty list: no runs.
+        parallel: Layout on several GPUs, where `inputs` is one GPU's batch: `"ddp=8"`, `{"ddp": 8, "gpus_per_node": 4}`
+            or a `learn.Parallel`, which describes the settings. One GPU is a job without a wrapper.
         **training: For modules: further fields of `featurize.job.training_settings.Training`, which describes them,
             such as accumulation=4, checkpointing="full", float8="tensorwise" or quantize="nf4".
 
@@ -128,11 +133,6 @@ def estimate(
     Raises:
         UsageError: An unknown name, a model that can't be built or traced (the message names the operator and the
             module), a named estimator that is not fitted or refuses, or a file that can't be written.
-
-    Example:
-        >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
-        >>> batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
     _require_method(method)
     if method == "fast":

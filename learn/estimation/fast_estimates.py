@@ -348,7 +348,7 @@ def fit_config_models(
     workers: int | None = None,
     progress: Callable[[str, int, int], None] = lambda _step, _done, _of: None,
 ) -> None:
-    """Write one artifact a target, and one of the memory bound, into `folder`, which is made anew.
+    """Write one artifact a target, and one of the memory bound, into `folder`, which is made again.
 
     Labels are the full estimates of sampled configurations: by the models that come with the project, and by the trace
     where none does. Each artifact's `meta.json` has the errors on 30 % of the configurations, which their fit had not

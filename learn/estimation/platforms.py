@@ -255,7 +255,7 @@ class Platform:
     ) -> TracedStep:
         """Return the traced step on the machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
-        The step is replayed anew only where the capacity that differs can matter, and with `workspaces`: cuDNN is then
+        The step is replayed again only where the capacity that differs can matter, and with `workspaces`: cuDNN is then
         asked about its convolutions, as `job.search` says, or else as this process searches.
 
         Raises:

@@ -125,7 +125,7 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
     }
     notes = tuple(map(Callout, meta["warnings"]))
     heads = ("metric", "*cross-validation (3 folds)", "*held-out test")
-    done = Benchmark(
+    benchmark = Benchmark(
         target=evaluation.test_rows.target,
         device=_where(evaluation),
         card_mib=None,
@@ -140,7 +140,7 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
         head=(Fold(f"{count_of(len(notes), 'note')} on these figures", notes),) if notes else (),
         sections=(
             Section("figures", "Figures", (table(heads, metric_rows(evaluation)),)),
-            Section("pictures", "Held-out test", (*confusion(done, TEST), *predicted(done, TEST))),
+            Section("pictures", "Held-out test", (*confusion(benchmark, TEST), *predicted(benchmark, TEST))),
             Section("facts", "Data and settings", (Facts(tuple(facts.items())),)),
         ),
     )
@@ -195,8 +195,8 @@ def _lines(curves: Mapping[str, Line], x_axis: Axis, y_axis: Axis, x_title: str,
 
 def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw estimates over labels, a panel an estimator and a colour a family, with a line to the 99 % bound."""
-    own = _own(done, file)
-    everything = [row for rows in own.values() for row in rows]
+    rows_by_estimator = _own(done, file)
+    everything = [row for rows in rows_by_estimator.values() for row in rows]
     labels = [row.label for row in everything if row.label is not None]
     if not labels:
         return ()
@@ -208,7 +208,7 @@ def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
     colours = colours_of(sorted({row.family for row in everything}))
     unit = "" if done.target.unit == "ratio" else f", {done.target.unit}"
     charts = []
-    for name, rows in own.items():
+    for name, rows in rows_by_estimator.items():
         plot = Plot(axis, axis, _PANEL)
         plot.grid()
         plot.ticks_below(f"label{unit}")
@@ -252,15 +252,15 @@ def _cdf(done: Benchmark, file: str) -> tuple[Block, ...]:
 
 def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw the median signed error by what `Scored` has under `key`."""
-    own = _own(done, file)
+    rows_by_estimator = _own(done, file)
     cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for name, rows in own.items():
+    for name, rows in rows_by_estimator.items():
         for row, error in signed_errors(rows, None, space=done.target.space):
             if (group := getattr(row, key)) is not None:
                 cells[group][name].append(error)
     if not cells:
         return ()
-    groups, names = sorted(cells), list(own)
+    groups, names = sorted(cells), list(rows_by_estimator)
     clip = _CLIP[done.target.space]
 
     def cell(i: int, k: int) -> GridCell | None:

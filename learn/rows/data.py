@@ -39,7 +39,7 @@ UTILIZATION_EDGES: dict[str, dict[str, tuple[float, float]]] = {
     "smocc": {"mlp": (0.1, 0.3), "cnn": (0.1, 0.3), "transformer": (0.3, 0.4)},
     "drama": {"mlp": (0.2, 0.7), "cnn": (0.3, 0.9), "transformer": (0.3, 0.8)},
 }
-_UNPUBLISHED = "transformer"  # whose edges a family without published ones is read with
+_UNPUBLISHED = "transformer"  # a family without published edges is read with this one's
 LEVELS = ("low", "medium", "high")
 
 

@@ -209,7 +209,7 @@ class StepStore:
     ) -> int:
         """Have every case's record at hand, and in the data folder; return how many had to be computed.
 
-        What is finished is written every 20 s and however the call ends, so that an interrupted one goes on where it
+        What is finished is written every 20 s and however the call ends, so that an interrupted one continues where it
         was. What is damaged is computed again.
 
         Args:
@@ -340,7 +340,7 @@ class _Measured:
         """Return by how much it lies beyond its trace more than the others of larger batches do, workspaces and a GiB
         aside. Such a label is too high: others' memory on the card is in it. Too low no label can be that covers the
         job's tensors, so that a larger batch bounds what a smaller one takes."""
-        larger = [max(one.beyond_mib, 0.0) for one in others if one.traced_mib > self.traced_mib]
+        larger = [max(other.beyond_mib, 0.0) for other in others if other.traced_mib > self.traced_mib]
         return max(self.beyond_mib - min(larger, default=math.inf) - self._slack_mib, 0.0)
 
     def unexplained_mib(self, others: Sequence[_Measured]) -> float:
@@ -348,9 +348,9 @@ class _Measured:
         the trace is alike at the nearest batches, or in proportion to the traced memory."""
         if not others:
             return 0.0
-        nearest = sorted(others, key=lambda one: abs(math.log(one.traced_mib / self.traced_mib)))[:_NEIGHBOURS]
-        high = max(0.0, *(self._scaled(one) for one in nearest)) + self._slack_mib
-        low = min(min(one.beyond_mib, self._scaled(one)) for one in nearest) - self._slack_mib
+        nearest = sorted(others, key=lambda other: abs(math.log(other.traced_mib / self.traced_mib)))[:_NEIGHBOURS]
+        high = max(0.0, *(self._scaled(other) for other in nearest)) + self._slack_mib
+        low = min(min(other.beyond_mib, self._scaled(other)) for other in nearest) - self._slack_mib
         return max(self.beyond_mib - high, low - self.beyond_mib, self.above_larger_mib(others))
 
     @property

@@ -146,7 +146,7 @@ def _is_damaged(path: Path) -> bool:
 def _believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
     """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
 
-    Their content is read once while they stay the same. What they hide is judged anew, as files come and go.
+    Their content is read once while they stay the same. What they hide is judged again, as files come and go.
     """
     lost: list[DamagedListing] = []
 

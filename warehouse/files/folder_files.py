@@ -56,7 +56,7 @@ class FolderFiles(AbstractFileSystem):
     A query's globs are answered with the files that count at that moment. As many as `_PINNED` of them are opened
     then, so that compaction may delete them; a larger folder's small files are opened by name, and those that are gone
     by then are counted in `lost`. What queries open is in `opened`. All of it takes up to a quarter of the descriptors
-    that the process may have, files that are open by name up to half; beyond that each read opens the file anew.
+    that the process may have, files that are open by name up to half; beyond that each read reopens the file.
     """
 
     protocol = SCHEME
@@ -310,7 +310,7 @@ class _SharedFile:
 
 
 class _NamedFile(_SharedFile):
-    """A file that is opened anew for each read, because the process has no spare descriptors."""
+    """A file that is reopened for each read, because the process has no spare descriptors."""
 
     def __init__(self, path: Path, files: FolderFiles) -> None:
         file = _SharedFile(open_plain(path))

@@ -1,6 +1,6 @@
 """Opens plain files of a data folder, for reading or as locks, and caches their content until they change.
 
-Start reading at `open_plain`: opening a pipe instead would block for ever. `remembered` judges whether a file stayed
+Start reading at `open_plain`: opening a pipe instead would block forever. `remembered` judges whether a file stayed
 the same by inode, size and time. `open_lock` lets no hostile or copied folder have another file written to;
 `hold_shared` and `is_shared_by_any` handle locks that DuckDB clients see, too.
 """

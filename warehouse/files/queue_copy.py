@@ -16,7 +16,7 @@ from pathlib import Path
 from conf.errors import EnvironmentProblem
 
 _COPY_TRIES = 5
-_PARTS = ("", "-wal")  # the shared memory beside them is made anew from these
+_PARTS = ("", "-wal")  # the shared memory beside them is made again from these
 
 
 @contextlib.contextmanager

@@ -230,5 +230,5 @@ def _read_fingerprint(path: Path) -> str | None:
         with existing_database(path) as connection:
             row = connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()
             return None if row is None else str(row[0])
-    except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made anew
+    except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made again
         return None

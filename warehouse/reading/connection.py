@@ -377,7 +377,7 @@ class WarehouseConnection(_Planned):
     ) -> Self:
         """Open a connection that reads `files`; the descriptor `lock` and the folder `spill` go with it.
 
-        `renew` opens it, and opens it anew where a damaged file has made DuckDB give up its database. Tables that were
+        `renew` opens it, and reopens it where a damaged file has made DuckDB give up its database. Tables that were
         registered are gone then.
         """
         return cls(renew(), _Opened(files, lock, spill, renew))

@@ -42,7 +42,7 @@ def scratch_cursor() -> duckdb.DuckDBPyConnection:
         cursor = _INSTANCES[process].cursor()
         cursor.execute("SELECT 1")
         return cursor
-    except (KeyError, duckdb.Error):  # after an internal error, as of a torn file, DuckDB wants to be started anew
+    except (KeyError, duckdb.Error):  # after an internal error, as of a torn file, DuckDB wants to be restarted
         _INSTANCES[process] = _new_instance()
         return _INSTANCES[process].cursor()
 

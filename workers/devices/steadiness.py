@@ -124,7 +124,7 @@ class _Series:
         if previous_ns is not None and end_ns <= previous_ns:
             return
         if self.is_counter and previous_ns is not None and value <= previous:
-            if value < previous:  # the driver was reloaded: count anew from here
+            if value < previous:  # the driver was reloaded: count again from here
                 self.last_ns, self.last_value = end_ns, value
             return  # a counter that has not moved is not a reading of its own
         self.last_ns, self.last_value = end_ns, value

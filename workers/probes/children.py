@@ -1,4 +1,4 @@
-"""Runs each measurement in a process of its own and keeps its rows, so that a killed call goes on where it was.
+"""Runs each measurement in a process of its own and keeps its rows, so that a killed call continues where it was.
 
 Start reading at `measure_all`; `child.py` is the program of the process.
 """

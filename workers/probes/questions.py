@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _HELD_MIB = 2048
-_FREED_WITHIN_MIB = 8.0  # of what the card held before
+_FREED_WITHIN_MIB = 8.0  # memory that the card may hold more than before
 _PATIENCE_S = 10.0
 _CLIENTS_MIB = (1024, 2048)
 _CLIENT_S = 40.0
-_EQUAL_SHARE = 0.05  # of a time; below, two are the same
+_EQUAL_SHARE = 0.05  # share of a time; below, two are the same
 _TIMED = 20  # repetitions
 _UNKNOWN = "unknown"  # name of a program whose pid is not here
 _KERNELS = 4  # names of an operator's
@@ -256,7 +256,7 @@ def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
 
     daemon = MpsDaemon({"CUDA_VISIBLE_DEVICES": device_uuid})
     try:
-        os.environ.update(daemon.environment)  # of the clients, which are started from here
+        os.environ.update(daemon.environment)  # for the clients, which are started from here
         with _holding(device_uuid, _CLIENTS_MIB) as clients:
             yield from clients
     finally:

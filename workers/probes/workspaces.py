@@ -97,12 +97,12 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
                 "dtype": precision,
                 "config": {**arguments, "cudnn_benchmark": benchmark},
             }
-            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread: each case takes it anew
+            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread: each case takes a new one
             torch.cuda.empty_cache()
             try:
                 measured = _measured(layer, arguments, shape, getattr(torch, dtype))
                 assumed = {} if spec is None else assumed_bytes(layer, arguments, shape, precision, spec)
-            except RuntimeError as error:  # the device's own, out of memory included: the other cases go on
+            except RuntimeError as error:  # the device's own, out of memory included: the other cases continue
                 reason = first_line(error)
                 yield {**case, "reason": reason}
                 continue

@@ -89,7 +89,7 @@ class TrialExit:
     signal: int | None = None
     timed_out: bool = False
     killed_for: str | None = None  # why it was killed, other than the deadline
-    output: str = ""  # of its standard output and error: the beginning and the end
+    output: str = ""  # its standard output and error: the beginning and the end
     left: int = 0  # processes that it left behind and that had to be killed
     stayed: int = 0  # those of them that could not be
 

@@ -152,7 +152,7 @@ _MOMENTS = ("forward", "held", "optimizer", "updated", "end")
 
 
 class TraceAgain(Exception):
-    """The trace must be made anew, on a model that was not run before, with more of its request known."""
+    """The trace must be made again, on a model that was not run before, with more of its request known."""
 
     def __init__(self, **request: Any) -> None:
         super().__init__("the trace must be made anew")
