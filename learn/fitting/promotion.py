@@ -189,7 +189,7 @@ def _alone(decision: str, reason: str, candidate: Evaluation) -> dict[str, Any]:
     ours, judges = figures(candidate), candidate.test_rows
     explanation = (
         f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
-        "told their bin"
+        "in their estimated bin"
     )
     if "own_labels" in ours:
         explanation = f"its errors are {NOT_INFORMATIVE}: the trace simulated these very labels"

@@ -29,7 +29,7 @@ from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.trace import trace_cache
-from featurize.trace.steps_in_a_loop import is_installed, names_in
+from featurize.trace.later_steps import is_installed, names_in
 from learn.job.training_job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:

@@ -131,7 +131,7 @@ def errors_table(done: Benchmark) -> TableText:
         "p90 +c": lambda figures: error(figures.shifted.p90),
     }
     if done.target.is_memory:
-        cells["fit told right"] = lambda figures: _share(figures.fit_right)
+        cells["fit right"] = lambda figures: _share(figures.fit_right)
         cells["by bound"] = lambda figures: _share(figures.fit_right_bound)
     times: dict[str, Cell] = {
         "s each": lambda figures: _text(figures.median_seconds, ".2f", ".4f", below=0.1),

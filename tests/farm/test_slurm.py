@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_serving import MLP
-from test_serving import service as service
 
 from conf.cli.command_line import run
 from conf.errors import UsageError
 from farm import slurm
 from farm.sbatch import SbatchSettings, entry, parted, training_command
 from farm.slurm import read_table
+from tests.farm.served import MLP
 
 DEVICES = "devices={A100-SXM4-40GB: a100, L4: l4}"
 TRAINING = """
