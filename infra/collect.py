@@ -291,8 +291,8 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
     for counted in counts:
         groups["verdicts"][counted["quality"] or "none"] += counted["runs"]
     return [
-        f"{name}: {count_of(values.total(), 'run')} ({', '.join(f'{value} {count}' for value, count in values.items())})"
-        for name, values in groups.items()
+        f"{name}: {count_of(tally.total(), 'run')} ({', '.join(f'{value} {count}' for value, count in tally.items())})"
+        for name, tally in groups.items()
     ]
 
 
