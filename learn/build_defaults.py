@@ -91,9 +91,9 @@ def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int],
         # Sources that are named are mixed: what differs between their runs is in the features.
         sources = ("imported", "measured")
         settings = FitSettings(target=target, estimator="hybrid", source=sources, seed=seed, data=data)
-        done = fit(settings, progress=progress)
-        shutil.copytree(done.path / "model", folder / target / "model")
-        metas[target] = stamped(folder / target, done.meta, "meta.json")
+        fitted = fit(settings, progress=progress)
+        shutil.copytree(fitted.path / "model", folder / target / "model")
+        metas[target] = stamped(folder / target, fitted.meta, "meta.json")
         (folder / target / "meta.json").write_text(json.dumps(metas[target], indent=1, sort_keys=True))
     (folder / CARD.name).write_text(model_card(metas, CARD.read_text()))
 

@@ -48,12 +48,8 @@ class FitKernelsSettings(Checked):
     data: str | None = data_key()
     out: str | None = key(None, "file to write; default featurize/timing/parameters.json of this checkout", "new path")
 
-    steps: int | None = key(
-        None, "steps that are learned from, of each imported file and each job; default all", "int >= 1 | null"
-    )
-    kernels: int = key(
-        60, "rows of the table kernels that are learned from, of each operator on each GPU model", "int 0 to 100000"
-    )
+    steps: int | None = key(None, "steps to learn from, of each imported file and job; default all", "int >= 1 | null")
+    kernels: int = key(60, "rows of `kernels` to learn from, per operator and GPU model", "int 0 to 100000")
 
     def problems(self) -> list[str]:
         return file_problems(self.path)

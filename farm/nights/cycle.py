@@ -294,15 +294,9 @@ class NightWork:
         failure = failed_before(self.queue, job_id) if self._queued(job_id) else None
         if failure is not None:
             self.service.events.emit("job_failed", job=job_id, message=str(failure))
-        figures = job_figures(self.folder, job_id)
         left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
-        return RunPayload(
-            job_id=job_id,
-            runs=figures.runs,
-            by_status=figures.by_status,
-            by_family=figures.by_family,
-            gpu_seconds=figures.gpu_seconds,
-            energy_j=figures.energy_j,
+        return dataclasses.replace(
+            job_figures(self.folder, job_id),
             ended=ended,
             next_index=left,
             wall_s=round(time.monotonic() - began, 3),

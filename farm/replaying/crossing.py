@@ -83,7 +83,7 @@ class _FittingPolicy:
 
 
 class QuietGpuPolicy(_FittingPolicy):
-    """Of the fitting GPUs below `SMACT_LIMIT`, the one that a rule picks.
+    """Takes the GPU that a rule picks among the fitting ones below `SMACT_LIMIT`.
 
     Args:
         needs_mib: what each job type needs.

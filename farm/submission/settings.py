@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class DeviceKeys(DeviceChoice):
     """The keys of the files of `conf/device/` that choose a backend."""
 
-    model: str | None = key(None, "the GPU model that is simulated, by its description in this folder")
+    model: str | None = key(None, "the simulated GPU model, by its description in this folder")
 
 
 def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
@@ -146,7 +146,7 @@ class SubmitSettings(SampledSettings):
     )
     families: tuple[str, ...] | None = key(
         None,
-        "with collocate: families whose own search spaces trials are drawn from; arch=[cnn,gpt] means the same",
+        "with collocate: families whose search spaces trials are drawn from; arch=[cnn,gpt] means the same",
         "text | list of text | null",
         family_names(),
     )

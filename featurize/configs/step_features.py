@@ -333,8 +333,7 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
     parts = {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()}
     outside = outside_mib(trace, spec)
     states = trace.parameter_bytes / MIB
-    sizes = [block.nbytes for block in trace.blocks if block.call is None]
-    calls = [block for block in trace.blocks if block.call is not None]
+    sizes = trace.remembered("sizes", lambda: [block.nbytes for block in trace.blocks if block.call is None])
     return {
         "job_memory_mib": reserved + outside,
         "job_reserved_mib": reserved,
@@ -347,7 +346,7 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
         "job_share_fragmentation": 1 - sum(parts.values()) / max(reserved, 1e-9),
         "job_log_largest_block": _log(max(sizes, default=0)),
         "job_share_largest_block": max(sizes, default=0) / MIB / max(allocated, 1e-9),
-        "job_workspaces": float(len(calls)),
+        "job_workspaces": float(len(trace.blocks) - len(sizes)),
         **{f"job_share_{kind}": mib / max(allocated, 1e-9) for kind, mib in parts.items()},
         **{
             f"job_scenario_{name}": ratio

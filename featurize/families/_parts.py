@@ -1,7 +1,8 @@
 """Parts that families share without torch: entries of the layer plan, and checks of common fields.
 
-Start reading at `linear`. FLOPs count matrix products and convolutions only, as
-`torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which `output_elements` gives.
+Start reading at `linear`; `prenorm_block` is the plan of the blocks of `featurize.nets.prenorm`. FLOPs count matrix
+products and convolutions only, as `torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which
+`output_elements` gives.
 """
 
 from __future__ import annotations
@@ -102,3 +103,88 @@ T = TypeVar("T")
 def pick(options: Sequence[T], draw: Callable[[str], float], name: str) -> T:
     """One of `options`, evenly, by the sampled point's own draw."""
     return options[min(int(draw(name) * len(options)), len(options) - 1)]
+
+
+SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # keys of the search spaces, consumed by `repair_prenorm`
+HEAD_SIZES = range(32, 129, 8)  # sizes of sampled heads
+
+
+def layer_norm(width: int, length: int) -> Layer:
+    return Layer("layernorm", length * width, 2 * width)
+
+
+def attention_part(width: int, length: int, rate: float) -> list[Layer]:
+    """Norm, the projections and the fused attention between them, whose products count masked or not, dropout, sum."""
+    outer = length * width
+    return [
+        layer_norm(width, length),
+        linear(width, 3 * width, length),
+        Layer("attention", outer, 0, 4 * length**2 * width),
+        linear(width, width, length),
+        dropout(rate, outer),
+        Layer("add", outer),
+    ]
+
+
+def dense_part(
+    width: int, inner: int, length: int, rate: float, *, activation_name: str = "gelu", inner_rate: float = 0.0
+) -> list[Layer]:
+    """Norm, two linear layers, dropout, sum."""
+    outer = length * width
+    return [
+        layer_norm(width, length),
+        linear(width, inner, length),
+        activation(activation_name, length * inner),
+        dropout(inner_rate, length * inner),
+        linear(inner, width, length),
+        dropout(rate, outer),
+        Layer("add", outer),
+    ]
+
+
+def prenorm_block(width: int, inner: int, length: int, rate: float, **dense: Any) -> list[Layer]:
+    """`featurize.nets.prenorm.PreNormBlock` with a dense feed-forward part."""
+    return [*attention_part(width, length, rate), *dense_part(width, inner, length, rate, **dense)]
+
+
+def embedded(width: int, length: int, vocabulary: int, rate: float) -> list[Layer]:
+    """Tokens looked up, positions added, dropout."""
+    outer = length * width
+    return [
+        Layer("embedding", outer, vocabulary * width),
+        Layer("position", outer, outer),
+        dropout(rate, outer),
+    ]
+
+
+def token_head(width: int, length: int, vocabulary: int, *, tied: bool) -> list[Layer]:
+    """The last norm and a logit for every token of the vocabulary, without bias; `tied` weights are the embedding's."""
+    logits = Layer("linear", length * vocabulary, width * vocabulary * (1 - tied), 2 * length * width * vocabulary)
+    return [layer_norm(width, length), logits]
+
+
+def heads_problems(heads: int, width: int) -> list[str]:
+    """`heads must divide embedding_size, ...` for sizes that are known to be positive integers."""
+    if width % heads == 0:
+        return []
+    return [f"heads must divide embedding_size, got {heads} heads for an embedding of {width}"]
+
+
+def repair_prenorm(
+    values: dict[str, Any], draw: Callable[[str], float], *, head_sizes: range = HEAD_SIZES, step: int = 32
+) -> dict[str, Any]:
+    """The embedding becomes a multiple of `step` (or of a given `heads`), `heads` one of its divisors unless given, and
+    `feed_forward_multiple` the absolute `feed_forward`; consumes `use_dropout`."""
+    values = switch_dropout(values)
+    multiple = values.pop("feed_forward_multiple", None)
+    width, heads = values.get("embedding_size"), values.get("heads")
+    if not is_integer(width):
+        return values
+    step = heads if is_integer(heads) and heads > 0 else step
+    width = values["embedding_size"] = max(width // step, 1) * step
+    if heads is None:
+        sizes = [size for size in head_sizes if width % size == 0]
+        values["heads"] = width // pick(sizes, draw, "heads")
+    if "feed_forward" not in values and isinstance(multiple, int | float):
+        values["feed_forward"] = round(width * multiple)
+    return values

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.families import _prenorm as prenorm
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import TrialConfig, at_least, one_of
 
@@ -23,7 +22,7 @@ TOPOLOGIES = ("decoder", "encoder")
 ACTIVATIONS = ("relu", "gelu", "silu")
 MAX_CHOICES = 2
 BALANCE_WEIGHT = 0.01  # weight of the auxiliary loss, as published
-SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+SAMPLED_ONLY = parts.SAMPLED_ONLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class Config(TrialConfig):
             problems.append(f"top_k must be <= experts, got {self.top_k} of {self.experts} experts")
         if self.moe_every > self.depth:
             problems.append(f"moe_every must be <= depth, got {self.moe_every} in {self.depth} blocks")
-        return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
+        return [*problems, *parts.heads_problems(self.heads, self.embedding_size)]
 
 
 def capacity(config: Config) -> int:
@@ -94,14 +93,14 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """A block's part of the forward pass per sample."""
     length, width, rate = config.sequence_length, config.embedding_size, config.dropout
     if block.kind == "embedding":
-        return prenorm.embedded(width, length, config.vocabulary_size, rate)
+        return parts.embedded(width, length, config.vocabulary_size, rate)
     if block.kind == "dense":
-        return prenorm.block(width, config.feed_forward, length, rate, activation=config.activation)
+        return parts.prenorm_block(width, config.feed_forward, length, rate, activation_name=config.activation)
     if block.kind == "routed":
-        return [*prenorm.attention_part(width, length, rate), *_routed_part(config, block.outputs)]
+        return [*parts.attention_part(width, length, rate), *_routed_part(config, block.outputs)]
     if block.kind == "decoder":
-        return prenorm.token_head(width, length, config.vocabulary_size, tied=False)
-    return [prenorm.layer_norm(width, length), Layer("mean_pool", width), parts.linear(width, config.classes)]
+        return parts.token_head(width, length, config.vocabulary_size, tied=False)
+    return [parts.layer_norm(width, length), Layer("mean_pool", width), parts.linear(width, config.classes)]
 
 
 def _routed_part(config: Config, rows: int) -> list[Layer]:
@@ -109,7 +108,7 @@ def _routed_part(config: Config, rows: int) -> list[Layer]:
     length, width, inner, experts = config.sequence_length, config.embedding_size, config.feed_forward, config.experts
     outer, products = length * width, 2 * rows * width * inner
     return [
-        prenorm.layer_norm(width, length),
+        parts.layer_norm(width, length),
         Layer("linear", length * experts, width * experts, 2 * outer * experts),
         Layer("softmax", length * experts),
         Layer("dispatch", rows * width),
@@ -184,9 +183,9 @@ def loss(config: Config) -> Callable[..., Any]:
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_prenorm.repair`; deep enough for one routed block. A decoder's `classes`, which
-    have no effect, go back to their default."""
-    values = prenorm.repair(values, draw)
+    """Sizes that fit each other, see `_parts.repair_prenorm`; deep enough for one routed block. A decoder's `classes`,
+    which have no effect, go back to their default."""
+    values = parts.repair_prenorm(values, draw)
     if parts.is_integer(every := values.get("moe_every", Config.moe_every)):
         parts.at_least(values, "depth", every)
     if values.get("topology", Config.topology) == "decoder":

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.families import _prenorm as prenorm
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 TOPOLOGIES = ("encoder", "decoder", "hybrid")
-SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+SAMPLED_ONLY = parts.SAMPLED_ONLY
 HEAD_SIZES = range(8, 257, 8)  # sizes of sampled heads
 
 
@@ -55,7 +54,7 @@ class Config(TrialConfig):
         ]
         if problems:
             return problems
-        problems = prenorm.heads_problems(self.heads, self.embedding_size)
+        problems = parts.heads_problems(self.heads, self.embedding_size)
         if self.topology == "hybrid" and self.depth < 2:
             problems.append(f"depth must be >= 2 for topology hybrid, got {self.depth}")
         return problems
@@ -136,7 +135,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_prenorm.repair`; a hybrid has a layer for each of its stacks."""
+    """Sizes that fit each other, see `_parts.repair_prenorm`; a hybrid has a layer for each of its stacks."""
     if values.get("topology") == "hybrid":
         parts.at_least(values := dict(values), "depth", 2)
-    return prenorm.repair(values, draw, head_sizes=HEAD_SIZES, step=16)
+    return parts.repair_prenorm(values, draw, head_sizes=HEAD_SIZES, step=16)

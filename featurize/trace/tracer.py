@@ -46,8 +46,8 @@ from featurize.recording.values import (
     shape_of,
     tensors_of,
 )
+from featurize.trace.later_steps import SecondStep, State, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.trace.light_imports import compiler_aside
-from featurize.trace.steps_in_a_loop import SecondStep, State, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.training.play_rank import played_rank, settings_of_ranks
 from featurize.training.rank import Rank
 from featurize.training.stages import DoesNotRepeat
@@ -133,7 +133,7 @@ def trace_step(
                leaves nothing behind, as in the farm's own trials.
     batches    the inputs of each step, in order, instead of `inputs` (None): a job whose batches have several shapes.
                Each shape is traced once, and the trace holds all these steps, then two on the longest batch; see
-               `featurize.trace.steps_in_a_loop`. Batches of a single shape are one of `inputs`
+               `featurize.trace.later_steps`. Batches of a single shape are one of `inputs`
     parallel   one rank of a job on several GPUs: the trace holds what its wrapper takes, and what the ranks send. Such
                a job has batches of a single shape
     rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is

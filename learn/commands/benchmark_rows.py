@@ -113,9 +113,7 @@ class BenchmarkSettings(Checked):
         "text | list of text | null",
         build=_once,
     )
-    doubtful: str = key(
-        "keep", "rows that the rows beside them contradict; nothing is ever fitted on them", choices=DOUBTFUL
-    )
+    doubtful: str = key("keep", "rows that neighbouring rows contradict; nothing is fitted on them", choices=DOUBTFUL)
     estimators: tuple[str, ...] | None = key(
         None,
         "as in [trace,horus]; default all that estimate the target but xmem, which trains for real",
@@ -129,9 +127,7 @@ class BenchmarkSettings(Checked):
         "what split=leave_one_out leaves out; errors are printed by it, too. target=slowdown has model and device",
         choices=(*GROUPINGS, "model"),
     )
-    rows: int | None = key(
-        None, "how many rows of each file (family) take part, spread over its modules; default all", "int >= 1"
-    )
+    rows: int | None = key(None, "rows of each file (family), spread over its modules; default all", "int >= 1")
     seed: int = key(0, "seed of the choice of rows, and of splits and fits", "int >= 0")
     family: str = key("all", "one family, or all")
     source: str | None = key(
@@ -142,11 +138,9 @@ class BenchmarkSettings(Checked):
     workers: int | None = key(
         None, "processes; default the number of CPUs; 0 works in this process, without any limit", "int >= 0"
     )
-    limit_s: float = key(
-        600, "longest time an estimate may take, in seconds; of estimators that learn nothing", "number > 0"
-    )
+    limit_s: float = key(600, "longest time for an estimate that learns nothing, s", "number > 0")
     memory_gib: float | None = key(
-        None, "what each process may allocate; beyond it, its estimates fail with that as their reason", "number > 0"
+        None, "most memory of each process; beyond it, its estimates fail with that reason", "number > 0"
     )
     out: str | None = key(None, "write all figures and estimates into this JSON file", "new path")
     report: str | None = key(None, "write tables and plots into this HTML file", "new path")

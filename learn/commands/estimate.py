@@ -332,7 +332,7 @@ class EstimateSettings(ModelKeys):
     )
     time_limit_s: float = key(600, "for a script: it is ended after this many seconds", "number > 0")
     memory_limit_gib: float | None = key(
-        None, "for a script: memory of this machine that it may take; default three quarters", "number > 0 | null"
+        None, "for a script: its most memory on this machine; default three quarters", "number > 0 | null"
     )
     show_output: bool = key(False, "for a script: show what it prints, on standard error")
     trust: tuple[str, ...] = key(

@@ -335,7 +335,7 @@ class Timing:
     mfu           model FLOPs utilization: FLOPs of the matrix products, convolutions and attention, forward and
                   backward, over what the GPU model does in a step time at the peak rate of the job's precision. What
                   checkpoints compute again does not count (PaLM, arXiv:2204.02311, appendix B). None where the GPU
-                  model has no such rate. See `featurize.timing.model_flops`
+                  model has no such rate. See `featurize.timing.times.seconds_at_peak`
     communication_ms   what the ranks' collectives take in a step; `exposed_ms` of it is not hidden by computation, and
                   part of the step time
     bubble_ms     part of a pipeline's step time in which the rank waits for stages that compute

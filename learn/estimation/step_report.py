@@ -50,7 +50,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of
 from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
-from featurize.timing.model_flops import precision_in_words
+from featurize.timing.times import precision_in_words
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
 from learn.estimation.notes import (
     OUT_OF_MEMORY,

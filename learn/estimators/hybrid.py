@@ -277,7 +277,7 @@ def kinds_to_leave_out(
     masks[DEVICE] = _by_value([plain_device(device) for device in devices])
     masks[FAMILY] = _by_value(list(families))
     kinds = [kinds_of(record.values) for record in records]
-    present = {kind: np.array([kind in one for one in kinds]) for kind in sorted(frozenset().union(*kinds))}
+    present = {kind: np.array([kind in row_kinds for row_kinds in kinds]) for kind in sorted(frozenset().union(*kinds))}
     masks[OPERATORS] = {mask.tobytes(): mask for mask in present.values()}  # kinds that only come together count once
     for axis, of_axis in masks.items():
         usable = [m for m in of_axis.values() if min((exact & m).sum(), (exact & ~m).sum()) >= LEAST_LEFT_OUT]
@@ -510,16 +510,19 @@ class HybridEstimator(Estimator):
         places = list(map(_place, rows.cases))
         for names in ([family for family, _ in places], [f"{family} on {device}" for family, device in places]):
             for name in sorted(set(names)):
-                mine = np.array([one == name for one in names])
+                mine = np.array([entry == name for entry in names])
                 if mine.sum() >= OWN_SCORES:
-                    own, unit = score[mine], units[mine]
+                    own_scores, unit = score[mine], units[mine]
                     kind = "families" if _of_many_modules(rows, str(rows.family[mine][0])) else "configurations"
-                    held = held_of(own, unit, partial(_bound, own, unit), kind)
+                    held = held_of(own_scores, unit, partial(_bound, own_scores, unit), kind)
                     if held is not None:
                         self._held[len(scores)] = held
                     kinds[name] = len(scores)
-                    scores.append(_stretched(np.sort(own), _bound(own, unit, np.ones(len(own), dtype=bool))))
-        scores[0] = _stretched(scores[0], max(conformal_score(one, LEVEL) for one in scores))  # new is never surer
+                    scores.append(
+                        _stretched(np.sort(own_scores), _bound(own_scores, unit, np.ones(len(own_scores), dtype=bool)))
+                    )
+        # What is new is never surer.
+        scores[0] = _stretched(scores[0], max(conformal_score(kind_scores, LEVEL) for kind_scores in scores))
         return kinds, scores
 
     # ---- on disk

@@ -181,13 +181,13 @@ def joined(parts: Sequence[Columns]) -> Columns:
         parts: At least one, all of the same class.
     """
     first = parts[0]
-    columns = {one.name: [getattr(part, one.name) for part in parts] for one in fields(first)}  # type: ignore[arg-type]
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(first)}  # type: ignore[arg-type]
     return type(first)(**{name: _one_column(column) for name, column in columns.items()})
 
 
 def row_of_kernels(rows: Sequence[int], calls: Sequence[Calls]) -> torch.Tensor:
     """Return the row of each kernel of joined calls, (kernels,), where `calls[i]` are those of `rows[i]`."""
-    return torch.repeat_interleave(torch.tensor(rows), torch.tensor([len(one.kind) for one in calls]))
+    return torch.repeat_interleave(torch.tensor(rows), torch.tensor([len(row_calls.kind) for row_calls in calls]))
 
 
 def of_rows(values: Iterable[float]) -> torch.Tensor:
@@ -327,14 +327,14 @@ class TimeFit:
     def _all_kernels(self, names: tuple[Sequence[str], Sequence[str]]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
         """Return the kernels of all rows as one sequence, how often each runs, and in which row."""
         alike: dict[tuple[Any, ...], list[int]] = {}
-        for at, row in enumerate(self.rows):
-            alike.setdefault((row.device, row.channels_last, row.searched), []).append(at)
+        for place, row in enumerate(self.rows):
+            alike.setdefault((row.device, row.channels_last, row.searched), []).append(place)
         kernels, calls = [], []
         for (device, channels_last, searched), members in alike.items():
-            calls.append(joined([self.rows[at].calls for at in members]))
+            calls.append(joined([self.rows[place].calls for place in members]))
             kernels.append(kernels_on(calls[-1], device, names, channels_last=channels_last, searched=searched))
-        order = [at for members in alike.values() for at in members]
-        rows = row_of_kernels(order, [self.rows[at].calls for at in order])
+        order = [place for members in alike.values() for place in members]
+        rows = row_of_kernels(order, [self.rows[place].calls for place in order])
         return joined(kernels).converted(torch.as_tensor), torch.as_tensor(joined(calls).count), rows
 
     def fitted(self, of: np.ndarray, *, iterations: int = _DESCENT.iterations) -> FittedTimes:
@@ -344,7 +344,7 @@ class TimeFit:
             return robust(torch.log(self._milliseconds(values) / self.measured_ms), TOLERANCE)
 
         values = descended(self._begin(), losses, self.row_weights(of), replace(_DESCENT, iterations=iterations))
-        measured = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
+        measured = {self.instruments[place] for place in self.instrument[torch.tensor(of)].tolist()}
         sharded = set(self.sources[of].tolist()) & set(SHARDED)
         added_ms = torch.exp(values["instrument"]).tolist()
         return FittedTimes(

@@ -94,9 +94,9 @@ class Trees:
     @classmethod
     def joined(cls, forests: Sequence[Trees]) -> Self:
         """Return trees whose `members` are those of all forests, one after the other; they read the same table."""
-        nodes = np.cumsum([0, *(len(one.value) for one in forests)])
-        trees = np.cumsum([0, *(len(one.root) for one in forests)])
-        arrays = {name: [getattr(one, name) for one in forests] for name in _KINDS if name != "start"}
+        nodes = np.cumsum([0, *(len(forest.value) for forest in forests)])
+        trees = np.cumsum([0, *(len(forest.root) for forest in forests)])
+        arrays = {name: [getattr(forest, name) for forest in forests] for name in _KINDS if name != "start"}
         for name, shift in (("children", nodes), ("root", nodes), ("first", trees)):
             arrays[name] = [array + by for array, by in zip(arrays[name], shift, strict=False)]
         return cls(**{name: np.concatenate(of_all) for name, of_all in arrays.items()}, start=np.array(0.0))
@@ -120,7 +120,7 @@ class Trees:
         if table.shape[1] <= self._most:
             raise ValueError(f"the trees read {self._most + 1} columns, and the table has {table.shape[1]}")
         rows = max(_ROWS // (1 if last is None else len(last)), 1)
-        parts = [self._sums(table[at : at + rows], last) for at in range(0, len(table), rows)]
+        parts = [self._sums(table[start : start + rows], last) for start in range(0, len(table), rows)]
         return np.concatenate(parts, axis=1) if parts else np.empty((len(self.first), 0))
 
     @cached_property
@@ -144,7 +144,9 @@ class Trees:
             roots, children = self._past(same, table[0])
             table = np.where(same, 0.0, table)  # no split that is left asks for these
         trees = max(_CELLS // len(table), 1)  # a few at a time
-        leaves = [self._leaves(table, last, roots[at : at + trees], children) for at in range(0, len(roots), trees)]
+        leaves = [
+            self._leaves(table, last, roots[start : start + trees], children) for start in range(0, len(roots), trees)
+        ]
         reached = self.value.take(np.concatenate(leaves))
         # Added one after the other, as the libraries add them; `sum` adds in pairs.
         ends = [*self.first[1:].tolist(), len(roots)]
@@ -224,12 +226,12 @@ class Trees:
     @classmethod
     def of_scikit_learn(cls, fitted: Sequence[Any]) -> Self:
         """Take fitted regression trees, each a member. scikit-learn compares a table's values as float32."""
-        trees = [one.tree_ for one in fitted]
+        trees = [fitted_tree.tree_ for fitted_tree in fitted]
         root = np.cumsum([0, *(tree.node_count for tree in trees[:-1])])
         leaf = np.concatenate([tree.children_left < 0 for tree in trees])
         branches = [
-            np.column_stack([tree.children_left, tree.children_right]) + at
-            for tree, at in zip(trees, root, strict=True)
+            np.column_stack([tree.children_left, tree.children_right]) + root_index
+            for tree, root_index in zip(trees, root, strict=True)
         ]
         return cls(
             children=np.where(leaf[:, None], np.arange(len(leaf))[:, None], np.concatenate(branches)),
@@ -279,11 +281,11 @@ class _Nodes:
         return self._append(children=[left, right], feature=feature, threshold=limits[middle])
 
     def _append(self, **values: Any) -> int:
-        own = len(self.columns["value"])
-        leaf = {"children": [own, own], "feature": 0, "threshold": 0.0, "missing_left": False, "value": 0.0}
+        node = len(self.columns["value"])
+        leaf = {"children": [node, node], "feature": 0, "threshold": 0.0, "missing_left": False, "value": 0.0}
         for name, value in {**leaf, **values}.items():
             self.columns[name].append(value)
-        return own
+        return node
 
 
 @dataclass(frozen=True)

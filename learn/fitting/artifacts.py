@@ -77,10 +77,10 @@ def read_json(path: Path) -> dict[str, Any]:
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict):
             raise DamagedArtifact(f"{_shown(path)} is not a JSON object")
-        own = own_sha256(described)
+        checksum = own_sha256(described)
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error
-    if described.get(OWN_SHA256, own) != own:
+    if described.get(OWN_SHA256, checksum) != checksum:
         raise DamagedArtifact(f"{_shown(path)} is not what was written: its checksum is another")
     return described
 
@@ -383,7 +383,7 @@ def open_artifact(path: Path) -> Artifact:
     rows = meta.get("rows")
     counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
     texts = [meta.get(name) for name in ("estimator", "target", "feature_version")]
-    whole = all(isinstance(one, dict) for one in counts) and all(isinstance(one, str) for one in texts)
+    whole = all(isinstance(item, dict) for item in counts) and all(isinstance(item, str) for item in texts)
     if not whole or meta["estimator"] not in ESTIMATORS:
         problem = "is damaged, or of another version of this code: meta.json does not say what it is"
         raise DamagedArtifact(f"{printable(str(path), 300)} {problem}")

@@ -155,7 +155,7 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
             raise RowLeftOut("jobs without both power and time at a limit")
         if key not in calls:
             calls[key] = zeus_calls(model, dataset, batch, spec)
-        power_w, times, _ = ({limit: by_limit[limit][at] for limit in both} for at in range(3))
+        power_w, times, _ = ({limit: by_limit[limit][column] for limit in both} for column in range(3))
         return MeasuredPower(
             model=f"{model}/{dataset}",
             device=spec,
@@ -176,11 +176,11 @@ class _PowerFit:
         self._own_w = of_rows(row.device.power_limit_w for row in rows)
         self._idle_w = of_rows(row.device.idle_power_w for row in rows)
         caps, power, slower = (np.full((len(rows), limits), np.nan) for _ in range(3))
-        for at, row in enumerate(rows):
+        for place, row in enumerate(rows):
             of_row = sorted(row.power_w, reverse=True)
-            caps[at, : len(of_row)] = of_row
-            power[at, : len(of_row)] = [row.power_w[limit] for limit in of_row]
-            slower[at, : len(of_row)] = [row.times[limit] / row.times[of_row[0]] for limit in of_row]
+            caps[place, : len(of_row)] = of_row
+            power[place, : len(of_row)] = [row.power_w[limit] for limit in of_row]
+            slower[place, : len(of_row)] = [row.times[limit] / row.times[of_row[0]] for limit in of_row]
         self._caps = torch.tensor(np.where(np.isnan(caps), caps[:, :1], caps))
         self._known = torch.tensor(np.isfinite(power))
         self._power, self._slower = (torch.tensor(np.nan_to_num(measured, nan=1.0)) for measured in (power, slower))
@@ -189,12 +189,15 @@ class _PowerFit:
         timed = [timed_kernels(row.calls, row.device, SETTINGS, learned) for row in rows]
         self._load = KernelLoad(
             **{
-                name: torch.tensor(np.concatenate([getattr(one.load, name) for one in timed]))[:, None]
+                name: torch.tensor(np.concatenate([getattr(timed_row.load, name) for timed_row in timed]))[:, None]
                 for name in KernelLoad.__dataclass_fields__
             }
         )
         self._row = row_of_kernels(range(len(rows)), [row.calls for row in rows])
-        self._busy_ms = torch.tensor(np.concatenate([one.seconds * one.calls.count for one in timed]))[:, None] * 1e3
+        self._busy_ms = (
+            torch.tensor(np.concatenate([timed_row.seconds * timed_row.calls.count for timed_row in timed]))[:, None]
+            * 1e3
+        )
         # What a launch takes the host is not published: the shortest step of a GPU's machine says at most how long.
         launch_ms: dict[str, float] = {}
         for row in rows:
@@ -217,7 +220,7 @@ class _PowerFit:
 
     def errors(self, section: Mapping[str, float]) -> np.ndarray:
         """Return the relative errors of power and of time, (rows, limits, 2), NaN where nothing was measured."""
-        off = torch.stack([one.exp() - 1 for one in self._off(_tensors(section))], dim=2).numpy()
+        off = torch.stack([ratio.exp() - 1 for ratio in self._off(_tensors(section))], dim=2).numpy()
         return np.where(self._known.numpy()[:, :, None], off, np.nan)
 
     def _off(self, values: Values) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,7 +354,9 @@ def judged_activity(
         fit.fitted, lambda learned: fit.errors(*learned), splits, progress, "fitting activity"
     )
     scores = [
-        scores_of_errors(str(family), split, {name: off[fit.family == family, at] for at, name in enumerate(_MEANS)})
+        scores_of_errors(
+            str(family), split, {name: off[fit.family == family, column] for column, name in enumerate(_MEANS)}
+        )
         for family in np.unique(fit.family)
         for split, off in errors.items()
     ]
@@ -360,7 +365,7 @@ def judged_activity(
 
 def _begin() -> dict[str, torch.Tensor]:
     by_class = {
-        "most_warps": torch.log(of_rows(one.most_warps for one in CLASSES.values())),
+        "most_warps": torch.log(of_rows(unit_class.most_warps for unit_class in CLASSES.values())),
         "block_warps": torch.zeros(len(CLASSES), dtype=torch.float64),
     }
     return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in _BEGIN_OF_ACTIVITY.items()}
@@ -423,8 +428,8 @@ def fitted_hosts(
     ):
         if len(times) >= _LEAST:
             fitted[name] = replace(fitted[name], factor=_host_factor(times))
-            others = {key: [one for one in times if one[0] != key] for key in {one[0] for one in times}}
-            off = [_off(one, _host_factor(others[one[0]])) for one in times if others[one[0]]]
+            others = {key: [entry for entry in times if entry[0] != key] for key in {entry[0] for entry in times}}
+            off = [_off(entry, _host_factor(others[entry[0]])) for entry in times if others[entry[0]]]
             if off:
                 scores.append(score_of(split, rows, np.array(off)))
     return fitted, scores, left_out
@@ -434,10 +439,12 @@ def _machines(data: str | os.PathLike[str] | None) -> float | None:
     """Return the factor by which 9 of 10 machines take at most longer for a test than the mean one; None: too few."""
     rows = queried(data, _TESTED)
     of_test = [np.array([log_ms for test, log_ms in rows if test == name]) for name in {test for test, _ in rows}]
-    degrees = sum(len(one) - 1 for one in of_test)
+    degrees = sum(len(family_errors) - 1 for family_errors in of_test)
     if degrees < _LEAST:
         return None
-    spread = math.sqrt(sum(float(np.sum((one - one.mean()) ** 2)) for one in of_test) / degrees)
+    spread = math.sqrt(
+        sum(float(np.sum((family_errors - family_errors.mean()) ** 2)) for family_errors in of_test) / degrees
+    )
     return round(math.exp(NormalDist().inv_cdf(0.9) * spread), 4)
 
 
@@ -448,7 +455,7 @@ def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) ->
         if row.step_ms is not None:
             name = row.device.name
             times = _times(name, row.calls, row.device, EAGER, SETTINGS, learned, row.step_ms)
-            timed[row.model, name] = min(times, timed.get((row.model, name), times), key=lambda one: one[1])
+            timed[row.model, name] = min(times, timed.get((row.model, name), times), key=lambda entry: entry[1])
     return list(timed.values())
 
 
@@ -488,17 +495,17 @@ def _megatron_times(
         return times
 
     steps, left_out = read_each(queried(data, _DRAWN, [_MOST]), read)
-    return [one for times in steps for one in times], left_out
+    return [step for times in steps for step in times], left_out
 
 
-def _off(one: Times, factor: float) -> float:
+def _off(times: Times, factor: float) -> float:
     """Return the logarithm of estimated over measured time."""
-    _, busy_ms, bare_ms, with_one_ms, measured_ms = one
+    _, busy_ms, bare_ms, with_one_ms, measured_ms = times
     return math.log(overlapped(busy_ms, bare_ms + factor * (with_one_ms - bare_ms)) / measured_ms)
 
 
 def _host_factor(times: Sequence[Times]) -> float:
-    return round(float(min(_FACTORS, key=lambda factor: sum(abs(_off(one, factor)) for one in times))), 2)
+    return round(float(min(_FACTORS, key=lambda factor: sum(abs(_off(entry, factor)) for entry in times))), 2)
 
 
 _REDUCED = (
@@ -548,7 +555,9 @@ def fitted_links(
         "numbers of GPUs left out": held_out_by(np.array([str(row.ranks) for row in rows])),
     }
     constants, ratios = judged_by_splits(
-        lambda of: _fitted([rows[at] for at in np.flatnonzero(of)]), lambda learned: _log_ratios(rows, learned), splits
+        lambda of: _fitted([rows[place] for place in np.flatnonzero(of)]),
+        lambda learned: _log_ratios(rows, learned),
+        splits,
     )
     scores = [
         score_of(split, f"all-reduces, {device}", values[devices == device])

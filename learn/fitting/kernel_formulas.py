@@ -97,10 +97,10 @@ def ends_of(rows: Sequence[MeasuredTime]) -> np.ndarray:
 def sizes_of(rows: Sequence[MeasuredTime]) -> KernelSizes:
     """Return the kernels of all rows."""
     kinds: dict[str, int] = {}
-    return joined([_of_row(row, at, kinds) for at, row in enumerate(rows)])
+    return joined([_of_row(row, place, kinds) for place, row in enumerate(rows)])
 
 
-def _of_row(row: MeasuredTime, at: int, kinds: dict[str, int]) -> KernelSizes:
+def _of_row(row: MeasuredTime, place: int, kinds: dict[str, int]) -> KernelSizes:
     """Return the kernels of one row, the `at`-th one; new kinds are added to `kinds`."""
     calls, device = row.calls, row.device
     tensor, rate = _units(calls, device)
@@ -113,7 +113,7 @@ def _of_row(row: MeasuredTime, at: int, kinds: dict[str, int]) -> KernelSizes:
     nbytes, bandwidth = np.maximum(calls.nbytes, 1.0), device.bandwidth_gb_s * 1e9
     return KernelSizes(
         kind=np.array([kinds.setdefault(name, len(kinds)) for name in names], dtype=int),
-        row=np.full(len(names), at),
+        row=np.full(len(names), place),
         count=calls.count,
         math_s=flops / rate,
         memory_s=nbytes / bandwidth,
@@ -171,25 +171,25 @@ class WaveScaling:
         self.sizes = sizes_of(fit.rows)
         self.ends = ends_of(fit.rows)
         self.alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for at, row in enumerate(fit.rows):
-            self.alike[_job_of(row)].append(at)
+        for place, row in enumerate(fit.rows):
+            self.alike[_job_of(row)].append(place)
 
     def __call__(self, of: np.ndarray) -> np.ndarray:
         """As `Formula` says; NaN without a measurement of the same kernels on another GPU model among `of`."""
         ratios = np.full(len(self.fit.rows), np.nan)
         measured_ms = self.fit.measured_ms.numpy()
         for members in self.alike.values():
-            for at in members:
-                origins = [o for o in members if of[o] and self.fit.devices[o] != self.fit.devices[at]]
+            for member in members:
+                origins = [o for o in members if of[o] and self.fit.devices[o] != self.fit.devices[member]]
                 if origins:
-                    scaled = [math.log(measured_ms[origin] * self._factor(origin, at)) for origin in origins]
-                    ratios[at] = np.mean(scaled) - math.log(measured_ms[at])
+                    scaled = [math.log(measured_ms[origin] * self._factor(origin, member)) for origin in origins]
+                    ratios[member] = np.mean(scaled) - math.log(measured_ms[member])
         return ratios
 
     def _factor(self, origin: int, destination: int) -> float:
         """Return how much longer the row's kernels take on the destination's GPU than on the origin's."""
         sizes = self.sizes
-        here, there = (slice(self.ends[at], self.ends[at + 1]) for at in (origin, destination))
+        here, there = (slice(self.ends[job], self.ends[job + 1]) for job in (origin, destination))
         before, after = self.fit.rows[origin].device, self.fit.rows[destination].device
         share = sizes.count[here] * sizes.roofline_s[here]
         return float(
@@ -311,10 +311,10 @@ class TilesAndWaves:
     ) -> torch.Tensor:
         lengths = self.ends[rows + 1] - self.ends[rows]
         row = np.repeat(np.arange(len(rows)), lengths)
-        at = torch.tensor(np.arange(len(row)) + np.repeat(self.ends[rows] - (np.cumsum(lengths) - lengths), lengths))
-        alpha, beta = torch.sigmoid(network(torch.cat([self.features[at], kind(self.kind[at])], dim=1))).unbind(1)
-        utilization = alpha - alpha * beta / self.waves[at]
-        kernels_ms = self.all_waves_ms[at] / utilization.clamp(min=1e-4)
+        index = torch.tensor(np.arange(len(row)) + np.repeat(self.ends[rows] - (np.cumsum(lengths) - lengths), lengths))
+        alpha, beta = torch.sigmoid(network(torch.cat([self.features[index], kind(self.kind[index])], dim=1))).unbind(1)
+        utilization = alpha - alpha * beta / self.waves[index]
+        kernels_ms = self.all_waves_ms[index] / utilization.clamp(min=1e-4)
         busy_ms = torch.zeros(len(rows)).index_add(0, torch.tensor(row), kernels_ms)
         added_ms = torch.exp(added)[self.instrument[rows]].float()
         return busy_ms + self.fit.one_kernel[rows] * added_ms

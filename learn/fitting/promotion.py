@@ -89,8 +89,8 @@ def refit(
     kind = get_estimator(estimator)
     require_target(kind, target)
     folder = DataFolder.resolve(data).open()
-    if (done := _recorded(folder, target, estimator, cycle, source, device_name)) is not None:
-        return done
+    if (recorded := _recorded(folder, target, estimator, cycle, source, device_name)) is not None:
+        return recorded
     promotion_of = partial(Promotion, target=target, estimator=estimator, source=source, device_name=device_name)
     steps = StepStore(folder)
     try:
@@ -189,7 +189,7 @@ def _alone(decision: str, reason: str, candidate: Evaluation) -> dict[str, Any]:
     ours, judges = figures(candidate), candidate.test_rows
     explanation = (
         f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
-        "told their bin"
+        "in their estimated bin"
     )
     if "own_labels" in ours:
         explanation = f"its errors are {NOT_INFORMATIVE}: the trace simulated these very labels"
@@ -329,7 +329,10 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> Paired
     over = False
     our_share, their_share = ours["above_bound"], theirs["above_bound"]
     if our_share is not None and their_share is not None:
-        above = [exceeds(rows.label, np.array([row.upper for row in one.scored])) for one in (candidate, current)]
+        above = [
+            exceeds(rows.label, np.array([row.upper for row in evaluation.scored]))
+            for evaluation in (candidate, current)
+        ]
         lowest, _ = limits(above[0].astype(float) - above[1], rows.group, seed)
         over = lowest > 0 and our_share > 1 - LEVEL
         explanation += f"; {our_share:.1%} of labels are above its bound, {their_share:.1%} above the other's"

@@ -66,7 +66,7 @@ def config_of(row: PublishedRow) -> TrialConfig:
 
 def known_workload(name: str, batch_size: int) -> TrainingJob:
     """Return a model of `KNOWN_MODELS`, by its name in any case. Raises `UsageError` with the known ones."""
-    known = {one.lower(): make for one, make in KNOWN_MODELS.items()}
+    known = {name_known.lower(): make for name_known, make in KNOWN_MODELS.items()}
     if name.lower() not in known:
         raise unknown_name("published model", name, KNOWN_MODELS)
     return known[name.lower()](name, batch_size)

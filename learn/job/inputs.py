@@ -57,21 +57,23 @@ def with_batch_size(inputs: Any, batch_size: int, *, from_size: int) -> Any:
     if batch_size == from_size:
         return inputs
     if isinstance(inputs, Sequence) and not is_shape(inputs) and not isinstance(inputs, str):
-        return tuple(_scaled(one, batch_size, from_size, f"input {at}") for at, one in enumerate(inputs, start=1))
+        return tuple(
+            _scaled(value, batch_size, from_size, f"input {place}") for place, value in enumerate(inputs, start=1)
+        )
     return _scaled(inputs, batch_size, from_size, "the input")
 
 
 def _scaled(value: Any, to: int, size: int, name: str) -> Any:
     if isinstance(value, Mapping):
-        return {key: _scaled(one, to, size, f"input {key}") for key, one in value.items()}
+        return {key: _scaled(item, to, size, f"input {key}") for key, item in value.items()}
     if is_tensor(value):
         return resized(value, [to, *value.shape[1:]]) if value.dim() and _has_batch(value.shape, size, name) else value
     if is_shape(value):
         return [to, *value[1:]] if _has_batch(value, size, name) else value
     if isinstance(value, list | tuple) and holds_tensors(value):
         if len(value) == size:
-            return [value[at % size] for at in range(to)]
-        return [_scaled(one, to, size, f"{name}, element {at}") for at, one in enumerate(value, start=1)]
+            return [value[place % size] for place in range(to)]
+        return [_scaled(item, to, size, f"{name}, element {place}") for place, item in enumerate(value, start=1)]
     return value
 
 
@@ -169,10 +171,10 @@ def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
 def _maker_of_argument(value: Any, dtype: torch.dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
     """`make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
     if isinstance(value, Mapping):
-        by_name = {str(name): _maker_of_argument(one, dtype, in_mapping=True) for name, one in value.items()}
+        by_name = {str(name): _maker_of_argument(item, dtype, in_mapping=True) for name, item in value.items()}
         return lambda device: {name: make(device) for name, make in by_name.items()}
     if not is_shape(value) and isinstance(value, list | tuple) and value and all(map(holds_tensors, value)):
-        makers = [_maker_of_argument(one, dtype) for one in value]
+        makers = [_maker_of_argument(item, dtype) for item in value]
         return lambda device: [make(device) for make in makers]
     if in_mapping and (value is None or isinstance(value, bool | int | float | str)):
         return lambda device: value
@@ -193,10 +195,10 @@ def first_sizes(value: Any) -> Sequence[int]:
         return sizes
     if isinstance(value, Mapping):
         value = list(value.values())
-    for one in value if isinstance(value, list | tuple) else ():
-        if isinstance(one, list | tuple) and not is_shape(one) and holds_tensors(one):
-            return (len(one),)
-        if sizes := first_sizes(one):
+    for item in value if isinstance(value, list | tuple) else ():
+        if isinstance(item, list | tuple) and not is_shape(item) and holds_tensors(item):
+            return (len(item),)
+        if sizes := first_sizes(item):
             return sizes
     return ()
 
@@ -280,7 +282,7 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
 
 def is_of_lengths(batches: Any) -> bool:
     """Return whether batches are sequence lengths, in a sequence or as a mapping's keys."""
-    return all(isinstance(one, Integral) and not isinstance(one, bool) for one in batches)
+    return all(isinstance(length, Integral) and not isinstance(length, bool) for length in batches)
 
 
 def _drawn(shares: Mapping[int, Any]) -> list[int]:
@@ -310,11 +312,11 @@ def _sizes(value: Any) -> Iterator[Sequence[int]]:
     elif is_shape(value):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _sizes(one)
+        for item in value.values():
+            yield from _sizes(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _sizes(one)
+        for item in value:
+            yield from _sizes(item)
 
 
 def _at(value: Any, length: int, given: int) -> Any:
@@ -324,9 +326,9 @@ def _at(value: Any, length: int, given: int) -> Any:
     if is_shape(value):
         return _shape_at(value, length, given)
     if isinstance(value, Mapping):
-        return {key: _at(one, length, given) for key, one in value.items()}
+        return {key: _at(item, length, given) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_at(one, length, given) for one in value]
+        return [_at(item, length, given) for item in value]
     return value
 
 
@@ -362,7 +364,7 @@ def model_batches(given: list[Any] | Mapping[Any, Any] | None, batch: int | None
     """
     if given is None or isinstance(given, Mapping) or is_of_lengths(given):
         return given
-    return [_in_batches_of(_typed(one, f"batches[{at}]"), batch) for at, one in enumerate(given)]
+    return [_in_batches_of(_typed(entry, f"batches[{place}]"), batch) for place, entry in enumerate(given)]
 
 
 def _in_batches_of(inputs: Any, batch: int | None) -> Any:
@@ -378,7 +380,7 @@ def _typed(value: Any, name: str) -> Any:
                 raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
             dtype = torch_dtype(value["dtype"], f"{name}.dtype")
             return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=dtype, device="meta")
-        return {key: _typed(one, f"{name}.{key}") for key, one in value.items()}
+        return {key: _typed(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list) and not is_shape(value):
-        return [_typed(one, f"{name}[{at}]") for at, one in enumerate(value)]
+        return [_typed(item, f"{name}[{place}]") for place, item in enumerate(value)]
     return value

@@ -29,7 +29,7 @@ from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.trace import trace_cache
-from featurize.trace.steps_in_a_loop import is_installed, names_in
+from featurize.trace.later_steps import is_installed, names_in
 from learn.job.training_job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ def _explained(error: TraceError) -> CannotTrace:
     frames = traceback.extract_tb(cause.__traceback__)
     root = Path(__file__).parents[2]
     ours = tuple(str(root / room) for room in ("conf", "featurize", "learn"))
-    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
-    where = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    own_frames = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
+    where = f" (at {own_frames[-1].filename}:{own_frames[-1].lineno})" if own_frames else ""
     tokens = error.operator == "aten::embedding" and "long" in message
     hint = "; token ids are given with input_dtype=int64, or as an integer tensor" if tokens else ""
     return CannotTrace(f"{error}{where}{hint}", limit=isinstance(cause, NotImplementedError) or wants_values(message))
@@ -309,9 +309,13 @@ def _tensor(value: Tensor) -> Any:
         held = value.detach().cpu()
         content = (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()
     shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
-    state = {name: one for name, one in value.__dict__.items() if not name.startswith("_backward")}
+    state = {name: attribute for name, attribute in value.__dict__.items() if not name.startswith("_backward")}
     # Their numbers are the process's: they count in their order.
-    hooks = [list(one.values()) for one in (value._backward_hooks, value._post_accumulate_grad_hooks) if one]
+    hooks = [
+        list(registered.values())
+        for registered in (value._backward_hooks, value._post_accumulate_grad_hooks)
+        if registered
+    ]
     return _rebuild_marker, (type(value).__qualname__, shape, content), (state, hooks) if state or hooks else None
 
 
@@ -326,8 +330,8 @@ def _class(kind: type) -> Any:
         }
         return _rebuild_marker, (kind.__module__, kind.__qualname__), (kind.__bases__, _ordered(state))
     forward = getattr(kind, "forward", None)
-    own = forward if isinstance(forward, types.FunctionType) else None
-    return _rebuild_marker, (kind.__module__, kind.__qualname__, _stamp(path) if path else None), own
+    own_forward = forward if isinstance(forward, types.FunctionType) else None
+    return _rebuild_marker, (kind.__module__, kind.__qualname__, _stamp(path) if path else None), own_forward
 
 
 def _function(function: types.FunctionType) -> Any:
@@ -356,12 +360,12 @@ def _ordered(values: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
     """Return the names of empty mappings, which most of a module's values are, and the other values by name, sets as
     sorted lists."""
     empty, ordered = [], []
-    for name, one in values.items():
-        kind = type(one)
-        if kind in _MAPPINGS and not one:
+    for name, value in values.items():
+        kind = type(value)
+        if kind in _MAPPINGS and not value:
             empty.append(name)
         else:
-            ordered.append((name, sorted(one, key=repr) if kind in _SETS else one))
+            ordered.append((name, sorted(value, key=repr) if kind in _SETS else value))
     return _same(tuple(empty)), ordered
 
 
@@ -374,11 +378,11 @@ def _same(names: tuple[str, ...]) -> tuple[str, ...]:
 @functools.cache
 def _text_of(code: types.CodeType) -> str:
     constants = [
-        _text_of(one)
-        if isinstance(one, types.CodeType)
-        else sorted(map(repr, one))
-        if isinstance(one, frozenset)
-        else repr(one)
-        for one in code.co_consts
+        _text_of(constant)
+        if isinstance(constant, types.CodeType)
+        else sorted(map(repr, constant))
+        if isinstance(constant, frozenset)
+        else repr(constant)
+        for constant in code.co_consts
     ]
     return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))

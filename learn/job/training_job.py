@@ -215,10 +215,10 @@ def of_module(
     from featurize.training.training_step import Training
 
     dtype = torch_dtype(input_dtype)
-    makers = [maker_of_batch(one, wanted, dtype) for one, wanted in batches]
+    makers = [maker_of_batch(batch, wanted, dtype) for batch, wanted in batches]
     made = [maker("meta") for maker in makers]
-    mixed = len({shape_of(one) for one in made}) > 1
-    at = max(range(len(made)), key=lambda one: sum(x.numel() for x in tensors_of(made[one][0])))
+    mixed = len({shape_of(tensors) for tensors in made}) > 1
+    largest = max(range(len(made)), key=lambda index: sum(x.numel() for x in tensors_of(made[index][0])))
 
     def build() -> nn.Module:
         made = model if isinstance(model, nn.Module) else model()
@@ -229,9 +229,9 @@ def of_module(
     return TrainingJob(
         name=name or _name_of(model),
         build=build,
-        batch=makers[at],
+        batch=makers[largest],
         settings=settings if settings is not None else Training(),
-        batch_size=samples_of(batches[at][0]),
+        batch_size=samples_of(batches[largest][0]),
         loss=loss,
         batches=tuple(makers) if mixed else (),
         given=(model, input_dtype, loss, batches),

@@ -130,7 +130,7 @@ def errors_table(done: Benchmark) -> TableText:
         "p90 +c": lambda figures: error(figures.shifted.p90),
     }
     if done.target.is_memory:
-        cells["fit told right"] = lambda figures: _share(figures.fit_right)
+        cells["fit right"] = lambda figures: _share(figures.fit_right)
         cells["by bound"] = lambda figures: _share(figures.fit_right_bound)
     times: dict[str, Cell] = {
         "s each": lambda figures: _text(figures.median_seconds, ".2f", ".4f", below=0.1),
@@ -249,19 +249,21 @@ def _answered(figures: Figures) -> str:
 
 def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
     """Errors by group, an estimator a column."""
-    own = [figures for figures in done.figures if figures.file == file]
-    groups = {f.estimator: by_group(done.scored[file, f.estimator], f.constant, space=done.target.space) for f in own}
+    file_figures = [figures for figures in done.figures if figures.file == file]
+    groups = {
+        f.estimator: by_group(done.scored[file, f.estimator], f.constant, space=done.target.space) for f in file_figures
+    }
     rows = []
     for group in sorted({name for of_file in groups.values() for name in of_file}):
         n = max(of_file[group][0] for of_file in groups.values() if group in of_file)
         cells = []
-        for figures in own:
+        for figures in file_figures:
             _, errors = groups[figures.estimator].get(group, (0, None))
             both = (errors.median, errors.p90) if errors else (None, None)
             cells.append(" / ".join(error_text(done.relative, value) for value in both))
         rows.append([group, f"{n}", *cells])
     title = f"{file} by {by}: median / p90 error, constant added"
-    return title, ["group", "n", *(figures.estimator for figures in own)], rows
+    return title, ["group", "n", *(figures.estimator for figures in file_figures)], rows
 
 
 def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
@@ -356,7 +358,7 @@ def table_blocks(table: TableText) -> tuple[Block, ...]:
 
 
 def _plots(done: Benchmark, file: str, key: str) -> Section:
-    own = next(figures for figures in done.figures if figures.file == file)
-    oom = f", {own.oom:,} that ran out of memory" if own.oom else ""
-    intro = Lead(f"{own.ok + own.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
+    of_file = next(figures for figures in done.figures if figures.file == file)
+    oom = f", {of_file.oom:,} that ran out of memory" if of_file.oom else ""
+    intro = Lead(f"{of_file.ok + of_file.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
     return Section(key, file, (intro, *plots_of(done, file)), name=file)

@@ -109,14 +109,14 @@ def evaluate(
         progress(f"cross-validation {k + 1}/{CV_FOLDS}")
         folds.append(fitted_and_judged(train_rows.subset(inside), train_rows.subset(outside)))
     progress("held-out test")
-    done = fitted_and_judged(train_rows, rows.subset(test))
-    refused = [*done.refused, *(reason for fold in folds for reason in fold.refused)]
+    held_out = fitted_and_judged(train_rows, rows.subset(test))
+    refused = [*held_out.refused, *(reason for fold in folds for reason in fold.refused)]
     reasons = "; ".join(dict.fromkeys(refused))
-    if not len(done.test_rows):
+    if not len(held_out.test_rows):
         raise UsageError(f"estimator={estimator} has no answer for any of the {len(test)} held-out rows: {reasons}")
     notes = [f"{len(refused)} of {len(rows)} rows have no answer and are in no figure: {reasons}"] if refused else []
     cv = tuple(fold.test for fold in folds if len(fold.test_rows))
-    return replace(done, cv=cv, warnings=(*done.warnings, *notes))
+    return replace(held_out, cv=cv, warnings=(*held_out.warnings, *notes))
 
 
 def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train_rows: Rows) -> Evaluation:
@@ -130,10 +130,10 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
         train_rows: What it was fitted on.
     """
     given = given_of(prediction, rows, {PUBLISHED: bins})
-    answered = [i for i, one in enumerate(given) if one.estimate is not None]
+    answered = [i for i, answer in enumerate(given) if answer.estimate is not None]
     held = rows.subset(answered)
     answers = zip((given[i] for i in answered), held.records, strict=True)
-    scored = [Scored(**vars(one), **described(row, rows.target)) for one, row in answers]
+    scored = [Scored(**vars(answer), **described(row, rows.target)) for answer, row in answers]
     return Evaluation(
         train_rows=train_rows,
         test_rows=held,
@@ -141,7 +141,7 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
         figures=_figures(estimator, scored, held, bins),
         bins=bins,
         warnings=prediction.warnings,
-        refused=tuple(one.reason or "" for one in given if one.estimate is None),
+        refused=tuple(answer.reason or "" for answer in given if answer.estimate is None),
     )
 
 
@@ -261,20 +261,20 @@ def parts_of(
     fitted_on = np.ones(len(rows), dtype=bool) if fitted_on is None else np.asarray(fitted_on, dtype=bool)
     asked = np.ones(len(rows), dtype=bool) if asked is None else np.asarray(asked, dtype=bool)
     known = np.flatnonzero(fitted_on)
-    own = rows.subset(known)
+    known_rows = rows.subset(known)
     named: list[tuple[str, np.ndarray]] = []
     if not (asked & fitted_on).any():
         pass
     elif how == "cv":
-        require_groups(own, folds, f"folds={folds}")
-        for k, (_, outside) in enumerate(split(own, strata[known], folds, seed)):
+        require_groups(known_rows, folds, f"folds={folds}")
+        for k, (_, outside) in enumerate(split(known_rows, strata[known], folds, seed)):
             named.append((f"fold {k + 1} of {folds}", known[outside]))
     elif how == "holdout":
-        require_groups(own, 10, "split=holdout")
-        named.append(("held out", known[hold_out(own, strata[known], seed)[1]]))
+        require_groups(known_rows, 10, "split=holdout")
+        named.append(("held out", known[hold_out(known_rows, strata[known], seed)[1]]))
     else:
         assert by is not None  # leave_one_out is refused without
-        keys = keys_of(own, by)
+        keys = keys_of(known_rows, by)
         names = sorted(set(keys))
         if len(names) < 2:
             raise UsageError(f"split=leave_one_out by={by}: all rows are of {by} {names[0]}; it takes two or more")

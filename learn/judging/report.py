@@ -33,7 +33,7 @@ from conf.reports.blocks import (
 from conf.reports.charts import DARK_SHADE, SHADES, Axis, GridCell, Margins, Plot, draw_grid
 from conf.reports.page_text import count_of
 from learn.judging.evaluate import PUBLISHED, TEST, Evaluation
-from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, signed_errors, told_classes
+from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, estimated_classes, signed_errors
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 ONE_CLASS = "one class"
@@ -144,7 +144,7 @@ def _where(evaluation: Evaluation) -> str:
 
 def _write_predictions(path: Path, evaluation: Evaluation) -> None:
     labels = evaluation.bins.labels
-    classes = zip(*told_classes(evaluation.scored, PUBLISHED, evaluation.bins), strict=True)
+    classes = zip(*estimated_classes(evaluation.scored, PUBLISHED, evaluation.bins), strict=True)
     rows = zip(evaluation.scored, evaluation.test_rows.records, classes, strict=True)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -169,7 +169,7 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
     }
     notes = tuple(map(Callout, meta["warnings"]))
     heads = ("metric", "*cross-validation (3 folds)", "*held-out test")
-    done = Benchmark(
+    benchmark = Benchmark(
         target=evaluation.test_rows.target,
         device=_where(evaluation),
         card_mib=None,
@@ -184,7 +184,7 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
         head=(Fold(f"{count_of(len(notes), 'note')} on these figures", notes),) if notes else (),
         sections=(
             Section("figures", "Figures", (table(heads, metric_rows(evaluation)),)),
-            Section("pictures", "Held-out test", (*confusion(done, TEST), *predicted(done, TEST))),
+            Section("pictures", "Held-out test", (*confusion(benchmark, TEST), *predicted(benchmark, TEST))),
             Section("facts", "Data and settings", (Facts(tuple(facts.items())),)),
         ),
     )
@@ -239,8 +239,8 @@ def _lines(curves: Mapping[str, Line], x_axis: Axis, y_axis: Axis, x_title: str,
 
 def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw estimates over labels, a panel an estimator and a colour a family, with a line to the 99 % bound."""
-    own = _own(done, file)
-    everything = [row for rows in own.values() for row in rows]
+    rows_by_estimator = _own(done, file)
+    everything = [row for rows in rows_by_estimator.values() for row in rows]
     labels = [row.label for row in everything if row.label is not None]
     if not labels:
         return ()
@@ -252,7 +252,7 @@ def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
     colours = colours_of(sorted({row.family for row in everything}))
     unit = "" if done.target.unit == "ratio" else f", {done.target.unit}"
     charts = []
-    for name, rows in own.items():
+    for name, rows in rows_by_estimator.items():
         plot = Plot(axis, axis, _PANEL)
         plot.grid()
         plot.ticks_below(f"label{unit}")
@@ -296,15 +296,15 @@ def _cdf(done: Benchmark, file: str) -> tuple[Block, ...]:
 
 def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw the median signed error by what `Scored` has under `key`."""
-    own = _own(done, file)
+    rows_by_estimator = _own(done, file)
     cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for name, rows in own.items():
+    for name, rows in rows_by_estimator.items():
         for row, error in signed_errors(rows, None, space=done.target.space):
             if (group := getattr(row, key)) is not None:
                 cells[group][name].append(error)
     if not cells:
         return ()
-    groups, names = sorted(cells), list(own)
+    groups, names = sorted(cells), list(rows_by_estimator)
     clip = _CLIP[done.target.space]
 
     def cell(i: int, k: int) -> GridCell | None:
@@ -345,7 +345,7 @@ def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
     estimator. Nothing where there are more classes than can be read."""
     bins = done.bins[file]["published"]
     classes_of = {
-        name: told_classes([row for row in rows if row.estimate is not None], "published", bins)
+        name: estimated_classes([row for row in rows if row.estimate is not None], "published", bins)
         for name, rows in _own(done, file).items()
     }
     present = sorted({int(k) for pair in classes_of.values() for classes in pair for k in classes})
@@ -358,8 +358,8 @@ def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
         counts = np.array([[((true == t) & (answered == p)).sum() for p in present] for t in present])
         of = scores[name]
         verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
-        label = f"{name}: rows by their class and the one that was told"
-        svg = draw_grid(labels, labels, partial(_confused, counts, labels), label, "class", "told")
+        label = f"{name}: rows by their true and their estimated class"
+        svg = draw_grid(labels, labels, partial(_confused, counts, labels), label, "class", "estimated")
         charts.append(Chart(f"{name}: {verdict}", svg))
     return (Charts(tuple(charts)),)
 
@@ -367,7 +367,7 @@ def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
 def _confused(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
     count = int(counts[i, k])
     level = math.ceil(SHADES * count / max(int(counts[i].sum()), 1))
-    title = f"{count:,} rows of {labels[i]} were told to be in {labels[k]}"
+    title = f"{count:,} rows of {labels[i]} were estimated to be in {labels[k]}"
     return GridCell(f"h{level}", title, f"{count}" if count else "", ink="over" if level >= DARK_SHADE else "on")
 
 
@@ -409,7 +409,7 @@ _PLOTS: Mapping[str, Callable[[Benchmark, str], tuple[Block, ...]]] = {
     ),
     "The same by the operator that makes the most of a network's forward pass.": partial(_heatmap, "operator"),
     "Median of the signed error by batch size, in steps of two.": _by_batch,
-    "Rows by their class and the one that was told; the colour is the share of the class.": confusion,
+    "Rows by their true and their estimated class; the colour is the share of the class.": confusion,
     "Reliability: share of labels at or under each predicted quantile.": _reliable,
     "Coverage over tightness: the share of rows under a bound, and how far it lies over the need. Without bounds of "
     "its own, an estimator's line is its estimate with one margin on top, the same for all rows.": tightness,

@@ -445,7 +445,9 @@ def figures_of(
         return mean(((limit > card) == oom)[mask & (card > 0)])
 
     def classes(shift: float | None) -> dict[str, ClassScores]:
-        scores = {name: class_scores(*told_classes(answered, name, b, shift), b.labels) for name, b in known.items()}
+        scores = {
+            name: class_scores(*estimated_classes(answered, name, b, shift), b.labels) for name, b in known.items()
+        }
         return {name: of_bins for name, of_bins in scores.items() if of_bins is not None}
 
     known = bins or {}
@@ -517,13 +519,13 @@ def judged(
     figures = []
     scored = {}
     for (title, rows), (name, of) in itertools.product(sets.items(), asked.items()):
-        own = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
-        if not own:
+        scored_rows = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
+        if not scored_rows:
             continue
-        scored[title, name] = own
+        scored[title, name] = scored_rows
         file = title.removesuffix(TRUSTED_ALONE)
         times: dict[str, Any] = {"median_seconds": of.latency.get(file), "fit_seconds": of.fit_seconds, "fits": of.fits}
-        figures.append(figures_of(title, name, own, bins=bins[file], space=space, learned=of.learns, **times))
+        figures.append(figures_of(title, name, scored_rows, bins=bins[file], space=space, learned=of.learns, **times))
     return figures, scored
 
 
@@ -534,8 +536,11 @@ def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "lo
         if row.label is not None and row.estimate is not None:
             groups[row.group].append(row)
     return {
-        group: (len(own), _errors(_values(own, "label"), _values(own, "estimate") + (constant or 0.0), space))
-        for group, own in sorted(groups.items())
+        group: (
+            len(group_rows),
+            _errors(_values(group_rows, "label"), _values(group_rows, "estimate") + (constant or 0.0), space),
+        )
+        for group, group_rows in sorted(groups.items())
     }
 
 
@@ -579,7 +584,7 @@ def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
     return sorted(index for _, index in sorted(ranked)[:n])
 
 
-def told_classes(
+def estimated_classes(
     rows: Sequence[Scored], name: str, bins: Bins, shift: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (n,) int twice: the classes that answered rows belong to, and those that they are estimated to belong to.

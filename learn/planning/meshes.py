@@ -103,9 +103,9 @@ def _tokens_of(inputs: object) -> int:
     """The length of sequences: of [N, length] whole numbers, or [N, length, width] floats; 0 where there are none."""
     from featurize.recording.values import tensors_of
 
-    for one in tensors_of(inputs):
-        if one.dim() == (3 if one.is_floating_point() else 2):
-            return one.shape[1]
+    for tensor in tensors_of(inputs):
+        if tensor.dim() == (3 if tensor.is_floating_point() else 2):
+            return tensor.shape[1]
     return 0
 
 
@@ -189,10 +189,10 @@ def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parall
 def checked_gpus(given: object) -> tuple[int, ...]:
     """Return the numbers of GPUs that are asked about, each once. Raises `UsageError` for anything else."""
     several = given if isinstance(given, list | tuple) else (given,)
-    for one in several:
-        if not isinstance(one, int) or isinstance(one, bool) or not 2 <= one <= MOST_GPUS:
+    for number in several:
+        if not isinstance(number, int) or isinstance(number, bool) or not 2 <= number <= MOST_GPUS:
             raise UsageError(
-                f"gpus must be a whole number from 2 to {MOST_GPUS}, or several, got {shown(one)}; for one GPU ask "
+                f"gpus must be a whole number from 2 to {MOST_GPUS}, or several, got {shown(number)}; for one GPU ask "
                 "learn.largest_batch"
             )
     if not several:
@@ -219,7 +219,11 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
         if all(named.get(mode, 1) > 1 for mode in ("pp", *_OF_DATA)):
             notes["stages of a pipeline are replicated or sharded, not both: pp with ddp and fsdp is left out"] = None
             continue
-        if named.get("ddp", 1) > 1 and named.get("tp", 1) > 1 and all(named.get(one, 1) == 1 for one in ("fsdp", "cp")):
+        if (
+            named.get("ddp", 1) > 1
+            and named.get("tp", 1) > 1
+            and all(named.get(axis, 1) == 1 for axis in ("fsdp", "cp"))
+        ):
             notes["in a plan, ddp with tp needs fsdp: replicas whose gradients are whole are left out"] = None
             continue
         if _is_beside_others(named, modes.unasked, of_node):

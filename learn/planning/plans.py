@@ -113,11 +113,11 @@ def plan(
     if all(row.fits is None for row in ordered):
         raise UsageError(f"no layout is possible: {ordered[0].mesh}: {ordered[0].why}")
     best = ordered[0]
-    limits = {one.limit_mib for one in searches.estimates.values() if one.limit_mib is not None}
+    limits = {estimate.limit_mib for estimate in searches.estimates.values() if estimate.limit_mib is not None}
     limit_mib = min(limits, default=spec.memory_mib)
     refused = [f"checkpointing={way} is left out: {why}" for way, why in searches.refused.items()]
     warnings = searches.estimates[best].warnings if best.fits else ()
-    done = LayoutPlan(
+    layout_plan = LayoutPlan(
         name=job.request.job.name,
         device=spec.name,
         limit_mib=limit_mib,
@@ -128,8 +128,8 @@ def plan(
         seconds=(time.monotonic_ns() - began) / 1e9,
     )
     if report is not None:
-        write_plan_report(page, done)
-    return done
+        write_plan_report(page, layout_plan)
+    return layout_plan
 
 
 @dataclass(frozen=True)
@@ -252,10 +252,10 @@ class _Searches:
                 known = EXTRAPOLATED if (row.micro_batch, row.checkpointing) in extrapolated else TRACED
             self._keep(replace(row, known=known), search.estimates.get(row))
 
-    def _keep(self, row: PlanRow, done: Estimate | None) -> None:
+    def _keep(self, row: PlanRow, estimate: Estimate | None) -> None:
         self.rows.append(row)
-        if done is not None:
-            self.estimates[row] = done
+        if estimate is not None:
+            self.estimates[row] = estimate
 
     def confirm(self) -> None:
         """Trace the best rows whole, until the best of them is quicker than what any other was extrapolated to, and a
@@ -304,10 +304,10 @@ def _refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
 
 def _ways(given: str | Sequence[str] | None, settings: Training) -> tuple[str | None, ...]:
     """Return the checkpointing that is tried, as `Training` has it, the one that recomputes least first."""
-    own = settings.checkpointing
+    asked_for = settings.checkpointing
     if given is None:
-        given = _TRIED if own is None else own
-    elif own is not None:
+        given = _TRIED if asked_for is None else asked_for
+    elif asked_for is not None:
         raise UsageError("checkpointing is given twice: in settings, and by itself")
     names = (given,) if isinstance(given, str) else tuple(given)
     for name in names:

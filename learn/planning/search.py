@@ -214,12 +214,14 @@ class Findings:
 
     def _fewer(self, ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the degrees that fit and differ in one mode, which has the next smaller degree."""
-        fitting = [one for of_ranks, one in self._of_degrees if of_ranks == ranks]
+        fitting = [degrees_fitting for of_ranks, degrees_fitting in self._of_degrees if of_ranks == ranks]
         chosen = []
         for place in range(len(degrees)):
             rest = degrees[:place], degrees[place + 1 :]
             smaller = [
-                one for one in fitting if (one[:place], one[place + 1 :]) == rest and one[place] < degrees[place]
+                candidate
+                for candidate in fitting
+                if (candidate[:place], candidate[place + 1 :]) == rest and candidate[place] < degrees[place]
             ]
             chosen += [max(smaller)] if smaller else []
         return chosen
@@ -300,9 +302,9 @@ class LayoutSearch:
 
     def _outgrown_by_half(self, row: PlanRow) -> str | None:
         """Return why a batch of twice the size cannot fit: at the same moment, it has twice the activations."""
-        done = self.estimates[row]
-        parts, limit_mib = done.breakdown, _limit_mib(done)
-        least_mib = done.peak_memory_mib - parts.get("fragmentation", 0.0) + parts.get("activations", 0.0)
+        estimate = self.estimates[row]
+        parts, limit_mib = estimate.breakdown, _limit_mib(estimate)
+        least_mib = estimate.peak_memory_mib - parts.get("fragmentation", 0.0) + parts.get("activations", 0.0)
         if least_mib <= limit_mib:
             return None
         return f"takes {least_mib:,.0f} MiB or more: twice the activations of {row.micro_batch:,} samples"
@@ -310,16 +312,16 @@ class LayoutSearch:
     def _smaller(self, row: PlanRow, size: int) -> int | None:
         """Return the next smaller size that may fit: at the same moment, it has its share of the activations beside
         what does not depend on the batch. None where there is none."""
-        done = self.estimates.get(row)
+        estimate = self.estimates.get(row)
         smaller = self._batches.smaller(size)
-        if done is None:
+        if estimate is None:
             return smaller
-        held_mib = sum(done.breakdown.get(part, 0.0) for part in _OF_ANY_BATCH)
-        room_mib = _limit_mib(done) - held_mib
+        held_mib = sum(estimate.breakdown.get(part, 0.0) for part in _OF_ANY_BATCH)
+        room_mib = _limit_mib(estimate) - held_mib
         if room_mib < 0:
             self._findings.hopeless(self._layout, held_mib)
             return None
-        while smaller is not None and smaller / size * done.breakdown.get("activations", 0.0) > room_mib:
+        while smaller is not None and smaller / size * estimate.breakdown.get("activations", 0.0) > room_mib:
             smaller = self._batches.smaller(smaller)
         return smaller
 
@@ -337,25 +339,25 @@ class LayoutSearch:
         if reason := reason or self._findings.outgrown_by(self._layout, size, count, way):
             return PlanRow(**about, fits=False, why=reason)
         try:
-            done = self._estimated(size, min(count, alike), way)
-            memory: dict[str, Any] = {"peak_memory_mib": done.peak_memory_mib, "upper_mib": done.upper_mib}
-            if not done.fits_device:
-                row = PlanRow(**about, **memory, fits=False, why=f"takes {done.needed_mib:,.0f} MiB")
-                self.estimates[row] = done
+            estimate = self._estimated(size, min(count, alike), way)
+            memory: dict[str, Any] = {"peak_memory_mib": estimate.peak_memory_mib, "upper_mib": estimate.upper_mib}
+            if not estimate.fits_device:
+                row = PlanRow(**about, **memory, fits=False, why=f"takes {estimate.needed_mib:,.0f} MiB")
+                self.estimates[row] = estimate
                 return row
-            first = self._estimated(size, 1, way) if count > alike else done
+            first = self._estimated(size, 1, way) if count > alike else estimate
         except UsageError as error:
             return PlanRow(**about, fits=None, why=first_line(error))
-        row = PlanRow(**about, **memory, **self._times(done, first, size, count, alike), fits=True)
-        self.estimates[row] = done
+        row = PlanRow(**about, **memory, **self._times(estimate, first, size, count, alike), fits=True)
+        self.estimates[row] = estimate
         return row
 
-    def _times(self, done: Estimate, first: Estimate, size: int, count: int, alike: int) -> dict[str, Any]:
+    def _times(self, estimate: Estimate, first: Estimate, size: int, count: int, alike: int) -> dict[str, Any]:
         """Return the times of a step with this many micro-steps: those beyond `alike` are as long as the last one."""
         more = max(count - alike, 0)
 
         def taken(name: str) -> float | None:
-            last, alone = getattr(done, name), getattr(first, name)
+            last, alone = getattr(estimate, name), getattr(first, name)
             return None if last is None or alone is None else last + more * (last - alone)
 
         step_ms, exposed_ms = taken("step_time_ms"), taken("exposed_ms")
@@ -368,9 +370,9 @@ def _shards_at_most(layout: Parallel, other: Parallel) -> bool:
     Stages of ZeRO share among replicas."""
     if (layout.zero, layout.ep) != (other.zero, other.ep) or (layout.zero and layout.ddp > other.ddp):
         return False
-    return all(one <= more for one, more in zip(shards_of(layout), shards_of(other), strict=True))
+    return all(fewer <= more for fewer, more in zip(shards_of(layout), shards_of(other), strict=True))
 
 
-def _limit_mib(done: Estimate) -> float:
-    limits = [mib for mib in (done.limit_mib, done.device_memory_mib) if mib is not None]
+def _limit_mib(estimate: Estimate) -> float:
+    limits = [mib for mib in (estimate.limit_mib, estimate.device_memory_mib) if mib is not None]
     return min(limits, default=math.inf)

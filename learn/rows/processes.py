@@ -71,8 +71,8 @@ def in_processes(
     threads = ThreadPoolExecutor(max(len(crew), 1))
     try:
         places = {threads.submit(ask, item): place for place, item in enumerate(items)}
-        for done in as_completed(places):
-            yield places[done], done.result()
+        for future in as_completed(places):
+            yield places[future], future.result()
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in crew:

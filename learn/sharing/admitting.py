@@ -227,7 +227,8 @@ class Admission:
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields as JSON holds them."""
         slowdowns = [
-            {"name": name, "median": one and one.median, "p90": one and one.p90} for name, one in self.slowdowns
+            {"name": name, "median": slowdown and slowdown.median, "p90": slowdown and slowdown.p90}
+            for name, slowdown in self.slowdowns
         ]
         return {**dataclasses.asdict(self), "slowdowns": slowdowns}
 
@@ -266,11 +267,11 @@ def admit(
     if max_slowdown is not None and not max_slowdown >= 1:
         raise UsageError(f"max_slowdown must be at least 1, got {max_slowdown!r}")
     names = ["new job", *(f"job {place}" for place, _ in enumerate(gpu_state.jobs, 1))]
-    jobs = [known(one, gpu_state.device, data) for one in (job, *gpu_state.jobs)]
+    jobs = [known(profile, gpu_state.device, data) for profile in (job, *gpu_state.jobs)]
     need, *needs = map(need_of, jobs, names)
-    used_mib, coverage = gpu_state.used_mib or 0.0, min(one.coverage for one in (need, *needs))
+    used_mib, coverage = gpu_state.used_mib or 0.0, min(each_need.coverage for each_need in (need, *needs))
     overflow = overflow_probability([need], gpu_state.memory_mib, present=needs, used_mib=used_mib)
-    bound_mib = max(used_mib, sum(one.bound_mib for one in needs)) + need.bound_mib
+    bound_mib = max(used_mib, sum(each_need.bound_mib for each_need in needs)) + need.bound_mib
     slowdowns, unknown = _slowdowns(list(map(profile_of, jobs, names)), estimator or default_slowdowns(data))
     figures, level = f"{bound_mib:,.0f} of {gpu_state.memory_mib:,.0f} MiB", f"{100 * coverage:g} % level"
     fits = overflow <= risk
@@ -282,7 +283,10 @@ def admit(
         ]
     quick = True
     if needs and max_slowdown is not None:
-        quick = unknown is None and max(one.median for _, one in slowdowns if one is not None) <= max_slowdown
+        quick = (
+            unknown is None
+            and max(slowdown.median for _, slowdown in slowdowns if slowdown is not None) <= max_slowdown
+        )
         reasons.append(_slowdown_reason(slowdowns, unknown, max_slowdown))
     return Admission(
         admitted=fits and quick,
@@ -305,7 +309,7 @@ def _slowdowns(
         expected = estimator.slowdowns(group)
     except NoUtilization as error:
         return tuple((job.name, None) for job in group), str(error)
-    return tuple((job.name, one) for job, one in zip(group, expected, strict=True)), None
+    return tuple((job.name, slowdown) for job, slowdown in zip(group, expected, strict=True)), None
 
 
 def _percent(share: float) -> str:
@@ -315,7 +319,9 @@ def _percent(share: float) -> str:
 def _slowdown_reason(slowdowns: Sequence[tuple[str, Slowdown | None]], unknown: str | None, limit: float) -> str:
     if unknown is not None:
         return f"Slowdowns cannot be expected: {unknown}."
-    name, worst = max(((name, one) for name, one in slowdowns if one is not None), key=lambda pair: pair[1].median)
+    name, worst = max(
+        ((name, slowdown) for name, slowdown in slowdowns if slowdown is not None), key=lambda pair: pair[1].median
+    )
     comparison = "within" if worst.median <= limit else "above"
     return (
         f"The largest expected slowdown is {worst.median:.2f} ({name}; 90 % of such jobs stay below {worst.p90:.2f}), "

@@ -103,7 +103,7 @@ def judged(
     by_title: dict[tuple[str, str], list[MeasuredGroup]] = defaultdict(list)
     for group in groups:
         by_title[group.title, group.series].append(group)
-    parts = {title: left_out_parts(own, split) for title, own in sorted(by_title.items())}
+    parts = {title: left_out_parts(of_title, split) for title, of_title in sorted(by_title.items())}
     total, done = sum(map(len, parts.values())), 0
     scores = []
     for (title, series), own_parts in parts.items():
@@ -144,21 +144,24 @@ def _score(title: str, name: str, given: Sequence[Answered]) -> RowScores | None
     if not answered:
         return None
     raw = [np.array([1.0 / slowdown for slowdown in group.slowdowns]) for group, _ in answered]
-    expected = [np.array([1.0 / one.median for one in answer]) for _, answer in answered]
+    expected = [np.array([1.0 / member.median for member in answer]) for _, answer in answered]
     signed = np.concatenate(expected) - np.concatenate(raw)
     errors = np.abs(np.concatenate(expected) - np.minimum(1.0, np.concatenate(raw)))
     median, p90 = spread(errors)
     of_members = [zip(group.slowdowns, answer, strict=True) for group, answer in answered]
     bounds = list(itertools.chain.from_iterable(of_members))
-    has_bound = any(one.p90 > one.median for _, one in bounds)
+    has_bound = any(predicted.p90 > predicted.median for _, predicted in bounds)
     figures = {
         "speed_mae": float(errors.mean()),
         "raw_mae": float(np.abs(signed).mean()),
         "pair_mae": float(np.mean([abs(a.mean() - b.mean()) for a, b in zip(expected, raw, strict=True)])),
         "median": median,
         "p90": p90,
-        "auc": _auc(np.array([own.min() >= BOTH_KEEP for own in raw]), np.array([ours.min() for ours in expected])),
-        "covered": float(np.mean([slowdown <= one.p90 for slowdown, one in bounds])) if has_bound else None,
+        "auc": _auc(
+            np.array([group_speeds.min() >= BOTH_KEEP for group_speeds in raw]),
+            np.array([ours.min() for ours in expected]),
+        ),
+        "covered": float(np.mean([slowdown <= predicted.p90 for slowdown, predicted in bounds])) if has_bound else None,
     }
     return RowScores(rows=title, by=name, count=len(answered), left_out=len(given) - len(answered), figures=figures)
 
@@ -220,16 +223,16 @@ def fit_slowdowns(
 
 def fit_entry(settings: FitSettings) -> int:
     """Fit with the settings, and print what was fitted and where it is."""
-    done = fit_slowdowns(settings.data, source=settings.source, device_name=settings.device_name)
-    sources = ", ".join(f"{name} {count:,}" for name, count in done.meta["of"].items())
-    print(f"slowdown: {done.meta['groups']:,} groups ({sources}) on {', '.join(done.meta['device'])}")
-    for reason, count in done.meta["left_out"].items():
+    fitted = fit_slowdowns(settings.data, source=settings.source, device_name=settings.device_name)
+    sources = ", ".join(f"{name} {count:,}" for name, count in fitted.meta["of"].items())
+    print(f"slowdown: {fitted.meta['groups']:,} groups ({sources}) on {', '.join(fitted.meta['device'])}")
+    for reason, count in fitted.meta["left_out"].items():
         print(f"left out: {count:,} groups: {reason}")
-    contention = done.slowdowns.contention
+    contention = fitted.slowdowns.contention
     if contention is not None:
         print("contention: " + ", ".join(f"{name} {value:.3g}" for name, value in asdict(contention).items()))
-    print(f"jobs known by name: {len(done.slowdowns.known.suffers):,}")
-    print(f"artifact: {done.path}")
+    print(f"jobs known by name: {len(fitted.slowdowns.known.suffers):,}")
+    print(f"artifact: {fitted.path}")
     return 0
 
 
@@ -245,8 +248,14 @@ class SlowdownBenchmark:
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
         scores = [
-            {"title": one.rows, "estimator": one.by, "groups": one.count, "left_out": one.left_out, **one.figures}
-            for one in self.scores
+            {
+                "title": score.rows,
+                "estimator": score.by,
+                "groups": score.count,
+                "left_out": score.left_out,
+                **score.figures,
+            }
+            for score in self.scores
         ]
         return {**vars(self), "scores": scores}
 
@@ -286,28 +295,28 @@ def benchmark_entry(settings: BenchmarkSettings) -> int:
     from learn.judging.benchmark_view import BenchmarkProgress
 
     with BenchmarkProgress("slowdown") as progress:
-        done = benchmark_slowdowns(settings, progress.update)
-    _print(done)
+        benchmark = benchmark_slowdowns(settings, progress.update)
+    _print(benchmark)
     if settings.out is not None:
-        text = json.dumps(done.to_mapping(), indent=1)
+        text = json.dumps(benchmark.to_mapping(), indent=1)
         write_output(settings.out, text.encode(), key="out")
     return 0
 
 
-def _print(done: SlowdownBenchmark) -> None:
+def _print(benchmark: SlowdownBenchmark) -> None:
     from learn.judging.benchmark_view import print_table, screen_of
 
-    for title, scores in itertools.groupby(done.scores, key=lambda score: score.rows):
+    for title, scores in itertools.groupby(benchmark.scores, key=lambda score: score.rows):
         table = score_table(list(scores), {"estimator": "by", "groups": "count"})
-        print_table((f"{title}: groups with a {done.split} left out", *table))
+        print_table((f"{title}: groups with a {benchmark.split} left out", *table))
     screen = screen_of(140)
-    if not done.scores:
-        screen.print(f"no estimator was judged: of one {done.split} alone there are no groups to learn from")
-    for title, of in done.memory_errors.items():
+    if not benchmark.scores:
+        screen.print(f"no estimator was judged: of one {benchmark.split} alone there are no groups to learn from")
+    for title, of in benchmark.memory_errors.items():
         screen.print(
             f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
             f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)",
             soft_wrap=True,
         )
-    for reason, count in done.left_out.items():
+    for reason, count in benchmark.left_out.items():
         screen.print(f"left out: {count:,} groups: {reason}", soft_wrap=True)

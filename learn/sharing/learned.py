@@ -192,8 +192,8 @@ class ContentionFormula:
 
     def slowdown(self, loads: np.ndarray) -> np.ndarray:
         """Return the expected slowdown of each job, (n,), at least 1, by its loads, (n, 4)."""
-        own, others, own_memory, others_memory = loads.T
-        beyond = self.own * own + self.others * others - 1.0
+        own_load, others, own_memory, others_memory = loads.T
+        beyond = self.own * own_load + self.others * others - 1.0
         waits = np.logaddexp(0.0, self.sharpness * beyond) / self.sharpness
         slowdown: np.ndarray = 1.0 + waits + self.bandwidth * own_memory * others_memory
         return slowdown
@@ -257,15 +257,15 @@ class KnownJobs:
         suffers: dict[str, float] = {}
         costs: dict[str, float] = {}
         for _ in range(_ROUNDS):
-            for own in (True, False):
+            for is_own in (True, False):
                 left: dict[str, list[float]] = defaultdict(list)
                 for (name, partners), value in medians.items():
                     both = middle + suffers.get(name, 0.0) + sum(costs.get(partner, 0.0) for partner in partners)
-                    table = suffers if own else costs
-                    for job in (name,) if own else partners:
+                    table = suffers if is_own else costs
+                    for job in (name,) if is_own else partners:
                         left[job].append(value - both + table.get(job, 0.0))
                 fresh = {job: sum(values) / (len(values) + _ROW_FIRMNESS) for job, values in left.items()}
-                suffers, costs = (fresh, costs) if own else (suffers, fresh)
+                suffers, costs = (fresh, costs) if is_own else (suffers, fresh)
         return cls(middle, suffers, costs, medians)
 
     def knows(self, group: Sequence[JobProfile]) -> bool:
@@ -280,7 +280,7 @@ class KnownJobs:
 
 
 def _key(jobs: Sequence[JobProfile], place: int) -> tuple[str, tuple[str, ...]]:
-    return jobs[place].name, tuple(sorted(job.name for at, job in enumerate(jobs) if at != place))
+    return jobs[place].name, tuple(sorted(job.name for other, job in enumerate(jobs) if other != place))
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
     counts = Counter(models)
     weights = torch.tensor([1.0 / counts[model] for model in models], dtype=torch.float64)
     weights = weights / weights.sum()
-    own, others, own_memory, others_memory = torch.tensor(loads_of(jobs, places)).unbind(1)
+    own_load, others, own_memory, others_memory = torch.tensor(loads_of(jobs, places)).unbind(1)
     speed = torch.tensor(1.0 / measured)
     start = torch.tensor(_START, dtype=torch.float64)
     values = start.clone().requires_grad_()
@@ -408,7 +408,9 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
     def loss() -> torch.Tensor:
         search.zero_grad()
         own_share, others_share, sharpness, bandwidth = values.exp()
-        waits = torch.nn.functional.softplus(sharpness * (own_share * own + others_share * others - 1.0)) / sharpness
+        waits = (
+            torch.nn.functional.softplus(sharpness * (own_share * own_load + others_share * others - 1.0)) / sharpness
+        )
         slowdown = 1.0 + waits + has_bandwidth * bandwidth * own_memory * others_memory
         off = 1.0 / slowdown - speed
         total = (weights * (torch.sqrt(off**2 + _TOLERANCE**2) - _TOLERANCE)).sum()

@@ -125,6 +125,6 @@ def shared_time() -> PointSlowdowns:
 def utilizations(group: Sequence[JobProfile], place: int) -> tuple[float, float]:
     """Return the utilization of one job, and the sum of its partners'. Raises `NoUtilization`."""
     busy = [utilization(job) for job in group]
-    if unknown := [job.name for job, one in zip(group, busy, strict=True) if one is None]:
+    if unknown := [job.name for job, share in zip(group, busy, strict=True) if share is None]:
         raise NoUtilization(f"{', '.join(unknown)}: neither GPU utilization nor SMACT is known")
-    return busy[place] or 0.0, sum(one or 0.0 for at, one in enumerate(busy) if at != place)
+    return busy[place] or 0.0, sum(share or 0.0 for other, share in enumerate(busy) if other != place)

@@ -12,6 +12,7 @@ from learn.estimators.protocol import ESTIMATORS, TRAINING_FREE, Estimator, Pred
 from learn.rows import step_store
 from learn.rows.data import TARGETS
 from learn.rows.step_store import StepStore
+from tests.learn.conftest import few_trees as few_trees
 from tests.learn.learn_rows import make_rows
 
 FITTED_ROWS, TRAINING_FREE_ROWS = 40, 8  # a row of the latter takes a whole analysis, and none learns from others

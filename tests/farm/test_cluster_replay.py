@@ -254,7 +254,7 @@ def test_carma_s_submission_script_is_read(tmp_path):
     ("name", "text", "part"),
     [
         ("a.json", "{", "is not a trace"),
-        ("a.json", "{}", "no list of jobs"),
+        ("a.json", "{}", "not a list of jobs"),
         ("a.json", "[]", "no job"),
         ("a.csv", "1,2\n", "line 1: 2 columns"),
         ("a.sh", "submit.py --task /x/none.rad\n", "line 1: unknown task"),

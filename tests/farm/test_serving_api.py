@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from test_serving import service as service
 
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.problems import Problem

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.telemetry.base import SensorUnavailable
-from workers.telemetry.nvml import Nvml, as_text, initialise, open_nvml
+from workers.telemetry.nvml import Nvml, as_text, open_nvml
 
 _BYTES_PER_MIB = 1024**2
 _MUCH_SMALLER = 0.25  # share of the main model's memory: a display adapter beside compute GPUs, not another of these
@@ -75,10 +75,7 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
     """
     environment = os.environ if environment is None else environment
     try:
-        if nvml is None:
-            nvml = open_nvml()
-        else:
-            initialise(nvml)
+        nvml = open_nvml(nvml)
     except SensorUnavailable as reason:
         return Discovery(reason=str(reason))
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from conf.errors import UsageError
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
-from workers.telemetry.nvml import Nvml, as_text, find_gpu, initialise, open_nvml, ratio, refuse_shared
+from workers.telemetry.nvml import Nvml, as_text, find_gpu, open_nvml, ratio, refuse_shared
 
 # DCGM's "blank" numbers (dcgm_structs.h) mean not measured; some exporter versions print them. Those of 64-bit integers
 # lie above the one of floating-point numbers.
@@ -367,11 +367,7 @@ class DcgmSensor(Sensor):
             return PageReader(uuid)
         if old := _OLD_SLICE.fullmatch(uuid):
             return PageReader(old[1], int(old[2]))
-        nvml = self._nvml
-        if nvml is None:
-            nvml = open_nvml()
-        else:
-            initialise(nvml)
+        nvml = open_nvml(self._nvml)
         try:
             handles = find_gpu(nvml, uuid)
             refuse_shared(handles, uuid)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
-from workers.telemetry.nvml import GONE, GpuHandles, Nvml, find_gpu, initialise, open_nvml, ratio, refuse_shared
+from workers.telemetry.nvml import GONE, GpuHandles, Nvml, find_gpu, open_nvml, ratio, refuse_shared
 
 _MIN_INTERVAL_NS = 100_000_000  # NVIDIA: figures from two samples closer than 100 ms are not reliable
 _FAILURES_ALLOWED = 10  # in a row, before GPM counts as gone
@@ -51,11 +51,7 @@ class GpmSensor(Sensor):
 
     def __init__(self, nvml: Nvml | Any | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        if nvml is None:
-            nvml = open_nvml()
-        else:
-            initialise(nvml)
-        self._nvml: Any = nvml
+        self._nvml: Any = open_nvml(nvml)
         self._found: GpuHandles | None = None
         self._older: Any = None  # two GPM sample buffers that change places
         self._newer: Any = None

@@ -146,24 +146,25 @@ def _sum(charged: list[int | None]) -> int | None:
     return sum(known) if len(known) == len(charged) else None
 
 
-def open_nvml() -> Nvml:
-    """Return `pynvml`, initialised; pair each success with `nvmlShutdown`. Raises `SensorUnavailable`."""
-    try:
-        import pynvml
-    except ModuleNotFoundError as error:
-        if error.name != "pynvml":
-            raise
-        raise SensorUnavailable("the package nvidia-ml-py is not installed") from error
-    initialise(pynvml)
-    return pynvml
+def open_nvml(given: Nvml | None = None) -> Nvml:
+    """Return `pynvml` or the `given` NVML, initialised; pair each success with `nvmlShutdown`.
 
-
-def initialise(nvml: Nvml) -> None:
-    """Call `nvmlInit`. Raises `SensorUnavailable` if it fails. NVML counts initialisations, so calls may nest."""
+    NVML counts initialisations, so calls may nest. Raises `SensorUnavailable`.
+    """
+    nvml: Any = given
+    if nvml is None:
+        try:
+            import pynvml
+        except ModuleNotFoundError as error:
+            if error.name != "pynvml":
+                raise
+            raise SensorUnavailable("the package nvidia-ml-py is not installed") from error
+        nvml = pynvml
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         raise SensorUnavailable(f"{_said(error)}; is the NVIDIA driver installed and loaded?") from error
+    return nvml
 
 
 def _said(error: Exception) -> str:
@@ -268,11 +269,7 @@ class NvmlSensor(Sensor):
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`known_pids`: processes of the farm that may be on the GPU beside the trial's; see `ignore`."""
-        if nvml is None:
-            nvml = open_nvml()
-        else:
-            initialise(nvml)
-        self._opened: Nvml | None = nvml
+        self._opened: Nvml | None = open_nvml(nvml)
         self._clock_ns = clock_ns
         self._device: Any = None  # the GPU or the MIG slice
         self._gpu: Any = None  # the GPU that it is part of
