@@ -101,10 +101,10 @@ def blocks_of(page: str) -> list[Block]:
 
 def output_of(block: Block, folder: Path) -> str:
     """Run the block's command in the folder and return what it says. Raises `SystemExit` where it fails."""
-    done = _executed(block.arguments, folder, subprocess.STDOUT)
-    if done.returncode != 0:
-        raise SystemExit(f"error: {block.command} ended with exit code {done.returncode}:\n{done.stdout}")
-    return done.stdout.replace(f"{folder}/", "").replace(str(folder), ".")
+    completed = _executed(block.arguments, folder, subprocess.STDOUT)
+    if completed.returncode != 0:
+        raise SystemExit(f"error: {block.command} ended with exit code {completed.returncode}:\n{completed.stdout}")
+    return completed.stdout.replace(f"{folder}/", "").replace(str(folder), ".")
 
 
 def _executed(arguments: Sequence[str], folder: Path, stderr: int) -> subprocess.CompletedProcess[str]:

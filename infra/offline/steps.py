@@ -129,8 +129,8 @@ def _test(place: Place, seconds: float) -> list[list[str]]:
 
 def _probes(*names: str) -> Callable[[Place, float], list[list[str]]]:
     def commands(place: Place, seconds: float) -> list[list[str]]:
-        own = ["-m", "infra.offline.probes", f"probes=[{','.join(names)}]", f"out={place.work / 'probes'}"]
-        return [[*own, f"device={place.device}", f"seconds={seconds:.0f}"]]
+        command = ["-m", "infra.offline.probes", f"probes=[{','.join(names)}]", f"out={place.work / 'probes'}"]
+        return [[*command, f"device={place.device}", f"seconds={seconds:.0f}"]]
 
     return commands
 
@@ -295,8 +295,8 @@ class Call:
 
     def left(self) -> list[str]:
         """Return the steps of the plan that are not done, in order."""
-        done = {row["step"] for row in self.rows if row["outcome"] in ("done", "not here")}
-        return [name for name in STEPS if name not in done]
+        finished = {row["step"] for row in self.rows if row["outcome"] in ("done", "not here")}
+        return [name for name in STEPS if name not in finished]
 
 
 USAGE = f"""usage: python -m infra.offline.steps STEP[,STEP...] results=DIR [KEY=VALUE ...]

@@ -36,12 +36,11 @@ from featurize.configs.features import FEATURES_STAMP, is_current
 from featurize.configs.trial import printable
 from featurize.device.device_spec import plain_device, same_device
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
-from learn.rows.data import check_target, get_target
+from learn.rows.data import Rows, check_target, get_target
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from learn.judging.evaluate import Evaluation
-    from learn.rows.data import Rows
-    from warehouse.files.folder import DataFolder
 
 
 FILES = "files"
@@ -492,8 +491,7 @@ def _opened(path: Path, _written_ns: int) -> Artifact:
 
 
 def models_folder(data: DataPlace) -> Path:
-    """Return the `models/` folder of a data folder (None: the default one)."""
-    from warehouse.files.folder import DataFolder
+    """The `models/` folder of a data folder (None: the default one)."""
 
     folder = data if isinstance(data, DataFolder) else DataFolder.resolve(data)
     return Path(folder.models)

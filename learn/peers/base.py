@@ -43,6 +43,7 @@ from learn.estimators.protocol import (
     to_space,
     write_state,
 )
+from learn.job.traced import step_of
 from learn.job.training_job import Case, TrainingJob
 from learn.rows.data import Rows
 from learn.rows.step_store import StepStore
@@ -434,8 +435,6 @@ class Trace(Peer):
     warning: ClassVar[str] = TRACE_HAS_NO_BOUND
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        from learn.job.traced import step_of
-
         try:
             return step_of(workload, device).breakdown
         except CommandError as error:
@@ -448,8 +447,6 @@ class Trace(Peer):
 @lru_cache(maxsize=100_000)
 def _step(case: Case) -> SimulatedStep:
     """Remembered: cross-validation asks for each case many times."""
-    from learn.job.traced import step_of
-
     try:
         return step_of(case.job, described(case)).step
     except CommandError as error:

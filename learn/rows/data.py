@@ -22,7 +22,7 @@ import numpy as np
 
 from conf.errors import CommandError, UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
-from featurize.device.device_spec import plain_device, same_device
+from featurize.device.device_spec import known_device, load_device, plain_device, same_device
 from learn.job.training_job import Case
 
 if TYPE_CHECKING:
@@ -461,16 +461,12 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
 
 
 def _is_described(name: str) -> bool:
-    from featurize.device.device_spec import known_device
-
     return name == plain_device(name) and known_device(name) is not None
 
 
 @cache
 def _described_memory(name: str) -> float | None:
     """Return the MiB of the device in `conf/device`, where it is there."""
-    from featurize.device.device_spec import known_device, load_device
-
     known = known_device(name)
     return None if known is None else load_device(known).memory_mib
 

@@ -213,15 +213,15 @@ def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> S
         words = words[1:]
     reader = [sys.executable, str(Path(__file__).with_name("accelerate_options.py")), *words]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             reader, capture_output=True, text=True, timeout=_ACCELERATE_S, stdin=subprocess.DEVNULL, env=before
         )
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"accelerate launch: its options were not read in {_ACCELERATE_S:g} s") from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["its options were refused"]
+    if completed.returncode:
+        lines = [line for line in completed.stderr.splitlines() if line.strip()] or ["its options were refused"]
         raise UsageError(f"accelerate launch: {one_line(lines[-1].strip())}")
-    read = json.loads(done.stdout.splitlines()[-1])
+    read = json.loads(completed.stdout.splitlines()[-1])
     read["arguments"] = tuple(read["arguments"])
     if read["nodes"] * read["per_node"] > 1:
         usual = _variables_of_torchrun(read["nodes"], read["per_node"], before, "default", "none", 0)

@@ -147,11 +147,11 @@ def _network_of(parallel: object) -> dict[str, Any]:
 
 def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
     """Raise `UsageError` for a measured run at another batch size, at which nothing is recorded."""
-    for at, run in enumerate(runs):
+    for place, run in enumerate(runs):
         if run.batch_size != batch_size:
             raise UsageError(
-                f"known[{at}] is of batch_size={run.batch_size}, and the script trains with {batch_size} samples in a "
-                "forward pass; only runs at the script's own batch size count"
+                f"known[{place}] is of batch_size={run.batch_size}, and the script trains with {batch_size} samples in "
+                "a forward pass; only runs at the script's own batch size count"
             )
 
 

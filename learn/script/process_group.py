@@ -131,7 +131,7 @@ class RankZero:
     def end_step(self) -> None:
         """End a step; the last one's collectives count."""
         sent = () if self._streams is None else self._streams.collectives()
-        self._collectives = (*sent, *(one for wrapper in self._wrappers for one in wrapper.collectives()))
+        self._collectives = (*sent, *(collective for wrapper in self._wrappers for collective in wrapper.collectives()))
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what was sent in the last step; nothing of one process alone."""
