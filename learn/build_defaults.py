@@ -127,12 +127,12 @@ def card_of(metas: Mapping[str, Mapping[str, Any]]) -> str:
 
     first, about = next(iter(metas.values())), CARD.read_text()
     figures = [(words, *(figure(name, meta) for meta in metas.values())) for name, words in METRICS.items()]
-    families = {target: _counted(meta["rows"]["family"]) for target, meta in metas.items()}
+    families = {target: _count(meta["rows"]["family"]) for target, meta in metas.items()}
     facts = _FACTS.format(
         **{name: first[name] for name in ("estimator", "seed", "feature_version")},
         environment=", ".join(f"{name} {version}" for name, version in sorted(first["environment"].items()) if version),
-        sources=_counted(first["rows"]["source"]),
-        devices=_counted(first["rows"]["device"]),
+        sources=_count(first["rows"]["source"]),
+        devices=_count(first["rows"]["device"]),
         rows="\n".join(f"| {name} | {families[name]} | {meta['rows']['censored']:,} |" for name, meta in metas.items()),
         targets=" | ".join(metas),
         figures="\n".join(f"| {' | '.join(cells)} |" for cells in figures),
@@ -140,7 +140,7 @@ def card_of(metas: Mapping[str, Mapping[str, Any]]) -> str:
     return about[: about.index("- **Estimator**")] + facts + about[about.index("## What they know") :]
 
 
-def _counted(counts: Mapping[str, int]) -> str:
+def _count(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 

@@ -210,11 +210,11 @@ class _Raw:
         scalars = np.array([self.scalars.get(name, 0.0) for name in scaling.scalar_columns])
         return Graph(
             category_V=self.categories,
-            nodes_VX=_standardised(self.record_nodes, scaling.nodes),
+            nodes_VX=_standardise(self.record_nodes, scaling.nodes),
             source_E=np.concatenate([source, reader]),
             reader_E=np.concatenate([reader, source]),
             edges_EZ=np.concatenate([there, back]).astype(np.float32),
-            scalars_S=_standardised(scalars, scaling.scalars),
+            scalars_S=_standardise(scalars, scaling.scalars),
             size_V=np.exp2(written - _MIB_LOG2).astype(np.float32),
             states=float(self.states),
         )
@@ -232,7 +232,7 @@ def _mean_and_scale(table: np.ndarray) -> np.ndarray:
     return np.stack([table.mean(axis=0), np.where(scale > 1e-6, scale, 1.0)], axis=1)
 
 
-def _standardised(values: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _standardise(values: np.ndarray, by: np.ndarray) -> np.ndarray:
     """float32; what lies far from everything seen is taken as 6 deviations away."""
     return np.asarray(np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0), dtype=np.float32)
 
