@@ -125,7 +125,8 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
 
 
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:
-    """The family's submissions, by what they are a share of: the whole space, with every training setting sampled."""
+    """Return the family's submissions, by what they are a share of: the whole space, with every training setting
+    sampled."""
     sampled = _vary(family, settings.device)
     composed = _submission(f"+arch={family}", *_common(settings), *sampled, *settings.overrides)
     jobs: dict[float | str, SubmitSettings] = {}
@@ -204,7 +205,7 @@ def pair_sizes(space: Space) -> tuple[int, ...]:
 
 
 def rounds(n: int) -> Iterator[int]:
-    """How many trials of a family there are by the end of each round."""
+    """Yield how many trials of a family there are by the end of each round."""
     yield from (total for total in (*_FIRST_ROUNDS, *range(_ROUND, n, _ROUND)) if total < n)
     yield n
 

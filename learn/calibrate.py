@@ -19,7 +19,7 @@ import numpy as np
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError
-from conf.plain_text import first_line
+from conf.plain_text import first_line, table_lines
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping, config_of_one_gpu
 from featurize.device.device_spec import (
@@ -298,20 +298,14 @@ def _read_measured(settings: CalibrateSettings, device: DeviceSpec, folder: Data
 
 
 def _print_table(made: Calibration, device: DeviceSpec, path: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    screen = Console()
-    screen.print(f"machine {made.profile.name} with {device.name}", highlight=False, markup=False)
-    parts = Table("part", "MiB")
-    for part in PARTS:
-        parts.add_row(part.removesuffix("_mib"), f"{getattr(made.profile, part):,.1f}")
-    screen.print(parts)
-    numbers = Table("measured", "what", "MiB", "left unexplained")
-    for memory, residual_mib in zip(made.measured, made.residuals_mib, strict=True):
-        numbers.add_row(memory.source, KINDS[memory.kind], f"{memory.mib:,.1f}", f"{residual_mib:+,.1f}")
-    screen.print(numbers)
-    screen.print(f"kept: {path}", soft_wrap=True, highlight=False, markup=False)
+    parts = [(part.removesuffix("_mib"), f"{getattr(made.profile, part):,.1f}") for part in PARTS]
+    numbers = [
+        (memory.source, KINDS[memory.kind], f"{memory.mib:,.1f}", f"{residual_mib:+,.1f}")
+        for memory, residual_mib in zip(made.measured, made.residuals_mib, strict=True)
+    ]
+    print(f"machine {made.profile.name} with {device.name}")
+    print(*table_lines(("part", "MiB"), parts), "", sep="\n")
+    print(*table_lines(("measured", "what", "MiB", "left unexplained"), numbers), f"kept: {path}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.cli.command_line import command
+from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, data_key, key
 from conf.files.outputs import file_problems
 
@@ -125,7 +125,6 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
-    from conf.cli.command_line import StepBar
     from learn.fitting.kernel_formulas import score_text
 
     with StepBar("fitting kernels") as bar:

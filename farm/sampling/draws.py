@@ -151,7 +151,8 @@ def _stratified_digits(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words that looks random."""
+    """Return one step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words that looks
+    random."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

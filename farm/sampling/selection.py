@@ -463,8 +463,8 @@ def _committee(known: np.ndarray, taught: np.ndarray, asked: np.ndarray, seed: i
 def worth(
     scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fits: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """(n,) > 0, what a run of each candidate is worth: doubt ** 1.5 / root of the candidates in the same bin, times the
-    chance that it fits (`fits`): out of memory there is no figure to learn from.
+    """Return (n,) > 0, how much a run of each candidate is worth: doubt ** 1.5 / root of the candidates in the same
+    bin, times the chance that it fits (`fits`): out of memory there is no figure to learn from.
 
     scores  target -> (n,); cells: target -> (n,) int, the bin that it is expected in. Memory counts as much as all
             other targets together: it is one question, and how the GPU is driven is one.

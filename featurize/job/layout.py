@@ -564,7 +564,7 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
 
 
 def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
-    """The degrees of shards within nodes and replicas across them."""
+    """Return the degrees of shards within nodes and replicas across them."""
     ranks, of_node = given[HYBRID], given.get("gpus_per_node", Parallel.gpus_per_node)
     if both := [name for name in ("ddp", "fsdp") if name in given]:
         raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(both)} out, or {HYBRID}")

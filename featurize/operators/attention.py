@@ -222,8 +222,8 @@ def _scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a mask
-    (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
+    """Return the kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a
+    mask (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
     kernel, which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
     width = query.shape[-1]
     attends(width)
@@ -282,8 +282,8 @@ def _require_whole_rows(query: Tensor) -> None:
 
 
 def _align(mask: Tensor) -> Tensor:
-    """The bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded copy,
-    of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
+    """Return the bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded
+    copy, of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
     if mask.stride(-1) == 1 and not any(step % 8 for step in mask.stride()[:-1]):
         return mask
     columns = mask.shape[-1]

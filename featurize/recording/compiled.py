@@ -152,7 +152,7 @@ class CompiledRegions:
         structure: pytree.TreeSpec,
         tensors: list[Tensor],
     ) -> _Capture | None:
-        """The graphs for these inputs; None where there are none, which is noted."""
+        """Return the graphs for these inputs; None where there are none, which is noted."""
         known = self.known.setdefault(key, [])
         capture = next((capture for reads, capture in known if reads.alike(holder.module)), None)
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
@@ -335,7 +335,7 @@ def _capturable() -> Iterator[None]:
 
 
 def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """The tensors in a result: itself, or those of a key-value cache and other objects."""
+    """Yield the tensors in a result: itself, or those of a key-value cache and other objects."""
     if isinstance(value, _PLAIN) or id(value) in seen:
         return
     seen[id(value)] = value
@@ -354,7 +354,7 @@ def _signature(value: Any) -> Hashable:
 
 
 def _repeats(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Which tensors are given twice: the graph has them once."""
+    """Return for each tensor the place where it is given first: the graph has it once."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
 

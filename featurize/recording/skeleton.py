@@ -56,7 +56,7 @@ _FILLS = {Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_}
 
 
 def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
-    """The module that `factory()` makes, with every parameter and buffer on the meta device.
+    """Return the module that `factory()` makes, with every parameter and buffer on the meta device.
 
     Costs neither the memory nor the initialisation of the parameters: a model of 7 billion takes seconds and some MB.
     Constructors may compute and read back tensors of their own; moves to a GPU inside the factory are left out. Ties
@@ -95,7 +95,8 @@ class BuiltOnMeta:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy with every parameter and buffer on the meta device, ties kept; the original is untouched and unread."""
+    """Return a copy with every parameter and buffer on the meta device, ties kept; the original is untouched and
+    unread."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:

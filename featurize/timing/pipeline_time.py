@@ -113,7 +113,7 @@ def orders_of(parallel: Parallel) -> tuple[tuple[Item, ...], ...]:
 
 @functools.lru_cache(maxsize=8)
 def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[Item, ...], ...]:
-    """One schedule runs as each of its ranks: PyTorch's own plan all of them when they are made."""
+    """Return each rank's items. One schedule runs as each rank: PyTorch's own plan all ranks when they are made."""
     items: list[Item] = []
     run = None
     orders = []
@@ -263,7 +263,8 @@ def waits_of(
 
 
 def _whole_step(order: Sequence[Item], rank: int, runs: int, chunks: int) -> list[Item]:
-    """All runs of a schedule in a step, which number their micro-batches on; what comes before and after them."""
+    """Return all runs of a schedule in a step, which number their micro-batches on; what comes before and after
+    them."""
 
     def later(item: Item, run: int) -> Item:
         if isinstance(item, Compute):

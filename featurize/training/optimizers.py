@@ -266,7 +266,7 @@ def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
 
 
 def state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Every tensor of the optimizer's state."""
+    """Return every tensor of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 

@@ -691,7 +691,7 @@ def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
 
 
 def _move(operator: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:
-    """The operator of a repeated pass, with the sources of its own micro-batch; others count as there before."""
+    """Return the operator of a repeated pass, with the sources of its own micro-batch; others count as there before."""
 
     def source(number: int) -> int:
         for (begin, end), (to, last) in zip(noted, now, strict=True):

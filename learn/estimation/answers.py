@@ -737,7 +737,8 @@ def _room(device: DeviceSpec, limit_mib: float) -> str:
 
 
 def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
-    """Seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the model."""
+    """Return the seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the
+    model."""
     groups = () if trace.pipeline is None else trace.pipeline.groups
     if not groups:
         return seconds_at_peak(trace, device, settings)

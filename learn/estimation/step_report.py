@@ -299,7 +299,7 @@ def _activations(traced: TracedStep) -> Section:
 
 
 def _tensors(traced: TracedStep) -> Section:
-    """The largest blocks alive at the peak; equal ones are counted together."""
+    """Return the largest blocks alive at the peak; equal ones are counted together."""
     live: dict[int, None] = {}
     highest = -1
     at_peak: list[int] = []

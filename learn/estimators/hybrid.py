@@ -598,8 +598,8 @@ def _weigh(
 
 
 def _even_out(score: np.ndarray, family: np.ndarray) -> np.ndarray:
-    """The scores of all rows, ascending, those of small families repeated: each family counts about as much as the
-    largest one, so that an easy one does not speak for networks of no family."""
+    """Return the scores of all rows, ascending, those of small families repeated: each family counts about as much as
+    the largest one, so that an easy one does not speak for networks of no family."""
     _, member, sizes = np.unique(family.astype(str), return_inverse=True, return_counts=True)
     return np.sort(np.repeat(score, np.round(sizes.max() / sizes).astype(int)[member]))
 
@@ -609,7 +609,7 @@ def _bound(score: np.ndarray, unit: np.ndarray, seen: np.ndarray) -> float:
 
 
 def _stretch(score: np.ndarray, wanted: float) -> np.ndarray:
-    """The scores, ascending, those above the estimate multiplied so that the bound is at least `wanted`."""
+    """Return the scores, ascending, those above the estimate multiplied so that the bound is at least `wanted`."""
     bound = conformal_score(score, LEVEL)
     return np.where(score > 0, score * max(wanted / bound, 1.0), score) if bound > 0 else score
 
@@ -649,7 +649,7 @@ def _reasons(unlike: Unfamiliar, share: float) -> tuple[str, ...]:
 
 
 def _balance(module: np.ndarray) -> np.ndarray:
-    """A weight for each row: a module of a hundred rows counts as much as four of them with six each."""
+    """Return a weight for each row: a module of a hundred rows counts as much as four of them with six each."""
     _, member, sizes = np.unique(module.astype(str), return_inverse=True, return_counts=True)
     weight = 1 / np.sqrt(sizes[member])
     return np.asarray(weight / weight.mean())

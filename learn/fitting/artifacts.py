@@ -36,12 +36,11 @@ from featurize.configs.features import FEATURES_STAMP, is_current
 from featurize.configs.trial import printable
 from featurize.device.device_spec import plain_device, same_device
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
-from learn.rows.data import check_target, get_target
+from learn.rows.data import Rows, check_target, get_target
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from learn.judging.evaluate import Evaluation
-    from learn.rows.data import Rows
-    from warehouse.files.folder import DataFolder
 
 
 FILES = "files"
@@ -70,7 +69,7 @@ def stamped(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The artifact's JSON, its own checksum verified where it has one. Raises `DamagedArtifact`."""
+    """Return the artifact's JSON, its own checksum verified where it has one. Raises `DamagedArtifact`."""
     try:
         size = path.stat().st_size
         if size > MOST_JSON_BYTES:
@@ -192,7 +191,7 @@ class Artifact:
         checked(self.path, self.meta)
 
     def require(self) -> Artifact:
-        """The artifact, if it can answer: verified, and loaded where this code computes its features. Raises
+        """Return the artifact, if it can answer: verified, and loaded where this code computes its features. Raises
         `DamagedArtifact`."""
         self.check()
         if is_current(self.meta["feature_version"]):
@@ -347,8 +346,8 @@ def save_artifact(
 
 
 def versions(data: DataPlace, target: str) -> list[Artifact]:
-    """Every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is not
-    what was written is named on standard error and left out."""
+    """Return every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is
+    not what was written is named on standard error and left out."""
     opened = []
     for path in version_folders(data, get_target(target).name):
         try:
@@ -420,8 +419,8 @@ def newest(
     learnt: bool = False,
     for_modules: bool = False,
 ) -> Artifact | None:
-    """The newest version that was fitted on rows of that family, device and source (None: any), or None; where no
-    estimator is named, of the hybrid, and of another only where there is no hybrid. With
+    """Return the newest version that was fitted on rows of that family, device and source (None: any), or None; where
+    no estimator is named, of the hybrid, and of another only where there is no hybrid. With
     `learnt`, the versions of training-free estimators do not count; `for_modules`, only those of estimators that read
     traced steps, fitted on rows of real devices. Its features may be those of other code.
     """
@@ -455,7 +454,7 @@ def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artif
 
 
 def require_current(artifact: Artifact) -> Artifact:
-    """The artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
+    """Return the artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
     theirs = artifact.meta.get("feature_version")
     if not is_current(theirs):
         target = artifact.meta["target"]
@@ -467,7 +466,7 @@ def require_current(artifact: Artifact) -> Artifact:
 
 
 def default_artifact(target: str) -> Artifact | None:
-    """The model that comes with the project (`learn/default_models`), or None for a target without one.
+    """Return the model that comes with the project (`learn/default_models`), or None for a target without one.
 
     It is used also where this code's features have moved on since it was fitted:
     `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and whoever shows its
@@ -493,7 +492,6 @@ def _open(path: Path, _written_ns: int) -> Artifact:
 
 def models_folder(data: DataPlace) -> Path:
     """The `models/` folder of a data folder (None: the default one)."""
-    from warehouse.files.folder import DataFolder
 
     folder = data if isinstance(data, DataFolder) else DataFolder.resolve(data)
     return Path(folder.models)

@@ -177,8 +177,8 @@ def _notes(every: Rows, candidate: Evaluation) -> Iterator[str]:
 
 
 def is_held_out(groups: Iterable[Any]) -> np.ndarray:
-    """(n,) bool: of near-copy groups by their key, the fifth that no candidate is ever fitted on. It hangs on the key
-    alone, so that every night's rows find their side and the rows to judge by only grow."""
+    """Return (n,) bool: of near-copy groups by their key, the fifth that no candidate is ever fitted on. It hangs on
+    the key alone, so that every night's rows find their side and the rows to judge by only grow."""
     limit = int(HELD_OUT_SHARE * 2**64)
     digests = (hashlib.sha256(f"held out {key}".encode()).digest() for key in groups)
     return np.array([int.from_bytes(digest[:8], "big") < limit for digest in digests], dtype=bool)
@@ -243,8 +243,8 @@ def _reasons(candidate: Evaluation) -> str:
 
 
 def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozenset[str]:
-    """The near-copy groups of the rows that the artifact was fitted on; of those not among `rows` (marked stale since,
-    or of another device), by their configs in the warehouse."""
+    """Return the near-copy groups of the rows that the artifact was fitted on; of those not among `rows` (marked stale
+    since, or of another device), by their configs in the warehouse."""
     group_of = dict(zip(rows.run_ids.tolist(), rows.group.tolist(), strict=True))
     seen = {group_of[run_id] for run_id in artifact.fitted_run_ids if run_id in group_of}
     others = sorted(artifact.fitted_run_ids - group_of.keys())
@@ -376,8 +376,8 @@ def errors(of: Evaluation) -> np.ndarray:
 
 
 def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """(lower, upper) limit of the mean of (n,) values, each at 95 %: percentiles over draws of whole groups, with
-    replacement, since near-copies err alike (cluster bootstrap; Davison and Hinkley 1997, section 3.8)."""
+    """Return (lower, upper) limit of the mean of (n,) values, each at 95 %: percentiles over draws of whole groups,
+    with replacement, since near-copies err alike (cluster bootstrap; Davison and Hinkley 1997, section 3.8)."""
     names, member = np.unique(np.asarray(group).astype(str), return_inverse=True)
     total = np.bincount(member, weights=values, minlength=len(names))
     size = np.bincount(member, minlength=len(names))
@@ -391,5 +391,5 @@ def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float,
 
 
 def in_words(space: str) -> str:
-    """The unit of `mean_abs_error`."""
+    """Return the unit of `mean_abs_error`."""
     return "of the natural logarithm" if space == "log" else "of the ratio"

@@ -27,20 +27,19 @@ from conf.reports.blocks import (
     TableColumn,
 )
 from learn.judging.report import plots_of
-from learn.judging.scores import NOT_INFORMATIVE, by_group, worst_of
+from learn.judging.scores import NOT_INFORMATIVE, Benchmark, Figures, by_group, worst_of
 from learn.rows.data import LEVELS, MIB_PER_GB, TARGETS, Bins
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from learn.commands.benchmark_rows import BenchmarkSettings
-    from learn.judging.scores import Benchmark, Figures
 
 OTHERS = "(published)"  # behind the name of an estimator whose figures are published ones
 # Columns of words; the others hold figures.
 WORDS = {
     *("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of"),
-    *("group", "row", "in doubt"),
+    *("group", "row", "in doubt", "metric"),
 }
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
@@ -207,7 +206,7 @@ def print_table(table: TableText) -> None:
 
     title, columns, rows = table
     # titles hold brackets, which are not markup
-    drawn = rich_table.Table(title=Text(title), title_justify="left")
+    drawn = rich_table.Table(title=Text(title) if title else None, title_justify="left")
     for name in columns:
         whole = name in ("rows", "estimator", "answered")
         drawn.add_column(Text(name), justify="left" if name in WORDS else "right", overflow="fold", no_wrap=whole)
@@ -269,7 +268,7 @@ def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
 
 
 def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
-    """The rows that one estimator is furthest off."""
+    """Return the rows that one estimator is furthest off."""
     constant = figures.constant or 0.0
     rows = []
     for row, error in worst_of(done.scored[figures.file, figures.estimator], constant, n, space=done.target.space):

@@ -72,7 +72,7 @@ class _Operator:
 
 
 def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
-    """Bytes at the peak, by kind, above what lives throughout."""
+    """Return the bytes at the peak, by kind, above what lives throughout."""
     size = {tensor: nbytes for op in operators for tensor, nbytes in op.made.items()}
     outputs = gradients = 0
     peak = {"outputs": 0, "output gradients": 0, "workspace": 0}
@@ -102,7 +102,7 @@ def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
 
 
 def _record(workload: TrainingJob, model: nn.Module, inputs: Any, targets: Any) -> list[_Operator]:
-    """The forward operators of model and loss, in order, from dispatch on meta tensors."""
+    """Return the forward operators of model and loss, in order, from dispatch on meta tensors."""
     operators: list[_Operator] = []
     held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing
     made_here: set[int] = set()
@@ -139,7 +139,7 @@ def _record(workload: TrainingJob, model: nn.Module, inputs: Any, targets: Any) 
 
 
 def _workspace(func: Callable[..., Any], args: Sequence[Any]) -> int:
-    """Bytes of one sample's unrolled input; 0 for anything but a convolution."""
+    """Return the bytes of one sample's unrolled input; 0 for anything but a convolution."""
     if not str(func).startswith("aten.convolution"):
         return 0
     given, weight = args[0], args[1]

@@ -32,15 +32,13 @@ from conf.units import MIB_PER_GIB
 from featurize.configs.features import FEATURES_VERSION
 from featurize.configs.trial import refusal
 from featurize.job.code_names import NotTrusted
-from learn.job.training_job import Case
-from learn.rows.data import Rows
+from learn.job.training_job import Case, TrainingJob
+from learn.rows.data import Rows, Target
 
 if TYPE_CHECKING:
     from featurize.configs.step_features import OpGraph
     from featurize.device.device_spec import DeviceSpec
     from learn.job.traced import TracedStep
-    from learn.job.training_job import TrainingJob
-    from learn.rows.data import Target
     from warehouse.files.folder import DataFolder
 
 
@@ -287,7 +285,7 @@ def _key(case: Case) -> Hashable:
 
 
 def _compute(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
-    """(key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
+    """Yield (key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
     processes = len(os.sched_getaffinity(0)) if workers is None else workers
     elsewhere = processes if workers is None else 1  # cores of other processes: with one they are never done sooner
     here, began_s = 0, 0.0

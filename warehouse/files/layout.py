@@ -205,7 +205,7 @@ class FolderLayout:
                 _write_file(path, _without_rows(schema))
 
     def _anchors(self) -> dict[Path, pa.Schema]:
-        """An older one does too, as views add columns."""
+        """Return path -> schema of the files that anchor the views. An older one does too, as views add columns."""
         name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
         return {
             **{self.root / kind / partition / name: TABLES[kind] for kind in KINDS},
@@ -244,7 +244,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 @functools.cache
 def _without_rows(schema: pa.Schema) -> bytes:
-    """The same in every folder, and as much work as a file with rows."""
+    """Return a file without rows: the same in every folder, and as much work as a file with rows."""
     return sealed_bytes(schema.empty_table(), **_PLAIN)
 
 

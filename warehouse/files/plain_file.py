@@ -79,7 +79,7 @@ def identity(path: Path) -> tuple[int, ...] | None:
 
 
 def identity_of(status: os.stat_result) -> tuple[int, ...]:
-    """The `identity` of what `status` describes."""
+    """Return the `identity` of what `status` describes."""
     return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
@@ -185,7 +185,7 @@ def is_shared_by_any(descriptor: int) -> bool:
 
 
 def _flock(lock_type: int) -> bytes:
-    """A `struct flock` of the whole file: l_type, l_whence, l_start, l_len, l_pid."""
+    """Return a `struct flock` of the whole file: l_type, l_whence, l_start, l_len, l_pid."""
     return struct.pack("hhqqi4x", lock_type, os.SEEK_SET, 0, 0, 0)
 
 

@@ -147,7 +147,8 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
 
 
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:
-    """The tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is gone."""
+    """Return the tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is
+    gone."""
     try:
         return _tasks_read_from(path)
     except FileNotFoundError:

@@ -288,7 +288,7 @@ class MergedIndex:
         return lambda run_id: any(file.has(run_id) for file in files)
 
     def _counting(self, family: str) -> frozenset[str]:
-        """The names of the merged files of a family that queries count, by the same judgement."""
+        """Return the names of the merged files of a family that queries count, by the same judgement."""
         partition = self._folder.partition(self._kind, family).name
         names = counting_merged_names(self._folder, self._kind)
         return frozenset(os.path.basename(name) for name in names if os.path.dirname(name) == partition)

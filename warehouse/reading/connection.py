@@ -444,7 +444,7 @@ class WarehouseConnection(_Planned):
         return self._own(result)
 
     def _buffered(self, name: str, size: int = 1) -> Any:
-        """Rows that were fetched all at once, handed out as DuckDB would."""
+        """Return rows that were fetched all at once, as DuckDB would."""
         assert self._rows is not None
         if name == "fetchone":
             return self._rows.popleft() if self._rows else None
