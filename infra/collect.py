@@ -114,7 +114,7 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
     each = {}
     for family in families:
         if settings.measure == "kernels":
-            family_settings = [*_sampled(family, settings.device), f"kernels.steps={_KERNEL_STEPS}"]
+            family_settings = [*_vary(family, settings.device), f"kernels.steps={_KERNEL_STEPS}"]
         elif settings.measure == "ranks":
             family_settings = [_LAYOUTS]
         else:
@@ -127,7 +127,7 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:
     """Return the family's submissions, by what they are a share of: the whole space, with every training setting
     sampled."""
-    sampled = _sampled(family, settings.device)
+    sampled = _vary(family, settings.device)
     composed = _submission(f"+arch={family}", *_common(settings), *sampled, *settings.overrides)
     jobs: dict[float | str, SubmitSettings] = {}
     for offset, share in enumerate(SHARES):
@@ -179,7 +179,7 @@ def optimizers_here(device: str) -> tuple[str, ...]:
     return tuple(name for name, known in OPTIMIZERS.items() if runs(known))
 
 
-def _sampled(family: str, device: str) -> list[str]:
+def _vary(family: str, device: str) -> list[str]:
     """Return the overrides by which a family's space varies every training setting that `device` can run."""
     space = default_space(family)
     assert space is not None, "every family has its file in conf/arch"

@@ -100,14 +100,14 @@ def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -
         shift = (turn_index // np.uint64(joint)) % np.uint64(shared)
         of_block = _mix(_mix(keys[row] ^ _mix(turn)) ^ block)
         kind, rest = place % np.uint64(shared), place // np.uint64(shared)
-        kind = _permuted(of_block, kind, shared) + _permuted(_mix(of_block), shift, shared)
+        kind = _permute(of_block, kind, shared) + _permute(_mix(of_block), shift, shared)
         place = kind % np.uint64(shared) + np.uint64(shared) * rest
-        places[row] = _permuted(_mix(keys[row] + turn), place, size)
+        places[row] = _permute(_mix(keys[row] + turn), place, size)
         period *= size
     return places
 
 
-def _permuted(keys: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
+def _permute(keys: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
     """Return where a random permutation of `size` places puts each `place`; keys [N] and place [N] -> [N]."""
     if size == 1:
         return place

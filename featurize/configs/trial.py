@@ -206,16 +206,16 @@ def _plain(text: object) -> Mapping[str, Any]:
         raise UnreadableConfig("the row has no config")
     if not isinstance(text, str):
         raise UnreadableConfig(f"config is {type(text).__name__}, not JSON")
-    values = _parsed(text, "config")
+    values = _parse(text, "config")
     for name, value in values.items():
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            _parsed(value, name)  # what a family takes for YAML in what people type is JSON in what it stores
+            _parse(value, name)  # what a family takes for YAML in what people type is JSON in what it stores
         if name in _REPEATED and isinstance(value, int) and value > MOST_REPEATS:
             raise UnreadableConfig(f"{name} must be at most {MOST_REPEATS:,}, got {value}")
     return values
 
 
-def _parsed(text: str, name: str) -> dict[str, Any]:
+def _parse(text: str, name: str) -> dict[str, Any]:
     name = printable(name)
     if len(text) > MOST_CHARACTERS:
         raise UnreadableConfig(f"{name} has {len(text):,} characters, more than {MOST_CHARACTERS:,}")

@@ -274,7 +274,7 @@ def build(config: Config) -> torch.nn.Module:
         model = _create(config.model, config.arguments)
         if config.activation_checkpointing:
             _checkpoint(model, config.model)
-        return _hooked(model, parse_tensors(config.inputs))
+        return _hook(model, parse_tensors(config.inputs))
 
     # Constructors read small tensors back, which a default device without memory forbids.
     return build_on_meta(make) if torch.get_default_device().type == "meta" else make()
@@ -410,7 +410,7 @@ def _checkpoint(model: torch.nn.Module, name: str) -> None:
         raise UsageError(f"zoo: {name} has no activation_checkpointing") from error
 
 
-def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
+def _hook(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
     """Return the same module, which takes named inputs by position and returns what a loss can be taken of."""
     names = [tensor.name for tensor in inputs if tensor.name is not None]
     if names:
@@ -465,7 +465,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
 
         def __init__(self) -> None:
             super().__init__()
-            self.model = build_on_meta(lambda: _hooked(_create(model, arguments), tensors))
+            self.model = build_on_meta(lambda: _hook(_create(model, arguments), tensors))
             self.targets = ""
             self.given: list[torch.Tensor] | None = None
 

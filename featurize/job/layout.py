@@ -345,13 +345,13 @@ class Parallel:
     def text(self) -> str:
         """Return the settings that differ from their defaults, as `ddp=8, static_graph=true`."""
         return ", ".join(
-            f"{field.name}={_written(value)}"
+            f"{field.name}={_write(value)}"
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default and field.name != "deepspeed"
         )
 
 
-def _written(value: object) -> str:
+def _write(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):

@@ -242,7 +242,7 @@ def _scaled_dot_product(
             if attn_mask.dtype is torch.bool:
                 bias = torch.zeros_like(attn_mask, dtype=query.dtype)
                 attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-            attn_mask = _aligned(attn_mask)
+            attn_mask = _align(attn_mask)
             batch, heads, length = query.shape[:3]
             attn_mask = attn_mask.expand(batch, heads, length, key.shape[-2])
         if is_shared(query):
@@ -281,7 +281,7 @@ def _require_whole_rows(query: Tensor) -> None:
         )
 
 
-def _aligned(mask: Tensor) -> Tensor:
+def _align(mask: Tensor) -> Tensor:
     """Return the bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded
     copy, of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
     if mask.stride(-1) == 1 and not any(step % 8 for step in mask.stride()[:-1]):

@@ -92,10 +92,10 @@ class CompiledRegions:
             chosen |= dict.fromkeys(blocks)  # also for where the whole cannot be captured
         self._any = False
         for module in chosen:  # shadows the class's method
-            vars(module)["forward"] = self._region(module, module.forward, _named(paths[module]))
+            vars(module)["forward"] = self._region(module, module.forward, _name_module(paths[module]))
         for path, module in model.named_modules():
             for name, function in compiled_functions(module).items():
-                vars(module)[name] = self._function(function, f"function {name!r} of {_named(path)}")
+                vars(module)[name] = self._function(function, f"function {name!r} of {_name_module(path)}")
 
     def loss(self, loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
         """Return what stands in the place of a loss that is compiled, or that calls compiled functions. Leaves the
@@ -359,7 +359,7 @@ def _repeats(tensors: list[Tensor]) -> tuple[int, ...]:
     return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
 
 
-def _named(name: str) -> str:
+def _name_module(name: str) -> str:
     return f"module {name!r}" if name else "the model"
 
 

@@ -176,7 +176,7 @@ def trace_step(
 
         return trace_ranks(of_rank, parallel, rank)
     traced = functools.partial(
-        _traced,
+        _trace,
         model,
         inputs=inputs,
         target=target,
@@ -197,7 +197,7 @@ def trace_step(
     return trace
 
 
-def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
+def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     while True:
         try:
             return _traced_once(model, **request)

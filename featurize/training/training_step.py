@@ -221,7 +221,7 @@ class TrainingStep:
         self.on_updated: Callable[[], None] = lambda: None
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
             model.compile(mode=self.settings.compile_mode)
-        model = _prepared(model, self.settings)
+        model = _prepare(model, self.settings)
         self._take((model if wrap is None else wrap(model)).train())
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
         self._weight_dtype = WEIGHT_DTYPES.get(settings.precision)
@@ -403,7 +403,7 @@ class TrainingStep:
         return saved_tensors_hooks(_to_host, _from_host)
 
 
-def _prepared(model: nn.Module, settings: Training) -> nn.Module:
+def _prepare(model: nn.Module, settings: Training) -> nn.Module:
     """Return the model in the types, formats and wrappers that the settings ask for."""
     if settings.channels_last:
         layout: dict[str, Any] = {"memory_format": torch.channels_last}  # which the stubs of torch leave out

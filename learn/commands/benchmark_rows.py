@@ -219,7 +219,7 @@ class BenchmarkSettings(Checked):
             if name not in (*ESTIMATORS, *formulas):
                 problems.append(str(unknown_name("estimator", name, (*ESTIMATORS, *formulas))))
             elif name not in formulas:
-                problems += _refused(partial(require_target, get_estimator(name), self.target))
+                problems += _collect_refusal(partial(require_target, get_estimator(name), self.target))
         if self.estimators is not None and not self.estimators:
             problems.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
         return problems
@@ -231,13 +231,13 @@ class BenchmarkSettings(Checked):
         problems = []
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:
-                problems += _refused(partial(checked_path, getattr(self, name), name, like))
+                problems += _collect_refusal(partial(checked_path, getattr(self, name), name, like))
         if self.out is not None and self.out == self.report:
             problems.append(f"out= and report= are the same file, {self.out}")
         return problems
 
 
-def _refused(check: Callable[[], object]) -> list[str]:
+def _collect_refusal(check: Callable[[], object]) -> list[str]:
     """Return the message of the `UsageError` that `check` raises, if any."""
     try:
         check()
@@ -372,7 +372,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
             f"{', '.join(sorted(never))}: never fitted on; learned estimators are fitted on all rows of {names} but "
             "those of models of the same names"
         )
-    records = tuple(_labelled(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
+    records = tuple(_label(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
     statuses = Counter(row.status for _, row in rows)
     row_names = [f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name for _, row in rows]
     return RowSelection(
@@ -393,20 +393,20 @@ def _usable(
     stem = file.path.stem
     rows = [row for row in file.rows if row.status != "invalid"]
     if reasons := Counter(str(row.reason) for row in file.rows if row.status == "invalid"):
-        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_counted(reasons)})")
+        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_count(reasons)})")
     if settings.family != "all":
         rows = [row for row in rows if (row.family or _case(row, spec)[0].family) == settings.family]
     if settings.doubtful == "drop":
         rows = [row for row in rows if row.doubt is None]
     if not target.is_memory:
-        why = [_unlabelled(row, target.column) for row in rows]
+        why = [_explain_unlabelled(row, target.column) for row in rows]
         if counts := Counter(filter(None, why)):
-            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_counted(counts)})")
+            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_count(counts)})")
         rows = [row for row, reason in zip(rows, why, strict=True) if reason is None]
     return rows
 
 
-def _unlabelled(row: PublishedRow, column: str) -> str | None:
+def _explain_unlabelled(row: PublishedRow, column: str) -> str | None:
     if row.status == "oom":
         return "out of memory"
     if column not in row.utilization:
@@ -441,7 +441,7 @@ def _refuse(reason: str, *_: object) -> NoReturn:
     raise UsageError(reason)
 
 
-def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
+def _label(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
     out_of_memory = target.is_memory and row.status == "oom"
     label = row.memory_mib if target.is_memory else row.utilization[target.column]
     if out_of_memory:
@@ -479,10 +479,10 @@ def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
     if not counts:
         return []
     about = f"{counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on)"
-    return [f"{file}: {about}: {_counted(counts, '; ')}"]
+    return [f"{file}: {about}: {_count(counts, '; ')}"]
 
 
-def _counted(reasons: Counter[str], between: str = ", ") -> str:
+def _count(reasons: Counter[str], between: str = ", ") -> str:
     return between.join(f"{n} {reason}" for reason, n in reasons.most_common())
 
 

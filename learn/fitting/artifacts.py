@@ -73,15 +73,15 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         if size > MOST_JSON_BYTES:
-            raise DamagedArtifact(f"{_shown(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
+            raise DamagedArtifact(f"{_show(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict):
-            raise DamagedArtifact(f"{_shown(path)} is not a JSON object")
+            raise DamagedArtifact(f"{_show(path)} is not a JSON object")
         checksum = own_sha256(described)
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error
+        raise DamagedArtifact(f"{_show(path)} cannot be read: {printable(str(error))}") from error
     if described.get(OWN_SHA256, checksum) != checksum:
-        raise DamagedArtifact(f"{_shown(path)} is not what was written: its checksum is another")
+        raise DamagedArtifact(f"{_show(path)} is not what was written: its checksum is another")
     return described
 
 
@@ -92,19 +92,19 @@ def checked(folder: Path, meta: Mapping[str, Any]) -> None:
     """
     named = meta.get(FILES)
     if not isinstance(named, Mapping):
-        raise DamagedArtifact(f"{_shown(folder)} is damaged: meta.json names no files with their checksums")
+        raise DamagedArtifact(f"{_show(folder)} is damaged: meta.json names no files with their checksums")
     try:
         below = [path for path in (folder / MODEL).rglob("*") if path.is_symlink() or not path.is_dir()]
         names = sorted({*map(str, named), *(path.relative_to(folder).as_posix() for path in below)})
         there = [path for name in names if (path := folder / name).exists()]
         state = [(path.stat().st_size, path.stat().st_mtime_ns, path.lstat().st_ino) for path in there]
     except OSError as error:
-        raise DamagedArtifact(f"{_shown(folder)}: {printable(str(error))}") from error
+        raise DamagedArtifact(f"{_show(folder)}: {printable(str(error))}") from error
     key = (str(folder), str(meta.get(OWN_SHA256)), *names, *state)
     if key not in _verified:
         _verified[key] = next(_problems(folder, named, names), None)
     if (problem := _verified[key]) is not None:
-        raise DamagedArtifact(f"{_shown(folder)} is damaged: {problem}")
+        raise DamagedArtifact(f"{_show(folder)} is damaged: {problem}")
 
 
 def say_damaged(error: DamagedArtifact, instead: str) -> None:
@@ -145,7 +145,7 @@ def _structure(path: Path) -> str | None:
     return None if path.suffix in (".json", ".txt") else "a model has no such file"
 
 
-def _shown(path: Path) -> str:
+def _show(path: Path) -> str:
     return printable(str(path), 300)
 
 
@@ -378,7 +378,7 @@ def open_artifact(path: Path) -> Artifact:
     """Return the artifact in that folder, of whose `meta.json` the rest of the code may believe the types. Raises
     `DamagedArtifact`."""
     if not path.resolve().is_relative_to(path.parent.resolve()):
-        raise DamagedArtifact(f"{_shown(path)} is damaged: it lies outside of {path.parent.name}")
+        raise DamagedArtifact(f"{_show(path)} is damaged: it lies outside of {path.parent.name}")
     meta = read_json(path / "meta.json")
     rows = meta.get("rows")
     counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
@@ -444,7 +444,7 @@ def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artif
     artifact = find_latest(data, target, **wanted)
     if artifact is None:
         asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
-        there = sorted({_described(a) for a in versions(data, target)})
+        there = sorted({_describe(a) for a in versions(data, target)})
         raise UsageError(
             f"no fitted model for target={target}{f' with {asked}' if asked else ''}; "
             f"there {'are: ' + '; '.join(there) if there else 'is none at all'}; "
@@ -478,14 +478,14 @@ def default_artifact(target: str) -> Artifact | None:
     except OSError:
         return None
     try:
-        return _opened(path, written_ns)
+        return _open(path, written_ns)
     except DamagedArtifact as error:
         say_damaged(error, "install the project anew; the trace answers")
         return None
 
 
 @lru_cache(maxsize=8)
-def _opened(path: Path, _written_ns: int) -> Artifact:
+def _open(path: Path, _written_ns: int) -> Artifact:
     """Return a whole artifact, checked and loaded once; what happens to its files later changes nothing of it."""
     return open_artifact(path).require()
 
@@ -507,7 +507,7 @@ def _reads_modules(artifact: Artifact) -> bool:
     return reads and "simulated" not in artifact.meta["rows"]["source"]
 
 
-def _described(artifact: Artifact) -> str:
+def _describe(artifact: Artifact) -> str:
     rows = artifact.meta["rows"]
     devices = ", ".join(sorted({plain_device(name) for name in rows["device"]}))
     return f"{artifact.meta['estimator']} for {', '.join(rows['family'])} on {devices} ({', '.join(rows['source'])})"

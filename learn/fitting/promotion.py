@@ -89,7 +89,7 @@ def refit(
     kind = get_estimator(estimator)
     require_target(kind, target)
     folder = DataFolder.resolve(data).open()
-    if (recorded := _recorded(folder, target, estimator, cycle, source, device_name)) is not None:
+    if (recorded := _read_recorded(folder, target, estimator, cycle, source, device_name)) is not None:
         return recorded
     promotion_of = partial(Promotion, target=target, estimator=estimator, source=source, device_name=device_name)
     steps = StepStore(folder)
@@ -104,7 +104,7 @@ def refit(
         progress("fitting the candidate")
         fitted = kind(seed=seed).fit(known, steps)
         progress("judging it")
-        candidate = _judged(fitted, rows.subset(held_out), known, rows, steps)
+        candidate = _judge(fitted, rows.subset(held_out), known, rows, steps)
         _require_judges(candidate, int(held_out.sum()))
     except CommandError as error:
         return promotion_of(decision="skipped", why=str(error), figures={"current": None, "candidate": None})
@@ -115,7 +115,7 @@ def refit(
         try:
             answering, seen = require_current(current).estimator, _seen_groups(folder, current, every)
             unseen = np.array([group not in seen for group in rows.group], dtype=bool)
-            verdict = _beside(_judged(answering, rows.subset(held_out & unseen), known, rows, steps), candidate, seed)
+            verdict = _beside(_judge(answering, rows.subset(held_out & unseen), known, rows, steps), candidate, seed)
         except StaleArtifact:
             no_answer = "the current one was fitted with features of other code and cannot answer any more"
             verdict = _alone("promoted", no_answer, candidate)
@@ -157,7 +157,7 @@ def _sides(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
     return rows, held_out, known
 
 
-def _judged(estimator: Estimator, asked: Rows, known: Rows, rows: Rows, steps: StepStore) -> Evaluation:
+def _judge(estimator: Estimator, asked: Rows, known: Rows, rows: Rows, steps: StepStore) -> Evaluation:
     bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
     return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
 
@@ -259,7 +259,7 @@ def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozense
     return frozenset(seen)
 
 
-def _recorded(
+def _read_recorded(
     folder: DataFolder, target: str, estimator: str, cycle: str, source: str | None, device_name: str | None
 ) -> Promotion | None:
     """Return the decision of this cycle before it was killed, where it wrote a model."""

@@ -171,7 +171,7 @@ def layer_calls(name: str, sizes: Mapping[str, int], phase: str | None, dtype: s
     precision = _PRECISIONS[dtype]
     operators = _operators(name, tuple(sorted(sizes.items())), precision, device)
     wanted = [op for op in operators if phase in (None, op.phase)]
-    if phase != "forward" and LAYERS[name] is _gated:
+    if phase != "forward" and LAYERS[name] is _make_gated:
         # The benchmark adds up the weights' gradients from run to run.
         wanted += [_accumulation(weight) for weight in _gated_weights(sizes)]
     return kernel_calls(wanted, **uses_tf32(precision))
@@ -283,7 +283,7 @@ def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     return Head(), (sizes["length"], sizes["samples"], width)
 
 
-def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
+def _make_gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     """Return the feed-forward layer of Llama (transformers, modeling_llama.py: LlamaMLP)."""
     width, inner = sizes["width"], sizes["inner"]
 
@@ -303,8 +303,8 @@ def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 LAYERS: Mapping[str, Callable[[Mapping[str, int]], tuple[nn.Module, tuple[int, ...]]]] = {
     "block": _block,
     "head": _head,
-    "silu": _gated,
-    "gelu": _gated,
+    "silu": _make_gated,
+    "gelu": _make_gated,
 }
 
 

@@ -284,11 +284,11 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
             raise UsageError(f"model={text} is a module that is there already, and takes no arguments")
         return cast("nn.Module", named)
     if arguments is not None or getattr(named, "config_class", None) is not None:
-        return _configured(str(text), arguments)
+        return _configure(str(text), arguments)
     return functools.wraps(named, updated=())(lambda: mending(named))
 
 
-def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
+def _configure(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
     """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for invalid arguments."""
     from featurize.families import zoo
     from featurize.job.code_names import CodeName
@@ -332,7 +332,7 @@ class Case:
     @cached_property
     def spec(self) -> DeviceSpec | None:
         """The device's description; None for a device that nobody described."""
-        return self.described or _described(self.device)
+        return self.described or _describe(self.device)
 
     @cached_property
     def job(self) -> TrainingJob:
@@ -362,7 +362,7 @@ def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **a
 
 
 @lru_cache(maxsize=256)
-def _described(name: str) -> DeviceSpec | None:
+def _describe(name: str) -> DeviceSpec | None:
     try:
         return describe_device(name)
     except UsageError:

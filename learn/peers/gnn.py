@@ -201,8 +201,8 @@ def scaled(graph: Graph, scaling: Scaling) -> Graph:
     if graph.node_columns != scaling.node_columns:
         raise UsageError("the operator graph has other columns than when this was fitted: fit it again")
     scalars = np.array([graph.scalars.get(name, 0.0) for name in scaling.scalar_columns])
-    nodes_VX = _standardised(graph.nodes_VX, scaling.nodes)
-    return replace(graph, nodes_VX=nodes_VX, scalars_S=_standardised(scalars, scaling.scalars))
+    nodes_VX = _standardise(graph.nodes_VX, scaling.nodes)
+    return replace(graph, nodes_VX=nodes_VX, scalars_S=_standardise(scalars, scaling.scalars))
 
 
 def _learn_scaling(raw: Sequence[Graph]) -> Scaling:
@@ -217,7 +217,7 @@ def _mean_and_scale(table: np.ndarray) -> np.ndarray:
     return np.stack([table.mean(axis=0), np.where(scale > 1e-6, scale, 1.0)], axis=1)
 
 
-def _standardised(values: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _standardise(values: np.ndarray, by: np.ndarray) -> np.ndarray:
     """float32; what lies far from everything seen is taken as 6 deviations away."""
     return np.asarray(np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0), dtype=np.float32)
 

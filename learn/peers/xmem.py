@@ -198,12 +198,12 @@ def _profile(workload: TrainingJob) -> tuple[list[int], list[int], list[Profiler
                 quiet.callback(os.environ.pop, _LOG_LEVEL, None)
             with quiet, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 for i in range(STEPS):
-                    step(inputs, targets, partial(_marked, i))
+                    step(inputs, targets, partial(_mark, i))
     events = _events(profiler.profiler.kineto_results.experimental_event_tree())
     return unique_bytes([*model.parameters(), *model.buffers()]), unique_bytes(batch_tensors(inputs, targets)), events
 
 
-def _marked(step: int, phase: str) -> contextlib.AbstractContextManager[Any]:
+def _mark(step: int, phase: str) -> contextlib.AbstractContextManager[Any]:
     return record_function(f"{PREFIX}{step}:{phase}")
 
 

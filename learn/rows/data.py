@@ -440,7 +440,7 @@ def _choose(rows: list[dict[str, Any]], key: str, wanted: str) -> list[dict[str,
     if key == "device_name" and not chosen:
         chosen = [row for row in rows if same_device(row["device_name"], wanted)]
     if rows and not chosen:
-        raise UsageError(f"no usable rows with {key}={wanted}; there are {_listed(Counter(row[key] for row in rows))}")
+        raise UsageError(f"no usable rows with {key}={wanted}; there are {_list(Counter(row[key] for row in rows))}")
     return chosen
 
 
@@ -454,8 +454,8 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
     if len(kinds) > 1:
         first = counts.most_common(1)[0][0]
         raise UsageError(
-            f"the rows come from several {key.replace('_', ' ')}s ({_listed(counts)}), which are not mixed; "
-            f"choose one, as in {key}={_quoted(first)}"
+            f"the rows come from several {key.replace('_', ' ')}s ({_list(counts)}), which are not mixed; "
+            f"choose one, as in {key}={_quote(first)}"
         )
     return rows
 
@@ -471,11 +471,11 @@ def _described_memory(name: str) -> float | None:
     return None if known is None else load_device(known).memory_mib
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     return value if all(c.isalnum() or c in "-_." for c in value) else f"\"'{value}'\""
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def _list(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
 
 
@@ -491,8 +491,7 @@ def _too_few(
     unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in runs)
     parts = [
         f"target={target.name} needs at least {MIN_ROWS} usable rows, and there are {usable}",
-        f"runs{f' with family={family}' if family else ''}: "
-        f"{_listed(Counter(row['status'] for row in runs)) or 'none'}",
+        f"runs{f' with family={family}' if family else ''}: {_list(Counter(row['status'] for row in runs)) or 'none'}",
         *([f"ok without {target.column}: {unlabelled}"] if unlabelled else []),
         *(f"{unusable.in_short}: {n}" for unusable in _UNUSABLE if (n := counts[unusable.reason])),
         *(f"unreadable configs: {unreadable.total()} ({n} times: {reason})" for reason, n in unreadable.most_common(1)),

@@ -129,7 +129,7 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
     except OSError as error:
-        raise _explained(error, path) from error
+        raise _explain(error, path) from error
     try:
         _check_plain(os.fstat(descriptor), path, written)
         return os.fdopen(descriptor, "r+b")
@@ -196,7 +196,7 @@ def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:
         raise EnvironmentProblem(f"{path} is a hard link: writing the lock would overwrite another file; remove it")
 
 
-def _explained(error: OSError, path: Path) -> OSError | EnvironmentProblem:
+def _explain(error: OSError, path: Path) -> OSError | EnvironmentProblem:
     if error.errno == errno.ELOOP and path.is_symlink():
         return EnvironmentProblem(f"{path} is a symbolic link, so it cannot be a lock of this data folder; remove it")
     if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):

@@ -243,7 +243,7 @@ class _Opened:
         self.files = files
         self.renew = renew
         self._lock = lock
-        self._remove_spill = weakref.finalize(self, _removed, spill, os.getpid())
+        self._remove_spill = weakref.finalize(self, _remove, spill, os.getpid())
 
     def close(self) -> None:
         self.files.close()
@@ -257,7 +257,7 @@ class _Opened:
             self.close()
 
 
-def _removed(spill: Path | None, pid: int) -> None:
+def _remove(spill: Path | None, pid: int) -> None:
     if spill is not None and os.getpid() == pid:  # not in a child, which inherits the object
         shutil.rmtree(spill, ignore_errors=True)
 
