@@ -38,7 +38,17 @@ from featurize.job.training_settings import (
     QUANTIZATIONS,
     TrainingKeywords,
 )
-from learn.estimation.estimate_view import PastRun, bound_name, coverage_text, known_to, load_run, print_notes, rate
+from learn.estimation.estimate_view import (
+    PastRun,
+    bound_name,
+    coverage_text,
+    known_to,
+    load_run,
+    print_json,
+    print_notes,
+    print_table,
+    rate,
+)
 from learn.estimation.estimating import (
     BOUND,
     BY,
@@ -62,14 +72,13 @@ from learn.estimation.notes import (
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators.protocol import LEVEL
 from learn.job.inputs import DEFAULT_DTYPE, model_batches, model_inputs
-from learn.job.training_job import (
-    load_factory,
-)
+from learn.job.training_job import load_factory, name_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from learn.estimation.requests import AnyModel, Inputs
+
 
 FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
@@ -323,7 +332,7 @@ class EstimateSettings(ModelKeys):
     )
     time_limit_s: float = key(600, "for a script: it is ended after this many seconds", "number > 0")
     memory_limit_gib: float | None = key(
-        None, "for a script: memory of this machine that it may take; default three quarters", "number > 0 | null"
+        None, "for a script: its most memory on this machine; default three quarters", "number > 0 | null"
     )
     show_output: bool = key(False, "for a script: show what it prints, on standard error")
     trust: tuple[str, ...] = key(
@@ -376,8 +385,6 @@ class EstimateSettings(ModelKeys):
 
     def print_answer(self, title: str, done: Estimate, past: PastRun | None = None) -> None:
         """Print the estimate of one job in the format, with the notes that the keys ask for."""
-        from learn.estimation.estimate_view import print_json, print_table
-
         if self.format == "json":
             print_json(title, done, past)
         else:
@@ -386,8 +393,6 @@ class EstimateSettings(ModelKeys):
 
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, here or by a service, and print it. Returns the exit code."""
-    from learn.job.training_job import name_of
-
     if settings.server is not None:
         return entry_of_server(settings)
     settings.require_one_job()
@@ -471,7 +476,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    """The lines that hold something, each with its number in the file; `-` is standard input."""
+    """Return the lines that hold something, each with its number in the file; `-` is standard input."""
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -486,7 +491,7 @@ def _lines(path: str) -> list[tuple[int, str]]:
 
 
 def config_mapping(value: Any) -> Mapping[str, Any]:
-    """A config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
+    """Return a config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -98,7 +98,7 @@ def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, spa
 
 
 def has_relative(label: np.ndarray, space: str) -> np.ndarray:
-    """(n,) bool: the labels that are large enough for a relative error."""
+    """Return (n,) bool: the labels that are large enough for a relative error."""
     return label >= RELATIVE_FLOOR if space == "ratio" else label > 0
 
 
@@ -445,7 +445,9 @@ def figures_of(
         return mean(((limit > card) == oom)[mask & (card > 0)])
 
     def classes(shift: float | None) -> dict[str, ClassScores]:
-        scores = {name: class_scores(*told_classes(answered, name, b, shift), b.labels) for name, b in known.items()}
+        scores = {
+            name: class_scores(*estimated_classes(answered, name, b, shift), b.labels) for name, b in known.items()
+        }
         return {name: of_bins for name, of_bins in scores.items() if of_bins is not None}
 
     known = bins or {}
@@ -582,7 +584,7 @@ def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
     return sorted(index for _, index in sorted(ranked)[:n])
 
 
-def told_classes(
+def estimated_classes(
     rows: Sequence[Scored], name: str, bins: Bins, shift: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (n,) int twice: the classes that answered rows belong to, and those that they are estimated to belong to.

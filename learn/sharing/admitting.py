@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from conf.errors import UsageError, shown
 from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec
@@ -22,8 +24,6 @@ from learn.sharing.learned import LearnedSlowdowns, default_slowdowns
 from learn.sharing.profile import JobProfile, NoUtilization, Slowdown, SlowdownEstimator
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from learn.fitting.artifacts import DataPlace
 
 
@@ -148,15 +148,11 @@ class MemoryNeed:
 
     def mib(self, probability: float) -> float:
         """Return the MiB that the job stays below with that probability; the bound above its coverage."""
-        import numpy as np
-
         probabilities, sizes_mib = zip(*self.quantiles, strict=True)
         return float(np.interp(probability, probabilities, sizes_mib))
 
     def exceeds(self, mib: float | np.ndarray) -> np.ndarray:
         """Return the probability that the job needs more than that many MiB, of each; 0 from the bound on."""
-        import numpy as np
-
         probabilities, sizes_mib = zip(*self.quantiles, strict=True)
         below = np.interp(mib, sizes_mib, probabilities, left=0.0)
         return np.where(np.asarray(mib) >= self.bound_mib, 0.0, 1.0 - below)
@@ -175,8 +171,6 @@ def overflow_probability(
         present: needs of the jobs that are there.
         used_mib: measured now; the jobs that are there take that much at least.
     """
-    import numpy as np
-
     if max(used_mib, _sum_of_bounds(present)) + _sum_of_bounds(needs) <= memory_mib:
         return 0.0
     least = sum(need.quantiles[0][1] for need in needs)
@@ -187,7 +181,7 @@ def overflow_probability(
     cell = memory_mib / _CELLS
     total = np.ones(1)
     for need in present:
-        total = _added(total, need, cell)
+        total = _add(total, need, cell)
     floor = math.ceil(used_mib / cell)
     if floor:
         raised = np.zeros(max(floor + 1, len(total)))
@@ -195,7 +189,7 @@ def overflow_probability(
         raised[floor] += total[:floor].sum()
         total = raised[: _CELLS + 1]
     for need in needs:
-        total = _added(total, need, cell)
+        total = _add(total, need, cell)
     return float(min(1.0, max(0.0, 1.0 - total.sum())))
 
 
@@ -203,10 +197,8 @@ def _sum_of_bounds(needs: Sequence[MemoryNeed]) -> float:
     return sum(need.bound_mib for need in needs)
 
 
-def _added(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
+def _add(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
     """Return the distribution of a sum, in cells of the memory; each job is rounded up, to the safe side."""
-    import numpy as np
-
     below = 1.0 - need.exceeds(cell * np.arange(_CELLS + 1))
     return np.convolve(total, np.diff(below, prepend=0.0))[: _CELLS + 1]
 
