@@ -168,7 +168,7 @@ def decide_pending(api: KueueApi, service: Client) -> None:
         if not name or not namespace:
             print(f"a workload without a name and a namespace is left alone: {shown(workload.get('metadata'))}")
         elif (decision := _decision(workload, service)) is not None:
-            _decided(api, name, namespace, waiting, decision)
+            _decide(api, name, namespace, waiting, decision)
 
 
 def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
@@ -228,7 +228,7 @@ def _mark_active(api: KueueApi, check: Mapping[str, Any], name: str) -> None:
     api.apply_status(api.check, {"name": name}, {"conditions": [active]})
 
 
-def _decided(api: KueueApi, name: str, namespace: str, checks: list[str], decision: Decision) -> None:
+def _decide(api: KueueApi, name: str, namespace: str, checks: list[str], decision: Decision) -> None:
     state, message = decision
     states = [
         {"name": check, "state": state, "message": message[:_LONGEST], "lastTransitionTime": _now()} for check in checks

@@ -134,7 +134,7 @@ def training_command(text: str, called: Sequence[str], begins_in: Path) -> Train
     commands: list[TrainingCommand] = []
     for after, words in _simple_commands(text):
         depth += (words[0] in _BLOCK_BEGINS or words[-1] == "{") - (words[0] in _BLOCK_ENDS)
-        expanded = _expanded(words, called, variables)
+        expanded = _expand(words, called, variables)
         if all(_ASSIGNMENT.match(word) for word in words if word != "export"):
             _assign(expanded, variables)
         elif words[0] in _CHANGES and not commands:
@@ -224,7 +224,7 @@ def _words(line: str) -> list[str]:
         return []
 
 
-def _expanded(words: Sequence[str], called: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+def _expand(words: Sequence[str], called: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     """Return the words with arguments and variables in them; what is not known here keeps its `$`."""
 
     def value(match: re.Match[str]) -> str:

@@ -114,7 +114,7 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
     each = {}
     for family in families:
         if settings.measure == "kernels":
-            family_settings = [*_sampled(family, settings.device), f"kernels.steps={_KERNEL_STEPS}"]
+            family_settings = [*_vary(family, settings.device), f"kernels.steps={_KERNEL_STEPS}"]
         elif settings.measure == "ranks":
             family_settings = [_LAYOUTS]
         else:
@@ -125,8 +125,9 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
 
 
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:
-    """The family's submissions, by what they are a share of: the whole space, with every training setting sampled."""
-    sampled = _sampled(family, settings.device)
+    """Return the family's submissions, by what they are a share of: the whole space, with every training setting
+    sampled."""
+    sampled = _vary(family, settings.device)
     composed = _submission(f"+arch={family}", *_common(settings), *sampled, *settings.overrides)
     jobs: dict[float | str, SubmitSettings] = {}
     for offset, share in enumerate(SHARES):
@@ -178,7 +179,7 @@ def optimizers_here(device: str) -> tuple[str, ...]:
     return tuple(name for name, known in OPTIMIZERS.items() if runs(known))
 
 
-def _sampled(family: str, device: str) -> list[str]:
+def _vary(family: str, device: str) -> list[str]:
     """Return the overrides by which a family's space varies every training setting that `device` can run."""
     space = default_space(family)
     assert space is not None, "every family has its file in conf/arch"
@@ -204,7 +205,7 @@ def pair_sizes(space: Space) -> tuple[int, ...]:
 
 
 def rounds(n: int) -> Iterator[int]:
-    """How many trials of a family there are by the end of each round."""
+    """Yield how many trials of a family there are by the end of each round."""
     yield from (total for total in (*_FIRST_ROUNDS, *range(_ROUND, n, _ROUND)) if total < n)
     yield n
 

@@ -538,7 +538,7 @@ def _draw_errors(table: PaperTable) -> tuple[Block, ...]:
 
 
 def entry(settings: BenchmarkSettings) -> int:
-    """The command: settings in, tables out, and the files that are asked for."""
+    """Print the tables of the benchmark, and write the files that are asked for."""
     if settings.target == SLOWDOWN:
         from learn.sharing.command import benchmark_entry
 

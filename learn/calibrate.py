@@ -170,7 +170,7 @@ def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> Measur
         mapping = json.loads(line["config"])
         if not isinstance(mapping, dict):
             raise UsageError("config is JSON, but no object")
-        reserved_mib, loads_cudnn = _traced(of_config(config_from_mapping(mapping)), device)
+        reserved_mib, loads_cudnn = _trace(of_config(config_from_mapping(mapping)), device)
         reserved_mib = float(line.get("reserved_mib", reserved_mib))
     elif "reserved_mib" in line and line.get("cudnn") in ("true", "false"):
         reserved_mib, loads_cudnn = float(line["reserved_mib"]), line["cudnn"] == "true"
@@ -179,7 +179,7 @@ def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> Measur
     return replace(number, reserved_mib=reserved_mib, loads_cudnn=loads_cudnn)
 
 
-def _traced(job: TrainingJob, device: DeviceSpec) -> tuple[float, bool]:
+def _trace(job: TrainingJob, device: DeviceSpec) -> tuple[float, bool]:
     from featurize.memory.replay import loads_cudnn
     from learn.job.traced import step_of
 
@@ -206,7 +206,7 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
         if plain_device(device_name) != plain_device(device.name) or len(numbers) == MOST_RUNS:
             continue
         try:
-            _, loads_cudnn = _traced(of_config(config_of_one_gpu(text)), device)
+            _, loads_cudnn = _trace(of_config(config_of_one_gpu(text)), device)
         except CommandError:  # the config cannot be read or traced
             continue
         numbers.append(
@@ -269,7 +269,7 @@ def entry(settings: CalibrateSettings) -> None:
     """Fit the profile, keep it and print it."""
     device = settings.device or load_device(DEFAULT_DEVICE)
     folder = DataFolder.resolve(settings.data)
-    measured = _measured(settings, device, folder)
+    measured = _read_measured(settings, device, folder)
     if not measured:
         raise UsageError(
             f"data={folder.root} holds no measured run on {device.name}; give numbers: measured=FILE.csv, "
@@ -286,7 +286,7 @@ def entry(settings: CalibrateSettings) -> None:
         _print_table(made, device, path)
 
 
-def _measured(settings: CalibrateSettings, device: DeviceSpec, folder: DataFolder) -> list[MeasuredMemory]:
+def _read_measured(settings: CalibrateSettings, device: DeviceSpec, folder: DataFolder) -> list[MeasuredMemory]:
     """Return the numbers that were given, else those of the data folder's runs."""
     given = {"idle": settings.idle_mib, "context": settings.context_mib}
     measured = [

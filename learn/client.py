@@ -182,11 +182,11 @@ class Client:
             asked_at = time.monotonic()
             status, headers, text = self._sent(method, path, content, ends)
             if status == _OK:
-                return _parsed(text)
+                return _parse(text)
             if status == _ACCEPTED:
-                method, path, content = "GET", _parsed(text)["url"], None
+                method, path, content = "GET", _parse(text)["url"], None
             elif status not in _AGAIN:
-                raise Refused(_parsed(text))
+                raise Refused(_parse(text))
             if time.monotonic() > ends:
                 raise EnvironmentProblem(f"{self._url} gave no answer within {self._timeout_s:g} s")
             back_at = asked_at + float(headers.get("retry-after", 0))
@@ -232,7 +232,7 @@ def _pauses() -> Iterator[float]:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse(text: bytes) -> dict[str, Any]:
     with suppress(ValueError):
         if isinstance(value := json.loads(text), dict):
             return value

@@ -164,7 +164,7 @@ class TracePool:
         reply = b""
         while not reply.endswith(b"\n") and not self._ended.is_set():
             if wait([channel], _LOOK_EVERY_S):
-                data = _received(channel)
+                data = _receive(channel)
                 if not data:
                     break
                 reply += data
@@ -183,7 +183,7 @@ class TracePool:
         return None if limit is None else f"the trace took {limits[limit]}"
 
 
-def _received(channel: socket.socket) -> bytes:
+def _receive(channel: socket.socket) -> bytes:
     try:
         return channel.recv(_RECEIVE_BYTES)
     except ConnectionResetError:

@@ -371,7 +371,7 @@ class StepSequence:
 
 
 def _born_bytes(stretch: Stretch) -> int:
-    """The most bytes alive at once of the blocks that a stretch takes."""
+    """Return the most bytes alive at once of the blocks that a stretch takes."""
     live = most = 0
     for event in stretch.events:
         if event.block not in stretch.entering:

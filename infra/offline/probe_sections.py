@@ -266,8 +266,8 @@ def curves_svg(one: BlockComparison) -> Svg:
     lines = []
     for css, side, curve in sides:
         if curve.allocated_bytes:
-            lines.append((f"line {css} dashed", f"{side} reserved", _thinned(curve.reserved_bytes)))
-            lines.append((f"line {css}", f"{side} allocated", _thinned(curve.allocated_bytes)))
+            lines.append((f"line {css} dashed", f"{side} reserved", _thin(curve.reserved_bytes)))
+            lines.append((f"line {css}", f"{side} allocated", _thin(curve.allocated_bytes)))
     most = max((max(values) for _, _, values in lines), default=1.0)
     plot = Plot(Axis(0.0, 1.0), Axis.of(0.0, max(most, 1e-3)), _MARGINS)
     plot.grid()
@@ -278,7 +278,7 @@ def curves_svg(one: BlockComparison) -> Svg:
     return plot.picture(label, css="timeline")
 
 
-def _thinned(values: Sequence[int]) -> list[float]:
+def _thin(values: Sequence[int]) -> list[float]:
     """Return at most `_MOST_COLUMNS` values in MiB, each the most of its neighbours."""
     size = -(-len(values) // _MOST_COLUMNS)
     return [max(values[start : start + size]) / MIB for start in range(0, len(values), size)]

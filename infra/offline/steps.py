@@ -343,7 +343,7 @@ def run(settings: StepsSettings) -> int:
     """
     began_s = time.monotonic()
     place = _place(settings)
-    rows, note = _prepared(settings, place.work)
+    rows, note = _prepare(settings, place.work)
     call = Call(place=place, results=Path(settings.results).resolve(), rows=rows, note=note)
     before = len(call.rows)
     planned = {name: STEPS[name].minutes for name in settings.steps}
@@ -373,7 +373,7 @@ def _place(settings: StepsSettings) -> Place:
     )
 
 
-def _prepared(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]], str]:
+def _prepare(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]], str]:
     """Make the work folder, from `previous` or as it is; return the rows of earlier calls, and what to report."""
     if Path(settings.results).resolve().is_relative_to(work):
         raise UsageError(

@@ -219,7 +219,7 @@ class BenchmarkSettings(Checked):
             if name not in (*ESTIMATORS, *formulas):
                 problems.append(str(unknown_name("estimator", name, (*ESTIMATORS, *formulas))))
             elif name not in formulas:
-                problems += _refused(partial(require_target, get_estimator(name), self.target))
+                problems += _collect_refusal(partial(require_target, get_estimator(name), self.target))
         if self.estimators is not None and not self.estimators:
             problems.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
         return problems
@@ -231,13 +231,13 @@ class BenchmarkSettings(Checked):
         problems = []
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:
-                problems += _refused(partial(checked_path, getattr(self, name), name, like))
+                problems += _collect_refusal(partial(checked_path, getattr(self, name), name, like))
         if self.out is not None and self.out == self.report:
             problems.append(f"out= and report= are the same file, {self.out}")
         return problems
 
 
-def _refused(check: Callable[[], object]) -> list[str]:
+def _collect_refusal(check: Callable[[], object]) -> list[str]:
     """Return the message of the `UsageError` that `check` raises, if any."""
     try:
         check()
@@ -271,8 +271,8 @@ class RowSelection:
     notes: tuple[str, ...]
 
     def bins(self, file: str, widths_gb: Sequence[int] = ()) -> dict[str, Bins]:
-        """The classes that a file's rows are judged by: `published`, and for memory `ours` and each of `widths_gb`, by
-        its name as `2 GB`."""
+        """Return the classes that a file's rows are judged by: `published`, and for memory `ours` and each of
+        `widths_gb`, by its name as `2 GB`."""
         rows = self.rows.subset(self.file == file)
         target = rows.target
         # A quantile of no labels does not exist; a file of nothing but out-of-memory rows has none.
@@ -299,7 +299,7 @@ def _card(rows: Rows) -> float | None:
 
 
 def of_runs(settings: BenchmarkSettings) -> RowSelection:
-    """The usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
+    """Return the usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name, trust=settings.trust
     )
@@ -325,7 +325,7 @@ def of_runs(settings: BenchmarkSettings) -> RowSelection:
 
 
 def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
-    """The rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
+    """Return the rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
 
     Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
     Raises `UsageError` where nothing is left to ask, or nothing to fit on.
@@ -372,7 +372,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
             f"{', '.join(sorted(never))}: never fitted on; learned estimators are fitted on all rows of {names} but "
             "those of models of the same names"
         )
-    records = tuple(_labelled(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
+    records = tuple(_label(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
     statuses = Counter(row.status for _, row in rows)
     row_names = [f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name for _, row in rows]
     return RowSelection(
@@ -393,20 +393,20 @@ def _usable(
     stem = file.path.stem
     rows = [row for row in file.rows if row.status != "invalid"]
     if reasons := Counter(str(row.reason) for row in file.rows if row.status == "invalid"):
-        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_counted(reasons)})")
+        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_count(reasons)})")
     if settings.family != "all":
         rows = [row for row in rows if (row.family or _case(row, spec)[0].family) == settings.family]
     if settings.doubtful == "drop":
         rows = [row for row in rows if row.doubt is None]
     if not target.is_memory:
-        why = [_unlabelled(row, target.column) for row in rows]
+        why = [_explain_unlabelled(row, target.column) for row in rows]
         if counts := Counter(filter(None, why)):
-            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_counted(counts)})")
+            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_count(counts)})")
         rows = [row for row, reason in zip(rows, why, strict=True) if reason is None]
     return rows
 
 
-def _unlabelled(row: PublishedRow, column: str) -> str | None:
+def _explain_unlabelled(row: PublishedRow, column: str) -> str | None:
     if row.status == "oom":
         return "out of memory"
     if column not in row.utilization:
@@ -441,7 +441,7 @@ def _refuse(reason: str, *_: object) -> NoReturn:
     raise UsageError(reason)
 
 
-def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
+def _label(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
     out_of_memory = target.is_memory and row.status == "oom"
     label = row.memory_mib if target.is_memory else row.utilization[target.column]
     if out_of_memory:
@@ -464,7 +464,7 @@ def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -
 
 
 def _group(row: PublishedRow, case: Case) -> str:
-    """One model at several batch sizes is one group, in whichever file and spelling."""
+    """Return the group of a row: one model at several batch sizes is one group, in whichever file and spelling."""
     if row.model is not None:
         return f"model-{row.model.lower()}"
     if case.config is None:
@@ -479,10 +479,10 @@ def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
     if not counts:
         return []
     about = f"{counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on)"
-    return [f"{file}: {about}: {_counted(counts, '; ')}"]
+    return [f"{file}: {about}: {_count(counts, '; ')}"]
 
 
-def _counted(reasons: Counter[str], between: str = ", ") -> str:
+def _count(reasons: Counter[str], between: str = ", ") -> str:
     return between.join(f"{n} {reason}" for reason, n in reasons.most_common())
 
 

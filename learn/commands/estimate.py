@@ -474,7 +474,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    """The lines that hold something, each with its number in the file; `-` is standard input."""
+    """Return the lines that hold something, each with its number in the file; `-` is standard input."""
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -489,7 +489,7 @@ def _lines(path: str) -> list[tuple[int, str]]:
 
 
 def config_mapping(value: Any) -> Mapping[str, Any]:
-    """A config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
+    """Return a config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -338,12 +338,12 @@ Formula: TypeAlias = Callable[[np.ndarray], np.ndarray]
 
 
 def kernel_model(fit: TimeFit) -> Formula:
-    """The kernel model, its efficiencies refitted."""
+    """Return the kernel model, its efficiencies refitted."""
     return lambda of: fit.log_ratios(fit.fitted(of))
 
 
 def kernel_model_as_it_comes(fit: TimeFit) -> Formula:
-    """The kernel model with the packaged efficiencies. It learns nothing from the rows."""
+    """Return the kernel model with the packaged efficiencies. It learns nothing from the rows."""
     learned = load_efficiencies()
     leftover = dict.fromkeys(SHARDED, learned.sharded)
     ratios = fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))

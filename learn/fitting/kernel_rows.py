@@ -136,7 +136,7 @@ def measured_times(
         [most],
     )
     traces: dict[tuple[Any, ...], Calls] = {}
-    return read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
+    return read_each(rows, lambda values: _read_measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
 
 
 def kernel_times(
@@ -330,7 +330,7 @@ def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None
     )
 
 
-def _measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
+def _read_measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
     device = described(row["device_name"])
     release = re.match(r"(\d+)\.(\d+)", str(row["torch_version"]))
@@ -348,7 +348,7 @@ def _measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> M
                 layers = import_library("timm.layers")
                 after.callback(layers.set_fused_attn, layers.use_fused_attn())
                 layers.set_fused_attn(False)
-            traces[key] = _traced(lambda: trace_config(config, device=device), config.precision, listed=fused)
+            traces[key] = _trace(lambda: trace_config(config, device=device), config.precision, listed=fused)
     return MeasuredTime(
         name=str(getattr(config, "model", config.family)),
         source=source,
@@ -371,7 +371,7 @@ def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tup
         raise RowLeftOut(f"{LLM_FOUNDRY}: {size} in {cells['Precision']}")
     key = (size, length, samples, recompute, device.architecture.attention)
     if key not in traces:
-        traces[key] = _traced(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
+        traces[key] = _trace(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
     return MeasuredTime(
         name=f"MPT-{size}, {samples} x {length}",
         source=LLM_FOUNDRY,
@@ -395,7 +395,7 @@ def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: De
     )
 
 
-def _traced(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
+def _trace(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
     try:
         step = trace()
     except (TraceError, UsageError) as error:

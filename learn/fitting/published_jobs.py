@@ -171,7 +171,7 @@ def layer_calls(name: str, sizes: Mapping[str, int], phase: str | None, dtype: s
     precision = _PRECISIONS[dtype]
     operators = _operators(name, tuple(sorted(sizes.items())), precision, device)
     wanted = [op for op in operators if phase in (None, op.phase)]
-    if phase != "forward" and LAYERS[name] is _gated:
+    if phase != "forward" and LAYERS[name] is _make_gated:
         # The benchmark adds up the weights' gradients from run to run.
         wanted += [_accumulation(weight) for weight in _gated_weights(sizes)]
     return kernel_calls(wanted, **uses_tf32(precision))
@@ -216,7 +216,7 @@ def _targets(sizes: Mapping[str, int]) -> int:
 
 
 def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    """A rank's part of a decoder block of Megatron-LM without flash attention (megatron/model/transformer.py).
+    """Return a rank's part of a decoder block of Megatron-LM without flash attention (megatron/model/transformer.py).
 
     Its fused kernels of bias, dropout and residual stand as the operators that they replace; scores outweigh them.
     """
@@ -253,7 +253,7 @@ def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    """The logits of a rank's part of the vocabulary, and Megatron's cross entropy over them."""
+    """Return the logits of a rank's part of the vocabulary, and Megatron's cross entropy over them."""
     width, vocabulary = sizes["width"], sizes["vocabulary"] // sizes["ranks"]
 
     class CrossEntropy(torch.autograd.Function):  # megatron/core/tensor_parallel/cross_entropy.py
@@ -283,8 +283,8 @@ def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     return Head(), (sizes["length"], sizes["samples"], width)
 
 
-def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    """The feed-forward layer of Llama (transformers, modeling_llama.py: LlamaMLP)."""
+def _make_gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
+    """Return the feed-forward layer of Llama (transformers, modeling_llama.py: LlamaMLP)."""
     width, inner = sizes["width"], sizes["inner"]
 
     class Gated(nn.Module):
@@ -303,8 +303,8 @@ def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 LAYERS: Mapping[str, Callable[[Mapping[str, int]], tuple[nn.Module, tuple[int, ...]]]] = {
     "block": _block,
     "head": _head,
-    "silu": _gated,
-    "gelu": _gated,
+    "silu": _make_gated,
+    "gelu": _make_gated,
 }
 
 

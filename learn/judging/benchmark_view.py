@@ -81,7 +81,8 @@ class BenchmarkProgress:
             if of_file.own_labels:
                 figures_text = NOT_INFORMATIVE
             print(
-                f"{of_file.file}, {of_file.estimator}: answered {_answered(of_file)}, {figures_text}", file=sys.stderr
+                f"{of_file.file}, {of_file.estimator}: answered {_answered_text(of_file)}, {figures_text}",
+                file=sys.stderr,
             )
 
 
@@ -138,7 +139,7 @@ def errors_table(done: Benchmark) -> TableText:
     }
     kind = "relative" if done.relative else "absolute"
     title = f"{kind} errors; +c: with one constant per file added"
-    return _figures_table(title, done, {"answered": _answered}, cells, times)
+    return _figures_table(title, done, {"answered": _answered_text}, cells, times)
 
 
 def classes_table(done: Benchmark) -> TableText:
@@ -242,7 +243,7 @@ def _recalls(figures: Figures) -> str:
     return " ".join(values) if len(values) <= _CLASSES else f"{len(values)} classes"
 
 
-def _answered(figures: Figures) -> str:
+def _answered_text(figures: Figures) -> str:
     asked = f"{figures.answered_ok:,}/{figures.ok:,}"
     return asked + (f" + {figures.answered_oom}/{figures.oom} oom" if figures.oom else "")
 
@@ -267,7 +268,7 @@ def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
 
 
 def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
-    """The rows that one estimator is furthest off."""
+    """Return the rows that one estimator is furthest off."""
     constant = figures.constant or 0.0
     rows = []
     for row, error in worst_of(done.scored[figures.file, figures.estimator], constant, n, space=done.target.space):

@@ -359,12 +359,12 @@ def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
         of = scores[name]
         verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
         label = f"{name}: rows by their true and their estimated class"
-        svg = draw_grid(labels, labels, partial(_confused, counts, labels), label, "class", "estimated")
+        svg = draw_grid(labels, labels, partial(_confusion_cell, counts, labels), label, "class", "estimated")
         charts.append(Chart(f"{name}: {verdict}", svg))
     return (Charts(tuple(charts)),)
 
 
-def _confused(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
+def _confusion_cell(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
     count = int(counts[i, k])
     level = math.ceil(SHADES * count / max(int(counts[i].sum()), 1))
     title = f"{count:,} rows of {labels[i]} were estimated to be in {labels[k]}"

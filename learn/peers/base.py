@@ -118,8 +118,8 @@ def arrays_of(net: nn.Module) -> dict[str, np.ndarray]:
 
 
 def with_arrays(net: NetT, arrays: Mapping[str, np.ndarray]) -> NetT:
-    """The net with those weights, in float64 and for predicting: its answer for a case then depends on its neighbours
-    in the batch by rounding at 1e-15 only, which `steady` takes away."""
+    """Return the net with those weights, in float64 and for predicting: its answer for a case then depends on its
+    neighbours in the batch by rounding at 1e-15 only, which `steady` takes away."""
     net.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
     return net.double().eval()
 
@@ -246,7 +246,8 @@ def _answer(peer: type[Peer], case: Case) -> Answer:
 
 
 def meta_model(workload: TrainingJob) -> nn.Module:
-    """The workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it is.
+    """Return the workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it
+    is.
 
     Raises `CannotEstimate` where it can't be built.
     """
@@ -255,7 +256,8 @@ def meta_model(workload: TrainingJob) -> nn.Module:
 
 
 def real_model(workload: TrainingJob) -> nn.Module:
-    """The workload's model on real memory, in training mode; the caller's own is copied, so that it stays as it is.
+    """Return the workload's model on real memory, in training mode; the caller's own is copied, so that it stays as it
+    is.
 
     Raises `CannotEstimate` where it can't be built, or was given without memory.
     """
@@ -275,8 +277,8 @@ def real_model(workload: TrainingJob) -> nn.Module:
 
 
 def on_device(model: nn.Module, device: str) -> nn.Module:
-    """A copy with uninitialised parameters and buffers on `device` (`meta`, or any under a fake-tensor mode), ties
-    kept; the original is neither changed nor read."""
+    """Return a copy with uninitialised parameters and buffers on `device` (`meta`, or any under a fake-tensor mode),
+    ties kept; the original is neither changed nor read."""
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in memo:
@@ -290,12 +292,12 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
-    """The size in bytes of each different tensor; ties count once."""
+    """Return the size in bytes of each different tensor; ties count once."""
     return [t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()]
 
 
 def loss_of(workload: TrainingJob, output: Any, targets: Tensor | None) -> Tensor:
-    """The workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
+    """Return the workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
     if targets is None and workload.loss is None and (loss := own_loss(output)) is not None:
         return loss
     if targets is None:

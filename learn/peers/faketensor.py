@@ -62,7 +62,7 @@ class FakeTensor(Peer):
 
 
 def _fake_model(workload: TrainingJob) -> nn.Module:
-    """The model with fake tensors of the CPU, under the mode that the caller has entered.
+    """Return the model with fake tensors of the CPU, under the mode that the caller has entered.
 
     A model that reads figures from tensors while it is built (stochastic depth's rates, in timm) can't be built of fake
     ones; it is built on meta with `unset_fake_temporarily`, where figures asked of the CPU are real, and converted.

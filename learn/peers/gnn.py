@@ -201,8 +201,8 @@ def scaled(graph: Graph, scaling: Scaling) -> Graph:
     if graph.node_columns != scaling.node_columns:
         raise UsageError("the operator graph has other columns than when this was fitted: fit it again")
     scalars = np.array([graph.scalars.get(name, 0.0) for name in scaling.scalar_columns])
-    nodes_VX = _standardised(graph.nodes_VX, scaling.nodes)
-    return replace(graph, nodes_VX=nodes_VX, scalars_S=_standardised(scalars, scaling.scalars))
+    nodes_VX = _standardise(graph.nodes_VX, scaling.nodes)
+    return replace(graph, nodes_VX=nodes_VX, scalars_S=_standardise(scalars, scaling.scalars))
 
 
 def _learn_scaling(raw: Sequence[Graph]) -> Scaling:
@@ -217,7 +217,7 @@ def _mean_and_scale(table: np.ndarray) -> np.ndarray:
     return np.stack([table.mean(axis=0), np.where(scale > 1e-6, scale, 1.0)], axis=1)
 
 
-def _standardised(values: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _standardise(values: np.ndarray, by: np.ndarray) -> np.ndarray:
     """float32; what lies far from everything seen is taken as 6 deviations away."""
     return np.asarray(np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0), dtype=np.float32)
 
@@ -260,7 +260,7 @@ class Batch:
 
     @classmethod
     def of(cls, graphs: Sequence[Graph], dtype: torch.dtype = torch.float32) -> Batch:
-        """The graphs side by side, none joined to another."""
+        """Return the graphs side by side, none joined to another."""
         counts = [len(graph.category_V) for graph in graphs]
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
         ends = [np.stack([graph.source_E, graph.reader_E]) + start for graph, start in zip(graphs, first, strict=True)]
@@ -312,7 +312,7 @@ class GraphNet(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, batch: Batch) -> Tensor:
-        """(G,) the label in its space."""
+        """Return (G,) labels in their space."""
         from torch_geometric.nn import global_max_pool, global_mean_pool
 
         x_VD = self.of_category(batch.category_V) + self.of_node(batch.nodes_VX)
@@ -342,7 +342,7 @@ def train(
     *,
     epochs: int,
 ) -> GraphNet:
-    """The net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
+    """Return the net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
 
     label (n,) is in the target's space; where censored, only what is below it is an error.
     """
@@ -376,7 +376,7 @@ def train(
 
 
 def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:
-    """(n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
+    """Return (n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
     with torch.inference_mode():
         parts = [Batch.of(graphs[i : i + 128], torch.float64) for i in range(0, len(graphs), 128)]
         return np.concatenate([net(batch).numpy() for batch in parts]) if parts else np.empty(0)

@@ -198,17 +198,17 @@ def _profile(workload: TrainingJob) -> tuple[list[int], list[int], list[Profiler
                 quiet.callback(os.environ.pop, _LOG_LEVEL, None)
             with quiet, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 for i in range(STEPS):
-                    step(inputs, targets, partial(_marked, i))
+                    step(inputs, targets, partial(_mark, i))
     events = _events(profiler.profiler.kineto_results.experimental_event_tree())
     return unique_bytes([*model.parameters(), *model.buffers()]), unique_bytes(batch_tensors(inputs, targets)), events
 
 
-def _marked(step: int, phase: str) -> contextlib.AbstractContextManager[Any]:
+def _mark(step: int, phase: str) -> contextlib.AbstractContextManager[Any]:
     return record_function(f"{PREFIX}{step}:{phase}")
 
 
 def _events(roots: Iterable[Any]) -> list[ProfilerEvent]:
-    """The memory events of a profile's tree in the order of time, each with the phase that was last begun."""
+    """Return the memory events of a profile's tree in the order of time, each with the phase that was last begun."""
     marks: list[tuple[int, str]] = []
     moves: list[tuple[int, int, int, bool]] = []
     stack = [(root, False) for root in roots]

@@ -224,7 +224,7 @@ class StepStore:
         waiting: list[tuple[str, StepRecord]] = []
         written_s = time.monotonic()
         try:
-            computed = _computed(list(missing.items()), workers)
+            computed = _compute(list(missing.items()), workers)
             for done, (key, record) in enumerate(computed, start=1):
                 self._records[key] = record, None
                 waiting.append((key, record))
@@ -284,8 +284,8 @@ def _key(case: Case) -> Hashable:
     return (id(case.module), case.spec) if case.key is None else case.key
 
 
-def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
-    """(key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
+def _compute(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
+    """Yield (key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
     processes = len(os.sched_getaffinity(0)) if workers is None else workers
     elsewhere = processes if workers is None else 1  # cores of other processes: with one they are never done sooner
     here, began_s = 0, 0.0
@@ -386,7 +386,7 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
         if row.doubt:
             doubted[network] += 1
         elif not row.censored:
-            measured = _measured(place, row.label, values)
+            measured = _measure(place, row.label, values)
             if measured.label_mib + max(_LEAST_MIB, _SHARE_OF_LABEL * measured.label_mib) < measured.tensors_mib:
                 doubts[place] = "less than the job's tensors alone"
                 doubted[network] += 1
@@ -436,7 +436,7 @@ def _worst(unexplained: Sequence[_Measured], rows: Sequence[_Measured]) -> _Meas
     )
 
 
-def _measured(place: int, label_mib: float, values: Mapping[str, float]) -> _Measured:
+def _measure(place: int, label_mib: float, values: Mapping[str, float]) -> _Measured:
     moved = [value for name, value in values.items() if name.startswith(_SCENARIO)]
     traced_mib = values["job_memory_mib"]
     tensors_mib = values["job_allocated_mib"] * (1 - values["job_share_workspace"]) + values["job_outside_mib"]

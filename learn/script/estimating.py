@@ -115,7 +115,7 @@ def estimate_script(
     files, key = StepFiles.checked(report, snapshot), records.key_of(parsed, device)
 
     def run() -> ScriptRecord:
-        return _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
+        return _record(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
 
     def recorded_request() -> tuple[Request, Iterable[Note]]:
         record = (None if show_output else records.find(key)) or run()
@@ -155,7 +155,7 @@ def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
             )
 
 
-def _recorded(
+def _record(
     command: ScriptCommand,
     spec: DeviceSpec,
     key: str,

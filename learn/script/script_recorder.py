@@ -212,7 +212,7 @@ class ScriptRecorder(Recorder):
         return values.to(dtype or tensor.dtype, copy=True)
 
     def _plausible(self, dtype: torch.dtype) -> bool | int | float:
-        """A value that nobody computed: a loss, a count of 0, a condition that holds."""
+        """Return a value that nobody computed: a loss, a count of 0, a condition that holds."""
         if dtype is torch.bool:
             return True
         return self._loss if dtype.is_floating_point else 0

@@ -187,7 +187,7 @@ def overflow_probability(
     cell = memory_mib / _CELLS
     total = np.ones(1)
     for need in present:
-        total = _added(total, need, cell)
+        total = _add(total, need, cell)
     floor = math.ceil(used_mib / cell)
     if floor:
         raised = np.zeros(max(floor + 1, len(total)))
@@ -195,7 +195,7 @@ def overflow_probability(
         raised[floor] += total[:floor].sum()
         total = raised[: _CELLS + 1]
     for need in needs:
-        total = _added(total, need, cell)
+        total = _add(total, need, cell)
     return float(min(1.0, max(0.0, 1.0 - total.sum())))
 
 
@@ -203,7 +203,7 @@ def _sum_of_bounds(needs: Sequence[MemoryNeed]) -> float:
     return sum(need.bound_mib for need in needs)
 
 
-def _added(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
+def _add(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
     """Return the distribution of a sum, in cells of the memory; each job is rounded up, to the safe side."""
     below = 1.0 - need.exceeds(cell * np.arange(_CELLS + 1))
     return np.convolve(total, np.diff(below, prepend=0.0))[: _CELLS + 1]
