@@ -413,6 +413,7 @@ def features(step: TimedStep) -> dict[str, float]:
     }
 
 
+@functools.cache
 def kind_of(kind: str, group: str) -> str:
     """Return which of `KINDS` a kernel is."""
     if group != STREAM:

@@ -319,10 +319,10 @@ class HybridEstimator(Estimator):
     the curve from traced to estimated memory is made monotone. It never falls below weights and context. Rows that ran
     out of memory count as "at least the device's memory".
 
-    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many), and
-    a conformal bound is taken over the scaled ones, by family and device where there are enough of them; what is of
-    none of these families has the bound of a family drawn at random. A case unlike anything that was fitted on gets a
-    wider one, and a warning that says why.
+    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many). A
+    conformal bound is taken over the scaled errors, by family and device where there are enough of them. Other families
+    have the bound of a family drawn at random. A case unlike anything fitted on gets a wider bound and a warning that
+    says why.
     """
 
     name: ClassVar[str] = "hybrid"

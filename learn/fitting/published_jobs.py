@@ -1,9 +1,9 @@
 """Jobs that others published measurements of, each built as its authors' scripts build it.
 
-Start reading at `workload_of` for whole jobs of published rows, at `layer_calls` for layers that were timed by
-themselves, at `zeus_calls` for the jobs whose power Zeus measured (NSDI 2023), at `megatron_step` for the GPTs that
-vTrain timed under Megatron-DeepSpeed (MICRO 2024), at `mpt_config` for LLM Foundry's MPT. Libraries of models (timm,
-torchvision, transformers) are imported when a job is built.
+Start reading at `workload_of` for whole jobs of published rows; `layer_calls` has layers that were timed alone,
+`zeus_calls` the jobs whose power Zeus measured (NSDI 2023), `megatron_step` the GPTs that vTrain timed under
+Megatron-DeepSpeed (MICRO 2024), and `mpt_config` LLM Foundry's MPT. Libraries of models (timm, torchvision,
+transformers) are imported when a job is built.
 
 Megatron's own layers compute scores, softmax and dropout one after the other, with weights in half precision
 (megatron/model/transformer.py, `CoreAttention`). PyTorch's fuse attention, under autocast.
