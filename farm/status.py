@@ -242,8 +242,8 @@ def _spec_text(spec: Any) -> str:
     return f"{spec['low']} to {spec['high']}, {spec['scale']}{step}"
 
 
-def _iso(at: float) -> str:
-    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(timespec="seconds")
+def _iso(time_s: float) -> str:
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="seconds")
 
 
 if __name__ == "__main__":

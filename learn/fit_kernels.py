@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.cli.command_line import command
+from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, data_key, key
 from conf.files.outputs import file_problems
 
@@ -125,16 +125,13 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
-    from conf.cli.command_line import StepBar
     from learn.fitting.kernel_formulas import score_text
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)
-    print(score_text(fitted.times))
-    if fitted.activity:
-        print(score_text(fitted.activity))
-    if fitted.power:
-        print(score_text(fitted.power, "limit"))
+    for scores, rows in ((fitted.times, "judged on"), (fitted.activity, "judged on"), (fitted.power, "limit")):
+        if scores:
+            print(score_text(scores, rows))
     for reason, number in fitted.left_out.items():
         print(f"left out: {number:,} rows: {reason}")
     print(f"written: {settings.path}")

@@ -1,6 +1,8 @@
 """A worker: pinned to one slot of a device, it runs one trial after another and turns each into a run.
 
 Start reading at `Worker.run`. Never imports torch. Under Ray it lives in an actor; inline it lives in the dispatcher.
+Its processes: the worker starts a trial server, which has imported torch; that forks a keeper for each trial, which
+forks the trial and ends with it.
 """
 
 from __future__ import annotations

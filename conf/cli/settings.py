@@ -362,7 +362,7 @@ class Checked:
         fields = [field for field in dataclasses.fields(settings) if field.metadata and _GIVEN not in field.metadata]
         for field in fields if not problems else ():
             try:
-                value = _made(field, _hints(settings)[field.name], getattr(self, field.name))
+                value = _make_value(field, _hints(settings)[field.name], getattr(self, field.name))
                 object.__setattr__(self, field.name, value)
             except UsageError as error:
                 problems.append(str(error))
@@ -374,7 +374,7 @@ class Checked:
         return ()
 
 
-def _made(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
+def _make_value(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     """Return a field's value: the object of a section, what `build` makes, several names as a tuple."""
     about = field.metadata
     chosen = about.get(_GROUP)

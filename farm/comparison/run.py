@@ -253,7 +253,7 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
 
 def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | None) -> str:
     """Return a readable file name, equal for equal comparisons."""
-    identity = [side.folder_name if isinstance(side, Environment) else _recorded(side) for side in sides]
+    identity = [side.folder_name if isinstance(side, Environment) else _record(side) for side in sides]
     parts: dict[str, Any] = {"sides": identity, "job": job_id, "family": settings.family}
     if settings.submission is not None:
         parts["n"] = settings.submission.n
@@ -261,7 +261,7 @@ def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | Non
     return f"{settings.family or 'all'}-{words}-{mapping_hash(parts)[:6]}"
 
 
-def _recorded(side: Recorded) -> str:
+def _record(side: Recorded) -> str:
     return f"{side.folder.root}@{side.snapshot or ''}"
 
 

@@ -156,7 +156,7 @@ class ExplorerPages:
         if len(sql) > _LONGEST_SQL:
             raise UsageError(f"a query of at most {_LONGEST_SQL:,} characters is wanted")
         table, has_more = run_limited(self._folder, sql, kind, limits, ends)
-        return _scrubbed(table, self._scrubber), has_more
+        return _scrub(table, self._scrubber), has_more
 
     def _sql(self, sql: str, ends: Ends) -> Response:
         answer, problem, status = None, None, HTTPStatus.OK
@@ -278,7 +278,7 @@ class ExplorerPages:
         return rows, notes
 
 
-def _scrubbed(table: pa.Table, scrubber: Scrubber) -> pa.Table:
+def _scrub(table: pa.Table, scrubber: Scrubber) -> pa.Table:
     """Return a table without paths of the server in its texts."""
     for place, field in enumerate(table.schema):
         column = table.column(place)
@@ -422,7 +422,7 @@ def _route(method: str, path: str, route: Mapping[str, Any], schemas: Mapping[st
         yield Lead(Code(parameter["name"]), f" ({parameter['in']}): {parameter.get('description') or 'text'}")
     body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     if body is not None:
-        schema = _resolved(body, schemas)
+        schema = _resolve(body, schemas)
         yield from _fields("Fields of the body", schema, schemas)
         if examples := _examples(schema):
             shown = "\n".join(
@@ -452,7 +452,7 @@ def _fields(title: str, schema: Mapping[str, Any], schemas: Mapping[str, Any]) -
         yield from _fields(f"Fields of {name}", schemas[name], schemas)
 
 
-def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
     return schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 

@@ -50,15 +50,15 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
     values = dict(values)
     if "backend" not in values:
         count = values.pop("count", None)
-        return DeviceChoice(backend="simulated", count=count, spec=_described(device_from_mapping(values)))
+        return DeviceChoice(backend="simulated", count=count, spec=_describe(device_from_mapping(values)))
     known = [key.name for key in keys_of(DeviceKeys)]
     if unknown := sorted(set(values) - set(known)):
         raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     model = values.pop("model", None)
-    return DeviceChoice(**values, spec=None if model is None else _described(load_device(model)))
+    return DeviceChoice(**values, spec=None if model is None else _describe(load_device(model)))
 
 
-def _described(spec: DeviceSpec) -> dict[str, Any]:
+def _describe(spec: DeviceSpec) -> dict[str, Any]:
     """Return a description for the wire: with its interconnect only where that is not the one of its GPU model."""
     from featurize.device.device_spec import device_from_mapping
 

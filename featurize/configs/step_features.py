@@ -133,7 +133,7 @@ def _edges(sources: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _depths(edges: np.ndarray, count: int) -> np.ndarray:
-    """The longest path to each node. Edges are sorted by reader, and sources come before readers."""
+    """Return the longest path to each node. Edges are sorted by reader, and sources come before readers."""
     depths = [0] * count
     for source, reader in zip(*edges.tolist(), strict=True):
         if depths[source] >= depths[reader]:
@@ -320,8 +320,8 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
 
 
 def _reached_by_batch(trace: StepTrace) -> list[bool]:
-    """Which operators work on samples: those that read the batch, and those that read what these made. The others
-    (standardised weights, tables of positions) do the same work for any batch."""
+    """Return which operators work on samples: those that read the batch, and those that read what these made. The
+    others (standardised weights, tables of positions) do the same work for any batch."""
     reached: list[bool] = []
     for op in trace.operators:
         reached.append(any(source == BATCH or (source >= 0 and reached[source]) for source in op.sources))

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
-    """`nn.Linear` with bias, applied to `rows` vectors a sample (the sequence length, or 1)."""
+    """Return `nn.Linear` with bias, applied to `rows` vectors a sample (the sequence length, or 1)."""
     return Layer("linear", rows * outputs, inputs * outputs + outputs, 2 * rows * inputs * outputs)
 
 
 def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int = 1, present: bool = True) -> Layer:
-    """`nn.Conv2d` with a square kernel, giving square maps of `side_out` pixels."""
+    """Return `nn.Conv2d` with a square kernel, giving square maps of `side_out` pixels."""
     weights, area = inputs * outputs * kernel**2, side_out**2
     return Layer("conv2d", outputs * area, weights + outputs * bias, 2 * weights * area, present)
 
@@ -39,7 +39,7 @@ def dropout(rate: float, elements: int) -> Layer:
 
 
 def classified_images(config: Any, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
+    """Return images [N, channels, image_size, image_size] float32 and class indices [N]."""
     import torch
 
     size = (config.batch_size, config.channels, config.image_size, config.image_size)
@@ -49,7 +49,8 @@ def classified_images(config: Any, device: str | torch.device) -> tuple[tuple[to
 def token_batch(
     config: Any, device: str | torch.device, *, per_token: bool
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape, or class indices [N]."""
+    """Return token indices [N, sequence_length] int64; the next tokens' indices of the same shape, or class indices
+    [N]."""
     import torch
 
     size = (config.batch_size, config.sequence_length)
@@ -101,7 +102,7 @@ T = TypeVar("T")
 
 
 def pick(options: Sequence[T], draw: Callable[[str], float], name: str) -> T:
-    """One of `options`, evenly, by the sampled point's own draw."""
+    """Return one of `options`, evenly, by the sampled point's own draw."""
     return options[min(int(draw(name) * len(options)), len(options) - 1)]
 
 
@@ -114,7 +115,8 @@ def layer_norm(width: int, length: int) -> Layer:
 
 
 def attention_part(width: int, length: int, rate: float) -> list[Layer]:
-    """Norm, the projections and the fused attention between them, whose products count masked or not, dropout, sum."""
+    """Return the norm, the projections and the fused attention between them, whose products count masked or not,
+    dropout, sum."""
     outer = length * width
     return [
         layer_norm(width, length),
@@ -129,7 +131,7 @@ def attention_part(width: int, length: int, rate: float) -> list[Layer]:
 def dense_part(
     width: int, inner: int, length: int, rate: float, *, activation_name: str = "gelu", inner_rate: float = 0.0
 ) -> list[Layer]:
-    """Norm, two linear layers, dropout, sum."""
+    """Return the norm, two linear layers, dropout, sum."""
     outer = length * width
     return [
         layer_norm(width, length),
@@ -158,7 +160,8 @@ def embedded(width: int, length: int, vocabulary: int, rate: float) -> list[Laye
 
 
 def token_head(width: int, length: int, vocabulary: int, *, tied: bool) -> list[Layer]:
-    """The last norm and a logit for every token of the vocabulary, without bias; `tied` weights are the embedding's."""
+    """Return the last norm and a logit for every token of the vocabulary, without bias; `tied` weights are the
+    embedding's."""
     logits = Layer("linear", length * vocabulary, width * vocabulary * (1 - tied), 2 * length * width * vocabulary)
     return [layer_norm(width, length), logits]
 

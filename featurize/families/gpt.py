@@ -56,12 +56,12 @@ class Config(TrialConfig):
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass."""
+    """Return the network in the order of the forward pass."""
     return [NetworkBlock("embedding"), NetworkBlock("block", times=config.depth), NetworkBlock("head")]
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample. The tanh formula counts as one activation."""
+    """Return a block's part of the forward pass per sample. The tanh formula counts as one activation."""
     length, width = config.sequence_length, config.embedding_size
     if block.kind == "embedding":
         return parts.embedded(width, length, config.vocabulary_size, config.dropout)
@@ -101,7 +101,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices and the next tokens' indices, both [N, sequence_length] int64."""
+    """Return token indices and the next tokens' indices, both [N, sequence_length] int64."""
     return parts.token_batch(config, device, per_token=True)
 
 

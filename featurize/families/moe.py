@@ -83,14 +83,14 @@ def is_routed(config: Config, index: int) -> bool:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass; of a `routed` block's experts, `outputs` rows in all."""
+    """Return the network in the order of the forward pass; of a `routed` block's experts, `outputs` rows in all."""
     routed = NetworkBlock("routed", outputs=config.experts * capacity(config))
     body = [routed if is_routed(config, index) else NetworkBlock("dense") for index in range(config.depth)]
     return [NetworkBlock("embedding"), *body, NetworkBlock(config.topology)]
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     length, width, rate = config.sequence_length, config.embedding_size, config.dropout
     if block.kind == "embedding":
         return parts.embedded(width, length, config.vocabulary_size, rate)
@@ -104,7 +104,8 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def _routed_part(config: Config, rows: int) -> list[Layer]:
-    """Norm, router, the experts' rows gathered, their linear layers side by side, rows back at their tokens, sum."""
+    """Return the norm, router, the experts' rows gathered, their linear layers side by side, rows back at their tokens,
+    sum."""
     length, width, inner, experts = config.sequence_length, config.embedding_size, config.feed_forward, config.experts
     outer, products = length * width, 2 * rows * width * inner
     return [
@@ -166,13 +167,13 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape for a decoder, class indices
-    [N] for an encoder."""
+    """Return token indices [N, sequence_length] int64; the next tokens' indices of the same shape for a decoder, class
+    indices [N] for an encoder."""
     return parts.token_batch(config, device, per_token=config.topology == "decoder")
 
 
 def loss(config: Config) -> Callable[..., Any]:
-    """Cross entropy of the logits and a hundredth of the routers' auxiliary loss."""
+    """Return the cross entropy of the logits and a hundredth of the routers' auxiliary loss."""
     from featurize.training.training_step import cross_entropy
 
     def of(output: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def _kind(architecture: str) -> str:
 
 
 def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample. Builds the model on the first call for a model and size (tenths of a second).
+    """Return the forward pass per sample. Builds the model on the first call for a model and size (tenths of a second).
 
     Raises `UsageError` if timm is not installed or its release does not know the model, or not at this size.
     """
@@ -106,7 +106,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Images [N, channels, H, W] float32 and class indices [N]."""
+    """Return images [N, channels, H, W] float32 and class indices [N]."""
     import torch
 
     images = torch.randn(config.batch_size, *_input_shape(config.model, config.image_size), device=device)

@@ -76,7 +76,7 @@ def _attention(config: Config) -> Layer:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass; `crossed` layers have cross-attention too."""
+    """Return the network in the order of the forward pass; `crossed` layers have cross-attention too."""
     plain, crossed = stages(config)
     return [
         NetworkBlock("embedding"),
@@ -87,7 +87,7 @@ def blocks(config: Config) -> list[NetworkBlock]:
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     length, width, inner = config.sequence_length, config.embedding_size, config.feed_forward
     outer = length * width
     if block.kind == "embedding":
@@ -130,7 +130,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices [N, sequence_length] int64 and class indices [N]."""
+    """Return token indices [N, sequence_length] int64 and class indices [N]."""
     return parts.token_batch(config, device, per_token=False)
 
 

@@ -54,12 +54,12 @@ class Config(TrialConfig):
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass."""
+    """Return the network in the order of the forward pass."""
     return [NetworkBlock("patches"), NetworkBlock("block", times=config.depth), NetworkBlock("head")]
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample. The class token's weights are in `position`."""
+    """Return a block's part of the forward pass per sample. The class token's weights are in `position`."""
     width, patches = config.embedding_size, (config.image_size // config.patch_size) ** 2
     length, weights = patches + 1, config.channels * config.patch_size**2 * width
     if block.kind == "block":
@@ -104,7 +104,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
+    """Return images [N, channels, image_size, image_size] float32 and class indices [N]."""
     return parts.classified_images(config, device)
 
 

@@ -103,7 +103,7 @@ class TrialConfig:
             raise UsageError(f"{self.family}: " + "; ".join(problems))
 
     def problems(self) -> list[str]:
-        """Every rule this config breaks, in words; empty when it can be built."""
+        """Return every rule this config breaks, in words; empty when it can be built."""
         problems = [
             *at_least(self, batch_size=1),
             *one_of(self, optimizer=OPTIMIZERS, precision=PRECISIONS),

@@ -81,7 +81,7 @@ def meta_tensors(values: Iterable[Any]) -> list[Tensor]:
 
 def bytes_read(tensor: Tensor) -> int:
     """Return how many bytes reading a tensor once takes; an expanded one takes at most its storage."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 @functools.cache

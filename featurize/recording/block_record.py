@@ -232,7 +232,7 @@ class BlockRecord:
         return {self.live[key][0] for key in keys if key in self.live}
 
     def final_blocks(self) -> tuple[Block, ...]:
-        """The blocks, those without a name classified by their lifetime."""
+        """Return the blocks, those without a name classified by their lifetime."""
         pooled = self._pooled
         until = self._until | dict.fromkeys(self._waiting, len(self.events))  # 0: at once
         blocks = [
@@ -610,7 +610,7 @@ _current_node = torch._C._current_autograd_node
 
 
 def origin(error: BaseException | None) -> tuple[str, str]:
-    """The operator and the module that an error of a recorded step came from, empty where they are not known."""
+    """Return the operator and the module that an error of a recorded step came from, empty where they are not known."""
     while error is not None:
         if "traced_at" in vars(error):
             operator, module = vars(error)["traced_at"]

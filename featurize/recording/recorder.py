@@ -155,7 +155,7 @@ def _make(recipe: Any) -> Any:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last."""
+    """Return the number of elements from the first to the last."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -381,9 +381,10 @@ def in_place_overload(
 
 
 def taken_over(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
-    """A tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the parameter's,
-    takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of autograd/functions/accumulate_grad.h).
-    None if this call of `func`, made during a backward pass, is not such a copy."""
+    """Return a tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the
+    parameter's, takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of
+    autograd/functions/accumulate_grad.h). None if this call of `func`, made during a backward pass, is not such a
+    copy."""
     if func is not _CLONE or not args[0].is_sparse or torch.is_grad_enabled():
         return None
     indices, values = args[0]._indices(), args[0]._values()
@@ -399,7 +400,8 @@ def _references(tensor: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def references_of_the_last_holder() -> tuple[int, int] | None:
-    """The reference counts that a dispatch mode sees of a gradient that the engine alone holds, and of its storage.
+    """Return the reference counts that a dispatch mode sees of a gradient that the engine alone holds, and of its
+    storage.
 
     Counted on a small graph, as they differ between releases; None in one that does not show it. Not for use within a
     dispatch mode, where there is no autograd."""

@@ -364,8 +364,9 @@ def _latency_s(own_us: float, fabric: Fabric) -> float:
 
 
 def _around_s(moved: float, copied: float, fabric: Fabric) -> float:
-    """Seconds in which each rank moves this many bytes along rings through all ranks, and copies others in its own
-    memory. Rings leave a node through the adapters of all of its ranks; while the network is busy, nodes continue."""
+    """Return the seconds in which each rank moves this many bytes along rings through all ranks, and copies others in
+    its own memory. Rings leave a node through the adapters of all of its ranks; while the network is busy, nodes
+    continue."""
     within_s = moved / (fabric.link_gb_s * 1e9) + copied / (fabric.links.copy_gb_s * 1e9)
     if fabric.nodes == 1:
         return within_s

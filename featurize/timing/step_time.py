@@ -293,24 +293,24 @@ def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, obj
         "fitted_on": dict(learned.fitted_on),
         "error_quantiles": {f"{coverage:g}": round(factor, 4) for coverage, factor in learned.error_quantiles.items()},
         "sharded": round(learned.sharded, 4),
-        "single": {name: _rounded(value) for name, value in parameters.single.items()},
-        "by_units": {name: _rounded(values) for name, values in parameters.by_units.items()},
-        "by_group": {name: _rounded(values) for name, values in parameters.by_group.items()},
+        "single": {name: _round(value) for name, value in parameters.single.items()},
+        "by_units": {name: _round(values) for name, values in parameters.by_units.items()},
+        "by_group": {name: _round(values) for name, values in parameters.by_group.items()},
         "activity": {
-            **{name: _rounded(value) for name, value in learned.activity.single.items()},
+            **{name: _round(value) for name, value in learned.activity.single.items()},
             **{
-                name: dict(zip(CLASSES, _rounded(values), strict=True))
+                name: dict(zip(CLASSES, _round(values), strict=True))
                 for name, values in learned.activity.by_class.items()
             },
         },
-        "compute": dict(zip(parameters.names[0], _rounded(parameters.compute), strict=True)),
-        "bandwidth": dict(zip(parameters.names[1], _rounded(parameters.bandwidth), strict=True)),
+        "compute": dict(zip(parameters.names[0], _round(parameters.compute), strict=True)),
+        "bandwidth": dict(zip(parameters.names[1], _round(parameters.bandwidth), strict=True)),
         **sections,
     }
     return json.dumps(content, indent=1) + "\n"
 
 
-def _rounded(values: ArrayLike) -> Any:
+def _round(values: ArrayLike) -> Any:
     return np.round(np.asarray(values, dtype=float), 4).tolist()
 
 
@@ -413,6 +413,7 @@ def features(step: TimedStep) -> dict[str, float]:
     }
 
 
+@functools.cache
 def kind_of(kind: str, group: str) -> str:
     """Return which of `KINDS` a kernel is."""
     if group != STREAM:

@@ -3,9 +3,9 @@
 Start reading at `SecondStep`: the passes are repeated from the record, and the optimizer runs. A model that keeps
 something from step to step runs its second step, too: the first one changes what the model or the loss holds
 (`state_of`), draws a number, reads a value that the step computes, or leaves more memory behind than gradients and what
-a loop holds. `StepSequence.play` runs each shape of batches once. `StepsInALoop.looped` makes of steps that were traced
-without a loop's variables those of a usual loop, which copies a batch to the device while the last one's is alive, and
-holds output and loss until it assigns the next ones.
+a loop holds. `StepSequence.play` runs each shape of batches once. `StepsInALoop.looped` turns steps that were traced
+without a loop's variables into those of a usual loop. That one copies a batch to the device while the last one's is
+alive, and holds output and loss until it assigns the next ones.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ class StepSequence:
 
 
 def _born_bytes(stretch: Stretch) -> int:
-    """The most bytes alive at once of the blocks that a stretch takes."""
+    """Return the most bytes alive at once of the blocks that a stretch takes."""
     live = most = 0
     for event in stretch.events:
         if event.block not in stretch.entering:

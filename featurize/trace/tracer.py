@@ -79,8 +79,8 @@ class TraceError(Exception):
 def trace_config(
     config: TrialConfig, *, device: str | DeviceSpec = DEFAULT_DEVICE, training_loop: bool = False
 ) -> StepTrace:
-    """The trace of one training step of a family's model, run as the farm's devices do; of a trial on several GPUs the
-    step of one rank. Raises `TraceError`."""
+    """Return the trace of one training step of a family's model, run as the farm's devices do; of a trial on several
+    GPUs the step of one rank. Raises `TraceError`."""
     from featurize.families import get_family, loss_of
     from featurize.trace import trace_cache
 
@@ -116,7 +116,7 @@ def trace_step(
     rank: int | None = None,
     every_pass: bool | None = None,
 ) -> StepTrace:
-    """The trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
+    """Return the trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
 
     model      a module, which is left as it is, or a zero-argument factory, built without memory
     inputs     the model's arguments: a tensor, a tuple of positional ones, or a mapping of keyword ones, with tensors
@@ -176,7 +176,7 @@ def trace_step(
 
         return trace_ranks(of_rank, parallel, rank)
     traced = functools.partial(
-        _traced,
+        _trace,
         model,
         inputs=inputs,
         target=target,
@@ -197,7 +197,7 @@ def trace_step(
     return trace
 
 
-def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
+def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     while True:
         try:
             return _traced_once(model, **request)

@@ -158,5 +158,5 @@ def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], n
 
 
 def _nbytes(sides: Sequence[Any]) -> int:
-    """Bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
+    """Return the bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
     return max((sum(tensor.nbytes for tensor in tensors_of(side)) for side in sides), default=0)

@@ -20,11 +20,11 @@ import numpy as np
 
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError, unknown_name
-from featurize.device.device_spec import describe_device
+from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.job.code_names import parse_trust
 from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
-from learn.job.training_job import Case
+from learn.job.training_job import Case, TrainingJob
 from learn.judging.evaluate import GROUPINGS, SPLITS, Part
 from learn.judging.scores import Asked, Given, given_of, median, sample
 from learn.rows.data import (
@@ -43,7 +43,6 @@ from learn.rows.processes import NoResult, in_processes
 from learn.rows.step_store import StepStore, traced_column
 
 if TYPE_CHECKING:
-    from featurize.device.device_spec import DeviceSpec
     from learn.peers.base import Answer
     from warehouse.exchange.published import PublishedFile, PublishedRow
 
@@ -220,7 +219,7 @@ class BenchmarkSettings(Checked):
             if name not in (*ESTIMATORS, *formulas):
                 problems.append(str(unknown_name("estimator", name, (*ESTIMATORS, *formulas))))
             elif name not in formulas:
-                problems += _refused(partial(require_target, get_estimator(name), self.target))
+                problems += _collect_refusal(partial(require_target, get_estimator(name), self.target))
         if self.estimators is not None and not self.estimators:
             problems.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
         return problems
@@ -232,13 +231,13 @@ class BenchmarkSettings(Checked):
         problems = []
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:
-                problems += _refused(partial(checked_path, getattr(self, name), name, like))
+                problems += _collect_refusal(partial(checked_path, getattr(self, name), name, like))
         if self.out is not None and self.out == self.report:
             problems.append(f"out= and report= are the same file, {self.out}")
         return problems
 
 
-def _refused(check: Callable[[], object]) -> list[str]:
+def _collect_refusal(check: Callable[[], object]) -> list[str]:
     """Return the message of the `UsageError` that `check` raises, if any."""
     try:
         check()
@@ -258,7 +257,7 @@ class RowSelection:
     file       what separates figures: the published file, the warehouse's family
     name       for people
     asked      bool: answers are wanted; fitted_on: bool, an estimator may learn from it
-    subjects   what a training-free estimator is asked about: the published row, or the case
+    refused    why there is no such job, where there is none
     estimates  published estimates of the row, name -> value
     """
 
@@ -267,13 +266,13 @@ class RowSelection:
     name: np.ndarray
     asked: np.ndarray
     fitted_on: np.ndarray
-    subjects: tuple[Any, ...]
+    refused: tuple[str | None, ...]
     estimates: tuple[Mapping[str, float], ...]
     notes: tuple[str, ...]
 
     def bins(self, file: str, widths_gb: Sequence[int] = ()) -> dict[str, Bins]:
-        """The classes that a file's rows are judged by: `published`, and for memory `ours` and each of `widths_gb`, by
-        its name as `2 GB`."""
+        """Return the classes that a file's rows are judged by: `published`, and for memory `ours` and each of
+        `widths_gb`, by its name as `2 GB`."""
         rows = self.rows.subset(self.file == file)
         target = rows.target
         # A quantile of no labels does not exist; a file of nothing but out-of-memory rows has none.
@@ -300,7 +299,7 @@ def _card(rows: Rows) -> float | None:
 
 
 def of_runs(settings: BenchmarkSettings) -> RowSelection:
-    """The usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
+    """Return the usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name, trust=settings.trust
     )
@@ -319,14 +318,14 @@ def of_runs(settings: BenchmarkSettings) -> RowSelection:
         notes.append("the labels are of simulated devices: the figures say nothing about real GPUs")
     n = len(rows)
     everything = np.ones(n, dtype=bool)
-    return RowSelection(rows, rows.family, rows.run_ids, everything, everything, rows.cases, ({},) * n, tuple(notes))
+    return RowSelection(rows, rows.family, rows.run_ids, everything, everything, (None,) * n, ({},) * n, tuple(notes))
 
 
 # ---- published files
 
 
 def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
-    """The rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
+    """Return the rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
 
     Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
     Raises `UsageError` where nothing is left to ask, or nothing to fit on.
@@ -357,8 +356,9 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
         notes_text = "; ".join(notes)
         raise UsageError(f"{where}, target={target.name}{f' ({notes_text})' if notes_text else ''}")
 
-    cases, able = zip(*(_case(row, spec) for _, row in rows), strict=True)
-    fitted_on = np.array([ok and file.form != NEVER_FITTED_ON for (file, _), ok in zip(rows, able, strict=True)])
+    cases, refused = zip(*(_case(row, spec) for _, row in rows), strict=True)
+    pairs = zip(rows, refused, strict=True)
+    fitted_on = np.array([why is None and file.form != NEVER_FITTED_ON for (file, _), why in pairs])
     asked = np.array([file.path.stem in asked_of for file, _ in rows])
     if learned and not fitted_on.any():
         raise UsageError(
@@ -372,7 +372,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
             f"{', '.join(sorted(never))}: never fitted on; learned estimators are fitted on all rows of {names} but "
             "those of models of the same names"
         )
-    records = tuple(_labelled(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
+    records = tuple(_label(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
     statuses = Counter(row.status for _, row in rows)
     row_names = [f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name for _, row in rows]
     return RowSelection(
@@ -381,7 +381,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
         np.array(row_names, dtype=object),
         asked,
         fitted_on,
-        tuple(row for _, row in rows),
+        refused,
         tuple(row.estimates if target.is_memory else {} for _, row in rows),
         tuple(notes),
     )
@@ -393,20 +393,20 @@ def _usable(
     stem = file.path.stem
     rows = [row for row in file.rows if row.status != "invalid"]
     if reasons := Counter(str(row.reason) for row in file.rows if row.status == "invalid"):
-        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_counted(reasons)})")
+        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_count(reasons)})")
     if settings.family != "all":
         rows = [row for row in rows if (row.family or _case(row, spec)[0].family) == settings.family]
     if settings.doubtful == "drop":
         rows = [row for row in rows if row.doubt is None]
     if not target.is_memory:
-        why = [_unlabelled(row, target.column) for row in rows]
+        why = [_explain_unlabelled(row, target.column) for row in rows]
         if counts := Counter(filter(None, why)):
-            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_counted(counts)})")
+            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_count(counts)})")
         rows = [row for row, reason in zip(rows, why, strict=True) if reason is None]
     return rows
 
 
-def _unlabelled(row: PublishedRow, column: str) -> str | None:
+def _explain_unlabelled(row: PublishedRow, column: str) -> str | None:
     if row.status == "oom":
         return "out of memory"
     if column not in row.utilization:
@@ -417,33 +417,31 @@ def _unlabelled(row: PublishedRow, column: str) -> str | None:
     return None if value > 0 else "0 beside a model that trained: a sensor that gave nothing"
 
 
-def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
-    """Return the case, and whether there is such a job. A row without one is asked all the same: its refusal says
-    why."""
+def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, str | None]:
+    """Return the case, and where there is no such job, why: every estimator refuses it by that reason."""
     from featurize.training.training_step import Training
     from learn.fitting.published_jobs import config_of, workload_of
-    from learn.job.training_job import TrainingJob
     from warehouse.exchange.published import TORCH_VERSION
 
+    reason = None
     try:
-        return Case(config_of(row), spec.name, True, TORCH_VERSION), True
+        return Case(config_of(row), spec.name, True, TORCH_VERSION), None
     except CommandError:
         pass
-    is_able = True
     try:
         job = workload_of(row)
     except CommandError as error:
-        is_able, reason = False, str(error)
-
-        def build(*_: object) -> NoReturn:
-            raise UsageError(reason)
-
-        size = row.batch_size or 1
-        job = TrainingJob(name=row.name, build=build, batch=build, settings=Training(), batch_size=size)
-    return Case(None, spec.name, True, TORCH_VERSION, module=job), is_able
+        reason, size = str(error), row.batch_size or 1
+        refuse = partial(_refuse, reason)
+        job = TrainingJob(name=row.name, build=refuse, batch=refuse, settings=Training(), batch_size=size)
+    return Case(None, spec.name, True, TORCH_VERSION, module=job), reason
 
 
-def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
+def _refuse(reason: str, *_: object) -> NoReturn:
+    raise UsageError(reason)
+
+
+def _label(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
     out_of_memory = target.is_memory and row.status == "oom"
     label = row.memory_mib if target.is_memory else row.utilization[target.column]
     if out_of_memory:
@@ -466,7 +464,7 @@ def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -
 
 
 def _group(row: PublishedRow, case: Case) -> str:
-    """One model at several batch sizes is one group, in whichever file and spelling."""
+    """Return the group of a row: one model at several batch sizes is one group, in whichever file and spelling."""
     if row.model is not None:
         return f"model-{row.model.lower()}"
     if case.config is None:
@@ -481,10 +479,10 @@ def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
     if not counts:
         return []
     about = f"{counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on)"
-    return [f"{file}: {about}: {_counted(counts, '; ')}"]
+    return [f"{file}: {about}: {_count(counts, '; ')}"]
 
 
-def _counted(reasons: Counter[str], between: str = ", ") -> str:
+def _count(reasons: Counter[str], between: str = ", ") -> str:
     return between.join(f"{n} {reason}" for reason, n in reasons.most_common())
 
 
@@ -532,14 +530,15 @@ def ask_free(
     places: list[tuple[str, int]] = []  # each job's estimator and row
     for name in sorted(names, key=SLOW.__contains__):
         for i in index.tolist():
-            case, subject = selection.rows.cases[i], selection.subjects[i]
-            if name == "trace" and (given := _of_record(case, selection.rows.target, steps)) is not None:
+            case, reason = selection.rows.cases[i], selection.refused[i]
+            given = None if reason is None else Given(estimate=None, reason=reason)
+            if name == "trace" and given is None:
+                given = _of_record(case, selection.rows.target, steps)
+            if given is not None:
                 answers[name][i] = given
                 continue
-            spec = describe_device(case.device)
-            if isinstance(subject, Case):
-                subject = replace(subject, described=spec)  # a copy: what a case remembers need not travel
-            jobs.append(PoolItem(ESTIMATORS[name], subject, spec, settings.target))
+            described = replace(case, described=describe_device(case.device))  # a copy: its memory need not travel
+            jobs.append(PoolItem(ESTIMATORS[name], described, settings.target))
             places.append((name, i))
     for name, given_rows in answers.items():
         tally.step(len(given_rows))
@@ -561,8 +560,7 @@ class PoolItem:
     """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
 
     where: str
-    subject: PublishedRow | Case
-    device: DeviceSpec
+    case: Case
     target: str
 
 
@@ -570,13 +568,9 @@ def answer(job: PoolItem) -> Answer:
     """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
 
     def parts() -> Mapping[str, float]:
-        from learn.fitting.published_jobs import workload_of
-
-        estimator, case = pkgutil.resolve_name(job.where)(), job.subject
-        if not isinstance(case, Case):
-            case = Case(module=workload_of(case), described=job.device)
+        estimator, case = pkgutil.resolve_name(job.where)(), job.case
         if job.target == "memory":
-            parts: Mapping[str, float] = estimator.parts_mib(case.job, job.device)
+            parts: Mapping[str, float] = estimator.parts_mib(case.job, case.described)
             return parts
         estimator.target = get_target(job.target)
         return {job.target: estimator.figure(case)}

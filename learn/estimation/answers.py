@@ -95,7 +95,7 @@ def answered(
     Raises:
         UsageError: Peak memory cannot be estimated. Other figures may be None.
     """
-    (asked,) = _asked([request], timeline, traces)
+    (asked,) = _ask_all([request], timeline, traces)
     if asked.error is not None:
         raise asked.error
     return asked.estimate, asked.traced
@@ -104,7 +104,7 @@ def answered(
 @naming_the_extra()
 @as_a_training_script()
 @without_collection()
-def _asked(requests: Sequence[Request], timeline: bool, traces: Traces | None) -> list[_Answer]:
+def _ask_all(requests: Sequence[Request], timeline: bool, traces: Traces | None) -> list[_Answer]:
     """Return the answers to requests that differ in their platform alone: each fitted model is asked once for all."""
     began = time.monotonic_ns()
     steps = StepStore(requests[0].options.data)
@@ -381,7 +381,7 @@ class _Answer:
     def _take_fitted(self) -> None:
         """Take the figures of fitted models, and note what has none."""
         answers = [(question, self._take_model(question)) for question in self.questions]
-        self.notes += _merged([note for question, notes in answers for note in (*question.notes, *(notes or ()))])
+        self.notes += _merge([note for question, notes in answers for note in (*question.notes, *(notes or ()))])
         if absent := [question.target for question, notes in answers if notes is None]:
             home = DataFolder.resolve(self.request.options.data).models
             text = (
@@ -709,7 +709,7 @@ def _of_loop(
     return None, passed_over
 
 
-def _merged(notes: list[Note]) -> list[Note]:
+def _merge(notes: list[Note]) -> list[Note]:
     """Return one note for those that say the same of several targets, whose names then begin its text."""
     targets: dict[Note, list[str]] = {}
     for note in notes:
@@ -737,7 +737,8 @@ def _room(device: DeviceSpec, limit_mib: float) -> str:
 
 
 def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
-    """Seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the model."""
+    """Return the seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the
+    model."""
     groups = () if trace.pipeline is None else trace.pipeline.groups
     if not groups:
         return seconds_at_peak(trace, device, settings)
@@ -781,23 +782,20 @@ def answers_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate
     The job is traced once. What is new is left in the user's cache."""
     key, request = _key(request)
     keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
-    known_answers = _found([answer_key for answer_key in keys if answer_key is not None])
-    missing = [place for place, answer_key in enumerate(keys) if answer_key not in known_answers]
-    asked = _asked([replace(request, platform=platforms[place]) for place in missing], False, {}) if missing else []
-    made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
-    answers = {
-        f"answer {keys[place]}": estimate.to_mapping()
-        for place, estimate in made.items()
-        if isinstance(estimate, Estimate)
+    known_answers = _find([answer_key for answer_key in keys if answer_key is not None])
+    outcomes: dict[int, Estimate | CommandError] = {
+        place: known_answers[answer_key] for place, answer_key in enumerate(keys) if answer_key in known_answers
     }
-    keep(answers if key is not None else {})
-    outcomes = [
-        known_answers[answer_key] if answer_key in known_answers else made[place]
-        for place, answer_key in enumerate(keys)
-    ]
+    if missing := [place for place in range(len(platforms)) if place not in outcomes]:
+        asked = _ask_all([replace(request, platform=platforms[place]) for place in missing], False, {})
+        made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
+        if key is not None:
+            new = {keys[place]: estimate for place, estimate in made.items() if isinstance(estimate, Estimate)}
+            keep({f"answer {answer_key}": estimate.to_mapping() for answer_key, estimate in new.items()})
+        outcomes |= made
     return [
-        _remembered(answer_key, outcome) if isinstance(outcome, Estimate) else outcome
-        for answer_key, outcome in zip(keys, outcomes, strict=True)
+        _remember(keys[place], outcome) if isinstance(outcome, Estimate) else outcome
+        for place, outcome in sorted(outcomes.items())
     ]
 
 
@@ -817,7 +815,7 @@ def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: 
     return estimate
 
 
-def _found(keys: Sequence[str]) -> dict[str | None, Estimate]:
+def _find(keys: Sequence[str]) -> dict[str | None, Estimate]:
     """Return the answers that are in memory or in the user's cache, by key."""
     known_answers: dict[str | None, Estimate] = {key: _answers[key] for key in keys if key in _answers}
     others = [key for key in keys if key not in known_answers]
@@ -827,7 +825,7 @@ def _found(keys: Sequence[str]) -> dict[str | None, Estimate]:
     return known_answers
 
 
-def _remembered(key: str | None, known: Estimate) -> Estimate:
+def _remember(key: str | None, known: Estimate) -> Estimate:
     """Keep an answer in memory. Returns a copy whose mappings are the caller's to change."""
     if key is None:
         return known

@@ -300,7 +300,7 @@ class PastRun:
 
 
 def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun:
-    """One run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
+    """Return one run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
 
     The row is data: what its config names is not imported, except the modules in `trust`
     (`featurize.configs.trial`)."""

@@ -525,7 +525,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
         low, high = (batch, high) if fitted else (low, batch)
         if low == most:
             return most
-        guess = _predicted(tried, low, high, limit_mib)
+        guess = _predict(tried, low, high, limit_mib)
         if high is None:
             guess = (
                 low * (2 if len(tried) == 1 else _GROWTH) if guess is None else max(guess, low + 2 ** (len(tried) // 4))
@@ -543,7 +543,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
     return low
 
 
-def _predicted(tried: Mapping[int, float], low: int, high: int | None, limit_mib: float) -> int | None:
+def _predict(tried: Mapping[int, float], low: int, high: int | None, limit_mib: float) -> int | None:
     """Return the largest batch that fits by a line through two figures; None where there is no rising line."""
     if len(tried) < 2:
         return None

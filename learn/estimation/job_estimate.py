@@ -452,7 +452,7 @@ class Estimate(Energy, Timing, Activity, Memory):
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The fields, `warnings`, and `fits`: into the empty card."""
+        """Return the fields, `warnings`, and `fits`: into the empty card."""
         return {**asdict(self), "warnings": list(self.warnings), "fits": self.fits_device}
 
 

@@ -105,7 +105,7 @@ def _group(
     job: TrainingJob,
     worst: RankGroup,
 ) -> RankGroup:
-    """Ranks of a pipeline with the memory of the first of them."""
+    """Return the ranks of a pipeline with the memory of the first of them."""
     from learn.job.traced import breakdown
 
     assert job.parallel is not None, "a pipeline"

@@ -278,7 +278,8 @@ def _require_whole(model: object) -> None:
 
 
 def _hidden_size_of(model: Model | TrialConfig) -> int | None:
-    """The width of a model that Hugging Face's libraries would find; a factory is built for it, without memory."""
+    """Return the width of a model that Hugging Face's libraries would find; a factory is built for it, without
+    memory."""
     if isinstance(model, TrialConfig):
         return None
     from torch import nn

@@ -35,12 +35,13 @@ def conformal_score(scores: np.ndarray, level: float) -> float:
 
 
 def conformal_rank(m: int, level: float) -> int:
-    """1-based rank of the calibration residual that bounds a new one with probability `level`; may exceed m."""
+    """Return the 1-based rank of the calibration residual that bounds a new one with probability `level`; may exceed
+    m."""
     return math.ceil((m + 1) * level - 1e-9)
 
 
 def too_few_for(level: float, m: int) -> str | None:
-    """The warning a bound from m residuals has to carry at `level`, or None."""
+    """Return the warning a bound from m residuals has to carry at `level`, or None."""
     if conformal_rank(m, level) <= m:
         return None
     needed = math.ceil(level / (1 - level) - 1e-9)
@@ -208,13 +209,15 @@ class Prediction(Protocol):
         """(n,) the single best guess; NaN in the rows of `refusals`."""
 
     def quantile(self, q: float) -> np.ndarray:
-        """(n,) the q-quantile, 0 < q < 1; grows with q."""
+        """Return the (n,) q-quantiles, 0 < q < 1; grows with q."""
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
-        """(n, k + 1) the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by row."""
+        """Return (n, k + 1), the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by
+        row."""
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
-        """(n,) a bound, never below the point, that `level` of new labels stay under; None: none was calibrated."""
+        """Return (n,) bounds, never below the point, that `level` of new labels stay under; None: none was
+        calibrated."""
 
     def held_of(self, row: int) -> HeldShare | None:
         """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
@@ -311,7 +314,7 @@ def open_state(cls: type[EstimatorT], folder: Path) -> tuple[EstimatorT, dict[st
 
 # Label <-> the space in which errors are taken. Labels near 0 are lifted to 1e-9, so that a logarithm exists.
 def to_space(values: np.ndarray, space: str) -> np.ndarray:
-    """`log` takes the natural logarithm; `ratio` is left as it is."""
+    """Return the values in the space: `log` takes the natural logarithm, `ratio` changes nothing."""
     values = np.asarray(values, dtype=float)
     return np.log(np.maximum(values, 1e-9)) if space == "log" else values
 

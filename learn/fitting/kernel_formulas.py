@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from conf.plain_text import table_lines
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.timing.activity import ActivityParameters
@@ -337,12 +338,12 @@ Formula: TypeAlias = Callable[[np.ndarray], np.ndarray]
 
 
 def kernel_model(fit: TimeFit) -> Formula:
-    """The kernel model, its efficiencies refitted."""
+    """Return the kernel model, its efficiencies refitted."""
     return lambda of: fit.log_ratios(fit.fitted(of))
 
 
 def kernel_model_as_it_comes(fit: TimeFit) -> Formula:
-    """The kernel model with the packaged efficiencies. It learns nothing from the rows."""
+    """Return the kernel model with the packaged efficiencies. It learns nothing from the rows."""
     learned = load_efficiencies()
     leftover = dict.fromkeys(SHARDED, learned.sharded)
     ratios = fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))
@@ -502,14 +503,5 @@ def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:
 
 def score_text(scores: Sequence[RowScores], subset: str = "judged on") -> str:
     """Return the scores as lines of text; `subset` is the head over which rows each is of."""
-    from rich.console import Console
-    from rich.table import Table
-
     heads, rows = score_table(scores, {"rows": "by", subset: "rows", "rows judged": "count"})
-    table = Table(*heads)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(width=120, no_color=True)
-    with console.capture() as text:
-        console.print(table)
-    return text.get().rstrip("\n")
+    return "\n".join(table_lines(heads, rows))

@@ -9,8 +9,9 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -135,7 +136,7 @@ def measured_times(
         [most],
     )
     traces: dict[tuple[Any, ...], Calls] = {}
-    return read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
+    return read_each(rows, lambda values: _read_measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
 
 
 def kernel_times(
@@ -329,21 +330,25 @@ def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None
     )
 
 
-def _measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
+def _read_measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
     device = described(row["device_name"])
-    release = _release(row["torch_version"])
+    release = re.match(r"(\d+)\.(\d+)", str(row["torch_version"]))
     if source == LLM_FOUNDRY:
         return _of_llm_foundry(row, device, traces)
     try:
         config = config_of_one_gpu(row["config"])
     except UnreadableConfig as error:
         raise RowLeftOut(f"{source}: no trial config") from error
-    fused = release is None or release >= _FIRST_FUSED
+    fused = release is None or (int(release[1]), int(release[2])) >= _FIRST_FUSED
     key = (row["config"], device.architecture.attention, fused)
     if key not in traces:
-        with _attention(fused):
-            traces[key] = _traced(lambda: trace_config(config, device=device), config.precision, listed=fused)
+        with contextlib.ExitStack() as after:
+            if not fused:  # timm's models then compute attention as they did before PyTorch had a fused one
+                layers = import_library("timm.layers")
+                after.callback(layers.set_fused_attn, layers.use_fused_attn())
+                layers.set_fused_attn(False)
+            traces[key] = _trace(lambda: trace_config(config, device=device), config.precision, listed=fused)
     return MeasuredTime(
         name=str(getattr(config, "model", config.family)),
         source=source,
@@ -366,7 +371,7 @@ def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tup
         raise RowLeftOut(f"{LLM_FOUNDRY}: {size} in {cells['Precision']}")
     key = (size, length, samples, recompute, device.architecture.attention)
     if key not in traces:
-        traces[key] = _traced(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
+        traces[key] = _trace(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
     return MeasuredTime(
         name=f"MPT-{size}, {samples} x {length}",
         source=LLM_FOUNDRY,
@@ -390,27 +395,12 @@ def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: De
     )
 
 
-def _traced(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
+def _trace(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
     try:
         step = trace()
     except (TraceError, UsageError) as error:
         raise RowLeftOut(f"cannot be traced: {type(error).__name__}") from error
     return kernel_calls(step.operators, **uses_tf32(precision), listed=listed)
-
-
-@contextlib.contextmanager
-def _attention(fused: bool) -> Iterator[None]:
-    """Make timm's models compute attention as they did with a release of PyTorch before it had a fused one."""
-    if fused:
-        yield
-        return
-    layers = import_library("timm.layers")
-    before = layers.use_fused_attn()
-    layers.set_fused_attn(False)
-    try:
-        yield
-    finally:
-        layers.set_fused_attn(before)
 
 
 def _group(config: TrialConfig) -> str:
@@ -420,11 +410,3 @@ def _group(config: TrialConfig) -> str:
         return config.family
     word = next((part for part in model.split("_") if part not in _PREFIXES), model)
     return "".join(letter for letter in word if letter.isalpha()) or word
-
-
-def _release(version: str | None) -> tuple[int, int] | None:
-    try:
-        major, minor = (int(part) for part in str(version).split("+")[0].split(".")[:2])
-    except ValueError:
-        return None
-    return major, minor

@@ -64,7 +64,7 @@ class Evaluation:
         return len(np.unique(np.concatenate([classes_of(rows, self.bins) for rows in both]))) == 1
 
     def summary(self) -> dict[str, Any]:
-        """{metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
+        """Return {metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
         table = {}
         for name, value in self.test.items():
             if isinstance(value, dict) or name.startswith("n_") or name == "n":
@@ -247,8 +247,8 @@ def parts_of(
     fitted_on: np.ndarray | None = None,
     asked: np.ndarray | None = None,
 ) -> tuple[Part, ...]:
-    """The fits of one split. Every asked row is outside exactly one part; with `holdout`, of the rows that may be
-    fitted on only the held-out ones are.
+    """Return the fits of one split. Every asked row is outside exactly one part; with `holdout`, of the rows that may
+    be fitted on only the held-out ones are.
 
     how        cv: `folds` folds, stratified and grouped; holdout: 30 % held out, as `learn.fit` does; leave_one_out:
                each group of `by` in turn
@@ -294,7 +294,7 @@ def parts_of(
 
 
 def keys_of(rows: Rows, by: str) -> np.ndarray:
-    """(n,) str: the kind that each row counts as; spellings of one device are the same."""
+    """Return (n,) str: the kind that each row counts as; spellings of one device are the same."""
     if by == "device":
         return np.array([plain_device(name) for name in rows.device], dtype=object)
     names: np.ndarray = getattr(rows, by)

@@ -86,6 +86,50 @@ def metric_text(name: str, value: float | None, unit: str) -> str:
     return f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}"
 
 
+_FACTS = """- **Estimator**: `{estimator}` (`learn/estimators/hybrid.py`), seed {seed}.
+- **Features**: version `{feature_version}`.
+- **Made with**: {environment}.
+- **Rows**: {sources}; of devices: {devices}.
+
+| target | rows by family | out of memory |
+|---|---|---|
+{rows}
+
+30 % of the rows are held out, with their near-copies (3-fold mean in brackets). Absolute errors: MiB, or the ratio.
+
+| | {targets} |
+|---|---|---|---|
+{figures}
+
+"""
+
+
+def model_card(metas: Mapping[str, Mapping[str, Any]], about: str) -> str:
+    """Return the card of models: facts of their `meta.json` by target, and the prose of the card `about`."""
+
+    def figure(name: str, meta: Mapping[str, Any]) -> str:
+        test, cv = (metric_text(name, meta["metrics"][name][of], meta["unit"]) for of in ("test", "cv_mean"))
+        return f"{test} ({cv})"
+
+    first = next(iter(metas.values()))
+    figures = [(words, *(figure(name, meta) for meta in metas.values())) for name, words in METRICS.items()]
+    families = {target: _counted(meta["rows"]["family"]) for target, meta in metas.items()}
+    facts = _FACTS.format(
+        **{name: first[name] for name in ("estimator", "seed", "feature_version")},
+        environment=", ".join(f"{name} {version}" for name, version in sorted(first["environment"].items()) if version),
+        sources=_counted(first["rows"]["source"]),
+        devices=_counted(first["rows"]["device"]),
+        rows="\n".join(f"| {name} | {families[name]} | {meta['rows']['censored']:,} |" for name, meta in metas.items()),
+        targets=" | ".join(metas),
+        figures="\n".join(f"| {' | '.join(cells)} |" for cells in figures),
+    )
+    return about[: about.index("- **Estimator**")] + facts + about[about.index("## What they know") :]
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+
+
 def write_report(folder: Path, evaluation: Evaluation, meta: Mapping[str, Any]) -> None:
     """Write `report.html` and `test_predictions.csv` into `folder`."""
     _write_predictions(folder / "test_predictions.csv", evaluation)
@@ -315,12 +359,12 @@ def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
         of = scores[name]
         verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
         label = f"{name}: rows by their true and their estimated class"
-        svg = draw_grid(labels, labels, partial(_confused, counts, labels), label, "class", "estimated")
+        svg = draw_grid(labels, labels, partial(_confusion_cell, counts, labels), label, "class", "estimated")
         charts.append(Chart(f"{name}: {verdict}", svg))
     return (Charts(tuple(charts)),)
 
 
-def _confused(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
+def _confusion_cell(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
     count = int(counts[i, k])
     level = math.ceil(SHADES * count / max(int(counts[i].sum()), 1))
     title = f"{count:,} rows of {labels[i]} were estimated to be in {labels[k]}"

@@ -98,7 +98,7 @@ def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, spa
 
 
 def has_relative(label: np.ndarray, space: str) -> np.ndarray:
-    """(n,) bool: the labels that are large enough for a relative error."""
+    """Return (n,) bool: the labels that are large enough for a relative error."""
     return label >= RELATIVE_FLOOR if space == "ratio" else label > 0
 
 

@@ -97,7 +97,7 @@ def plan(
         page = checked_path(Path(report), like="plan.html")
     spec = platform_and_options(options)[0].device
     counts = checked_gpus(gpus)
-    job = _planned(model, inputs, global_batch, options)
+    job = _plan_job(model, inputs, global_batch, options)
     ways = _ways(checkpointing, job.settings)
     searches = _Searches(job, ways)
     layouts, notes = [], []
@@ -162,7 +162,7 @@ class _PlannedJob:
         return replace(self.request, job=job)
 
 
-def _planned(model: object, inputs: Inputs | None, global_batch: object, options: Mapping[str, Any]) -> _PlannedJob:
+def _plan_job(model: object, inputs: Inputs | None, global_batch: object, options: Mapping[str, Any]) -> _PlannedJob:
     """Return the job, checked. Raises `UsageError`."""
     if isinstance(model, TrialConfig | Mapping) or not callable(model):
         raise UsageError(

@@ -494,7 +494,9 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            self._hook = register_module_parameter_registration_hook(lambda _module, _name, one: self._mark(one))
+            self._hook = register_module_parameter_registration_hook(
+                lambda _module, _name, parameter: self._mark(parameter)
+            )
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -131,7 +131,7 @@ class RankZero:
     def end_step(self) -> None:
         """End a step; the last one's collectives count."""
         sent = () if self._streams is None else self._streams.collectives()
-        self._collectives = (*sent, *(one for wrapper in self._wrappers for one in wrapper.collectives()))
+        self._collectives = (*sent, *(collective for wrapper in self._wrappers for collective in wrapper.collectives()))
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what was sent in the last step; nothing of one process alone."""
@@ -343,10 +343,10 @@ def _install_collectives(rank: RankZero) -> None:
         return reduce(tensor, op, group, async_op)
 
     def gather(tensor: Tensor, gather_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        return _copied([(output, tensor) for output in gather_list or ()], async_op)
+        return _copy([(output, tensor) for output in gather_list or ()], async_op)
 
     def scatter(tensor: Tensor, scatter_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        return _copied([(tensor, scatter_list[0])] if scatter_list else [], async_op)
+        return _copy([(tensor, scatter_list[0])] if scatter_list else [], async_op)
 
     refuse = _refusing("messages between two ranks, as pipelines send them, are not followed in scripts")
     for name, function in {
@@ -367,7 +367,7 @@ def _install_collectives(rank: RankZero) -> None:
 
 
 @torch.no_grad()
-def _copied(pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> _Done | None:
+def _copy(pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> _Done | None:
     for output, tensor in pairs:
         output.copy_(tensor)
     return _nothing(async_op=async_op)

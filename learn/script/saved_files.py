@@ -162,7 +162,7 @@ class SavedFiles:
         return stat.S_ISDIR(self._mode(path))
 
     def _gone(self, full: str) -> bool:
-        return any(full == one or full.startswith(one + os.sep) for one in self._removed)
+        return any(full == removed or full.startswith(removed + os.sep) for removed in self._removed)
 
     def _make_folders(self, kept: str) -> None:
         if not self._there(kept):

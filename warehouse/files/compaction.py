@@ -268,7 +268,7 @@ def _merge_groups(
 
 
 def _landed_files(folder: DataFolder, family: str) -> set[str]:
-    """The names of the files of runs, one of which says that its run has landed."""
+    """Return the names of the files of runs, one of which says that its run has landed."""
     try:
         return set(os.listdir(folder.partition("runs", family)))
     except FileNotFoundError:
