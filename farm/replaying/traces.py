@@ -24,7 +24,7 @@ from typing import Any
 from conf.errors import UsageError, shown
 from conf.plain_text import printable
 from learn.sharing.admitting import MemoryNeed
-from learn.sharing.profile import JobProfile
+from learn.sharing.slowdowns import JobProfile
 
 PUBLISHED_FILE = Path(__file__).with_name("carma_published.csv")
 JOBS_FILE = Path(__file__).with_name("carma_jobs.csv")

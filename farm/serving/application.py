@@ -308,7 +308,7 @@ class EstimationService:
     async def admit(self, request: AdmitRequest, caller: Caller) -> Response:
         """Return whether the job may join. Raises `Problem`, also for a job whose trace takes its time."""
         from learn.sharing.admitting import GpuState, admit
-        from learn.sharing.profile import JobProfile
+        from learn.sharing.slowdowns import JobProfile
 
         device = device_at(request.gpu.device, "/gpu/device")
         given = [request.job, *request.gpu.jobs]

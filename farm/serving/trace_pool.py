@@ -205,9 +205,16 @@ class TraceLimits:
 
 
 def prepare() -> None:
-    """Import what traces need, in the process that they are forked from."""
+    """Import what traces need, in the process that they are forked from. It runs no operator and starts no thread."""
     search_working_folder()
-    import learn.planning.preloaded  # noqa: F401
+    from featurize.trace.light_imports import without_compiler
+
+    without_compiler()
+    import learn.estimation.estimating
+    import learn.planning.plans  # noqa: F401
+    from featurize.training.training_step import preload
+
+    preload()
 
 
 def answer_question(limits: dict[str, Any], channel: int) -> None:
