@@ -71,6 +71,8 @@ class Listing:
         try:
             table = pq.ParquetFile(file).read()
             rows = table.to_pylist()
+            if not all(isinstance(row["path"], str) for row in rows):
+                raise TypeError("a path is no text")
             (merged,) = (row["path"] for row in rows if not row["hidden"])
             metadata = table.schema.metadata
             return cls(
