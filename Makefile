@@ -7,8 +7,8 @@ BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 TORCH_OPTIONS ?=
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# Processes that share the tests, a file at a time; one more than the cores of a small CI machine, as many tests wait
-TEST_WORKERS ?= 3
+# Processes that share the tests, a file at a time; twice the cores of a small CI machine, as many tests wait
+TEST_WORKERS ?= 4
 
 # `make offline PYTHON=3.12` names the Python of another machine; the environment here is made by the default one
 MACHINE_PYTHON := $(PYTHON)
@@ -124,7 +124,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python infra/generate_docs.py --check
-	$(BIN)/python infra/check_types.py
+	$(BIN)/python -m mypy
 
 clean:
 	rm -rf $(VENV) demo-data build *.egg-info

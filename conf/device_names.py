@@ -41,7 +41,7 @@ def is_device_file(device: str) -> bool:
 def read_device_file(path: str) -> dict[str, Any]:
     """Return the mapping in a user's own description of a GPU model, `device=FILE.yaml`; its keys are not checked here.
 
-    Raises `UsageError` for what is no file, or holds no mapping.
+    Raises `UsageError` for anything that is not a file with a mapping.
     """
     import yaml
 
@@ -97,7 +97,7 @@ class Slice(NamedTuple):
 
 
 def _of_ampere(unit_gb: int) -> dict[str, Slice]:
-    """Return the profiles of an A100 whose smallest slice has so many GB."""
+    """Return the profiles of an A100 whose smallest slice has this many GB."""
     return {
         f"1g.{unit_gb}gb": Slice(14, 1),
         f"1g.{2 * unit_gb}gb": Slice(14, 2),

@@ -17,8 +17,8 @@ OUTPUT_STARTS = "\n--- the trial's output ends:"  # separates the error of a run
 _TRACEBACK_STARTS = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s*(?:[|+]\s*)?File ".*", line \d+')
 _IN_A_GROUP = re.compile(r"^ {2,}[|+] ")  # how a traceback draws the exceptions of a group
-ERROR_CHARACTERS = 32_000  # of an error's text that are kept
-_HEAD_SHARE = 0.25  # of the kept text; the rest is its end, where a traceback has its message
+ERROR_CHARACTERS = 32_000  # characters of an error's text that are kept
+_HEAD_SHARE = 0.25  # share of the kept text; the rest is its end, where a traceback has its message
 _QUOTED_CHARACTERS = 200
 _TAB_OR_LINE_FEED = re.compile("([\t\n])")  # what is kept as it is
 _LINE_END = re.compile("\r\n?")
@@ -28,7 +28,7 @@ def printable(text: str) -> str:
     """Return `text` with control characters escaped, as in `\\x1b`. Line feeds stay, tabs become blanks."""
     if text.isprintable():
         return text
-    return "".join(map(_spelled, text))
+    return "".join(map(_spell, text))
 
 
 def one_line(text: str) -> str:
@@ -57,13 +57,14 @@ def left_out(count: int, unit: str) -> str:
     return f"\n[... {count:,} {unit} left out ...]\n"
 
 
-def bounded(text: str) -> str:
+def truncated(text: str) -> str:
     """Return `text`, or its beginning and its end where it is too long for a message."""
     return _cut(text, _LONGEST_LINE, " ... ")
 
 
 def shown(value: object) -> str:
-    """Return a value as a message quotes it: its `repr`, cut where it is long, with bytes that are no UTF-8 as such."""
+    """Return a value as a message quotes it: its `repr`, cut where it is long, with bytes that are not UTF-8 as
+    such."""
     text = re.sub(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])", r"\1\\x\2", repr(value))
     cut = _cut(text, _LONGEST_SHOWN, "...")
     return text if cut == text else f"{cut} ({len(text):,} characters)"
@@ -87,7 +88,7 @@ def error_line(text: str) -> str:
     that is not blank. The output of a trial, which may follow, is left out. Empty where the text is.
     """
     lines = [line for line in text.partition(OUTPUT_STARTS)[0].splitlines() if line.strip()]
-    traced = [at for at, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
+    traced = [number for number, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
     if not traced and lines and lines[0].startswith("Traceback"):  # a shortened one
         traced = [0]
     if traced:  # source lines and their markers are indented, the exception is not
@@ -103,7 +104,7 @@ def _cut(text: str, limit: int, between: str) -> str:
     return f"{text[:half]}{between}{text[-half:]}"
 
 
-def _spelled(character: str) -> str:
+def _spell(character: str) -> str:
     if character == "\n" or character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     if character == "\t":
@@ -116,7 +117,7 @@ def _spelled(character: str) -> str:
 
 
 def safe_text(text: str, limit: int = ERROR_CHARACTERS) -> str:
-    """Return `text` escaped as `printable` does, but for tabs, cut to about `limit` characters.
+    """Return `text` escaped as `printable` does, except tabs, cut to about `limit` characters.
 
     The beginning and the end are kept; a line between them says how many characters were left out.
     """

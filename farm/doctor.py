@@ -215,7 +215,7 @@ def _source(
 
 
 def _listened_to(sensor: Sensor, uuid: str | None) -> dict[str, Any]:
-    """Return what a sensor gives, by sampling it until it has a reading, or an exporter's interval is known."""
+    """Return a sensor's readings, by sampling it until it has a reading, or an exporter's interval is known."""
     from workers.telemetry.dcgm import DcgmSensor
 
     exporter = sensor if isinstance(sensor, DcgmSensor) else None
@@ -354,7 +354,7 @@ def _queue_counts(path: Path) -> tuple[int, dict[str, int]]:
     return len(jobs), {state: count for state, count in tasks.items() if count}
 
 
-def _run_counts(folder) -> dict[str, int]:
+def _run_counts(folder: DataFolder) -> dict[str, int]:
     """Return the number of runs by status, each run counted once."""
     import duckdb
 
@@ -381,12 +381,12 @@ def print_tables(report: dict[str, Any]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for heading, rows in _sections(report):
-        for at, (name, good, text) in enumerate(rows):
+        for place, (name, good, text) in enumerate(rows):
             mark = Text(
                 {True: "yes  ", False: "no   ", None: "     "}[good],
                 {True: "green", False: "yellow", None: ""}[good],
             )
-            table.add_row(Text(heading if at == 0 else "", "bold"), Text(name), mark + Text(text))
+            table.add_row(Text(heading if place == 0 else "", "bold"), Text(name), mark + Text(text))
         table.add_section()
     console.print(table)
 

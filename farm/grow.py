@@ -18,7 +18,7 @@ from farm.dispatch.monitoring import Service
 from farm.nights.cycle import Left, NightWork, message_of, notify
 from farm.nights.journal import STEPS, CanariesPayload, Cycle, Journal, LandPayload, LearnPayload, RunPayload
 from farm.nights.machine import environment_now, machine_of
-from farm.nights.plan import make_plan
+from farm.nights.plan import choice_lines, make_plan
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue, queue_to_read
 from farm.queue.outcomes import EXIT_ALL_FAILED
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_BUSY = 75  # EX_TEMPFAIL: another cycle works on the folder
-_CELLS_SHOWN = 6  # of each dimension, by a dry run
+_CELLS_SHOWN = 6  # cells of each dimension that a dry run shows
 
 
 def entry(settings: GrowSettings) -> int:
@@ -41,7 +41,7 @@ def entry(settings: GrowSettings) -> int:
         return _dry_run(settings)
     settings.cluster.check_address()
     folder = DataFolder.resolve(settings.data)
-    with _terminating(), _no_night_told(folder, settings):  # what is not there, before anything is written
+    with _terminating(), _notify_if_not_begun(folder, settings):  # a missing device is reported before any write
         machine_of(settings.device, settings.cluster)
         begins = not any(cycle.open for cycle in Journal.open(folder).cycles()[-1:])
         if begins:
@@ -58,7 +58,7 @@ def entry(settings: GrowSettings) -> int:
         queue = held.enter_context(Queue.open(folder.queue))
         status = held.enter_context(_StatusLine(service.quiet))
         night = _night(folder, queue, settings, service, status, models_checked=begins)
-        return _see_through(night, status)
+        return _run_cycle(night, status)
 
 
 def _night(
@@ -72,7 +72,7 @@ def _night(
     """Return the unfinished cycle, as it was begun, or a new one; print which."""
     journal = Journal.open(folder)
     begun = None
-    with _no_night_told(folder, settings):
+    with _notify_if_not_begun(folder, settings):
         cycles = journal.cycles()
         if cycles and cycles[-1].open:
             begun = _as_begun(journal, cycles[-1], settings.given)
@@ -83,7 +83,7 @@ def _night(
             headline += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
             headline += _budget(settings)
         else:
-            if not models_checked:  # the unfinished cycle is given up, or ended meanwhile
+            if not models_checked:  # the unfinished cycle is given up, or has ended since
                 require_models(settings.spaces)
             machine, headline = machine_of(settings.device, settings.cluster, cycles)
             night = NightWork.begin(folder, queue, journal, settings, machine, service, status, status.say)
@@ -92,7 +92,7 @@ def _night(
     return night
 
 
-def _see_through(night: NightWork, status: _StatusLine) -> int:
+def _run_cycle(night: NightWork, status: _StatusLine) -> int:
     """Run the cycle, print how it ended and return that."""
     try:
         cycle, code = night.work(), 0
@@ -130,7 +130,7 @@ def _how_far(night: NightWork) -> str:
 
 
 @contextlib.contextmanager
-def _no_night_told(folder: DataFolder, settings: GrowSettings) -> Iterator[None]:
+def _notify_if_not_begun(folder: DataFolder, settings: GrowSettings) -> Iterator[None]:
     """Send a notification when a cycle cannot begin, for example without its GPU or with a full disk."""
     try:
         yield
@@ -199,13 +199,13 @@ def _dry_run(settings: GrowSettings) -> int:
     print(device_line)
     if again:
         print(f"{machine.source} again first, as stale: {len(again):,}")
-    if plan.summary is not None:
-        print("\n".join(plan.summary.lines(machine.source)))
+    if plan.choice.policy is not None:
+        print("\n".join(choice_lines(plan.choice, machine.source)))
     elif settings.singles is None or len(again) < settings.singles:
         print("nothing new is left in these search spaces; the night after looks at the candidates behind them")
     if settings.collocate:
         print(f"pairs of trials on one device: {_pairs(settings)}")
-    for name, cells in ({} if plan.summary is None else plan.summary.gained).items():
+    for name, cells in plan.choice.gained.items():
         new = sorted(cells.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))[:_CELLS_SHOWN]
         print(f"{name}: " + "; ".join(f"{cell} {before}+{gained}" for cell, (before, gained) in new))
     print("nothing was run or written: dry_run=true")

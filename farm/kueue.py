@@ -50,7 +50,7 @@ class KueueSettings(Checked):
     server: str = key("http://127.0.0.1:8350", "the service's URL; $GPUFARM_TOKEN is its token")
     api: str | None = key(None, "URL of the API server; default the cluster's own, with the pod's service account")
     once: bool = key(False, "true: decide what is pending now, then leave")
-    every_s: float = key(5.0, "between two looks for pending workloads", "number > 0")
+    every_s: float = key(5.0, "seconds between two looks for pending workloads", "number > 0")
 
     def problems(self) -> Iterator[str]:
         if self.api is not None and urlsplit(self.api).scheme not in ("http", "https"):
@@ -80,7 +80,7 @@ class KueueApi:
         self.workload = create_namespaced_resource(_GROUP, self._version, "Workload", "workloads")
 
     def objects(self, resource: Any) -> Iterator[dict[str, Any]]:
-        """Yield all checks or workloads, page by page; an empty one in place of what is no object."""
+        """Yield all checks or workloads, page by page; an empty one in place of anything but an object."""
 
         class Item(resource):  # type: ignore[misc]
             def __init__(self, value: object) -> None:
@@ -88,7 +88,7 @@ class KueueApi:
 
         everywhere: dict[str, Any] = {"namespace": "*"} if resource is self.workload else {}
         with _named_failures():
-            yield from self._client.list(Item, chunk_size=_PAGE, **everywhere)  # type: ignore[call-overload]
+            yield from self._client.list(Item, chunk_size=_PAGE, **everywhere)
 
     def apply_status(self, resource: Any, metadata: Mapping[str, str], status: Mapping[str, Any]) -> None:
         """Apply the status of the object that the metadata names, by server-side apply."""
@@ -143,12 +143,12 @@ def configuration(url: str | None) -> Any:
     try:
         return KubeConfig.from_service_account().get()
     except (ConfigError, KeyError) as error:
-        advice = "this is no pod with a service account; name the API server: api=http://127.0.0.1:8001"
+        advice = "this is not a pod with a service account; name the API server: api=http://127.0.0.1:8001"
         raise UsageError(advice) from error
 
 
 def decide_pending(api: KueueApi, service: Client) -> None:
-    """Decide every workload that waits for one of our checks; one whose trace is not done yet goes on waiting."""
+    """Decide every workload that waits for one of our checks; one whose trace is not done yet keeps waiting."""
     checks = set()
     for check in api.objects(api.check):
         name = value_at(check, "metadata.name", str)
@@ -158,15 +158,17 @@ def decide_pending(api: KueueApi, service: Client) -> None:
     for workload in api.objects(api.workload) if checks else ():
         states = value_at(workload, "status.admissionChecks", list)
         waiting = [
-            one["name"] for one in states if value_at(one, "name", str) in checks and one.get("state") == PENDING
+            state["name"]
+            for state in states
+            if value_at(state, "name", str) in checks and state.get("state") == PENDING
         ]
         if not waiting:
             continue
-        name, namespace = (value_at(workload, f"metadata.{one}", str) for one in ("name", "namespace"))
+        name, namespace = (value_at(workload, f"metadata.{key}", str) for key in ("name", "namespace"))
         if not name or not namespace:
             print(f"a workload without a name and a namespace is left alone: {shown(workload.get('metadata'))}")
         elif (decision := _decision(workload, service)) is not None:
-            _decided(api, name, namespace, waiting, decision)
+            _decide(api, name, namespace, waiting, decision)
 
 
 def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
@@ -200,9 +202,9 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
         if "estimate" not in result:
             messages.append(f"{name}: not estimated: {result.get('detail')}")
             continue
-        done = Estimate.from_mapping(result["estimate"])
-        figures = f"{name}: {figures_of(done)}, on {done.device}"
-        if done.fits_device is False:
+        estimate = Estimate.from_mapping(result["estimate"])
+        figures = f"{name}: {figures_of(estimate)}, on {estimate.device}"
+        if estimate.fits_device is False:
             return REJECTED, f"{figures}, which does not fit"
         messages.append(figures)
     messages = messages or ["no pod says which job it runs"]
@@ -211,7 +213,9 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
 
 def _mark_active(api: KueueApi, check: Mapping[str, Any], name: str) -> None:
     conditions = value_at(check, "status.conditions", list)
-    if any(value_at(one, "type", str) == "Active" and one.get("status") == "True" for one in conditions):
+    if any(
+        value_at(condition, "type", str) == "Active" and condition.get("status") == "True" for condition in conditions
+    ):
         return
     active = {
         "type": "Active",
@@ -224,7 +228,7 @@ def _mark_active(api: KueueApi, check: Mapping[str, Any], name: str) -> None:
     api.apply_status(api.check, {"name": name}, {"conditions": [active]})
 
 
-def _decided(api: KueueApi, name: str, namespace: str, checks: list[str], decision: Decision) -> None:
+def _decide(api: KueueApi, name: str, namespace: str, checks: list[str], decision: Decision) -> None:
     state, message = decision
     states = [
         {"name": check, "state": state, "message": message[:_LONGEST], "lastTransitionTime": _now()} for check in checks

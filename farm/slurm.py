@@ -30,7 +30,7 @@ HEADER = "gpufarm-slurm 1"
 YES, NO, UNKNOWN = "yes", "no", "unknown"
 _LONGEST = 8192  # bytes of a directive, as the plugin has it
 _LONGEST_COMMENT = 200
-_MOST_BYTES = 4 << 20  # of the table's directives: slurmctld reads all of it
+_MOST_BYTES = 4 << 20  # bytes of the table's directives: slurmctld reads all of it
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CODING = {"encoding": "utf-8", "errors": "surrogateescape"}  # any bytes of a script come back as they were
 
@@ -54,7 +54,7 @@ class SlurmSettings(Checked):
     )
     server: str = key("http://127.0.0.1:8350", "the service's URL; $GPUFARM_TOKEN is its token")
     once: bool = key(False, "true: answer what is wanted now, then leave")
-    every_s: float = key(2.0, "between two looks for wanted directives", "number > 0")
+    every_s: float = key(2.0, "seconds between two looks for wanted directives", "number > 0")
 
     def problems(self) -> Iterator[str]:
         if not Path(self.table).expanduser().parent.is_dir():
@@ -92,7 +92,7 @@ def entry(settings: SlurmSettings) -> int:
         EnvironmentProblem: The table or the folder cannot be written; with once=true, the service does not answer.
     """
     rows = read_table(settings.path)
-    write_table(settings.path, rows)  # one that cannot be written is told at once
+    write_table(settings.path, rows)  # one that cannot be written fails at once
     return keep_asking(
         lambda service, ended: _answer_wanted(settings, rows, service, ended),
         server=settings.server,
@@ -125,7 +125,7 @@ def _forget_oldest(rows: dict[str, DirectiveRow]) -> None:
 
 
 def row_of(directive: str, devices: Mapping[str, str], service: Client) -> DirectiveRow:
-    """Return what the service says of a directive. Raises `EnvironmentProblem` where it does not answer."""
+    """Return the service's answer for a directive. Raises `EnvironmentProblem` where it does not answer."""
     try:
         body = _job_of(directive)
         gpus = _gpus_of(body.get("parallel"))
@@ -134,19 +134,19 @@ def row_of(directive: str, devices: Mapping[str, str], service: Client) -> Direc
         raise
     except (CommandError, TypeError) as error:
         return DirectiveRow(1, UNKNOWN, "", f"gpufarm: {error}")
-    answered = {one.device: one.estimate for one in fits if one.estimate is not None}
-    fitting = [one.device for one in fits if one.estimate is not None and one.fits]
+    answered = {device_fit.device: device_fit.estimate for device_fit in fits if device_fit.estimate is not None}
+    fitting = [device_fit.device for device_fit in fits if device_fit.estimate is not None and device_fit.fits]
     if not answered:
         return DirectiveRow(gpus, UNKNOWN, "", f"gpufarm: {fits[0].problem}")
     shown = (fitting or list(answered))[0]
     comment = f"gpufarm: {figures_of(answered[shown])} on {shown}"
     if not fitting:
         return DirectiveRow(gpus, NO, "", f"{comment}; fits no GPU of this cluster")
-    return DirectiveRow(gpus, YES, "|".join(sorted({devices[one] for one in fitting})), comment)
+    return DirectiveRow(gpus, YES, "|".join(sorted({devices[name] for name in fitting})), comment)
 
 
 def _job_of(directive: str) -> dict[str, Any]:
-    """Return a directive's request. Raises `UsageError` where it is none."""
+    """Return a directive's request. Raises `UsageError` where it is not one."""
     problem, body = "a JSON object without a device", None
     try:
         directive.encode()

@@ -32,9 +32,11 @@ from farm.queue.queue_values import JobProgress
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from warehouse.files.presence import Presence
 
-_MAIN_REASONS = 2  # of doubts, in the table
+_MAIN_REASONS = 2  # reasons for doubt in the table
 _PLAIN_WIDTH = 200  # without a terminal nothing is cut off
 
 
@@ -55,8 +57,8 @@ class StatusSettings(Checked):
 
 
 def entry(settings: StatusSettings) -> None:
-    """Print the jobs of the folder. `UsageError`: an unknown job or format, and what is no data folder; one without
-    jobs is none."""
+    """Print the jobs of the folder. `UsageError`: an unknown job or format, and a folder that is not a data folder; one
+    without jobs is not an error."""
     folder = DataFolder.resolve(settings.data).open()
     presence = presence_of(folder)
     report = read(folder, settings.job, time.time(), presence)
@@ -204,12 +206,12 @@ def _doubt_text(job: dict[str, Any], reasons_shown: int | None = None) -> str:
 
 def _state_text(job: dict[str, Any]) -> str:
     if job["state"] != "submitting":
-        return job["state"]
+        return str(job["state"])
     there = job["queued"] + job["running"] + job["done"] + job["cancelled"]
     return f"submitting {there:,}/{job['n']:,}"
 
 
-def _print_detail(console, job: dict[str, Any]) -> None:
+def _print_detail(console: Console, job: dict[str, Any]) -> None:
     def line(text: str) -> None:
         console.print(printable(text), markup=False, soft_wrap=True)  # errors are whatever a trial printed
 
@@ -240,8 +242,8 @@ def _spec_text(spec: Any) -> str:
     return f"{spec['low']} to {spec['high']}, {spec['scale']}{step}"
 
 
-def _iso(at: float) -> str:
-    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(timespec="seconds")
+def _iso(time_s: float) -> str:
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="seconds")
 
 
 if __name__ == "__main__":

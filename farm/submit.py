@@ -35,7 +35,7 @@ def entry(settings: SubmitSettings) -> int:
         if settings.detach:
             print(f"{job_id}: queued. {follow_hint(folder, job_id)}")
             return 0
-        print(device_line + ("; one worker, as cluster=inline has" if settings.cluster.kind == "inline" else ""))
+        print(device_line + ("; one worker (cluster=inline)" if settings.cluster.kind == "inline" else ""))
         return work(folder, queue, settings.cluster, job_id=job_id, service=service)
 
 

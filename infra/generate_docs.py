@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "commands.md"
-MOST_CHOICES = 8  # of a key that the page lists
+MOST_CHOICES = 8  # choices of a key that the page lists
 sys.path.insert(0, str(ROOT))  # a script's own folder is first, and another checkout may be installed
 
 from conf.cli.commands import COMMANDS, description, settings_class  # noqa: E402

@@ -75,10 +75,10 @@ def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
         [*pip, *constraints, *NEEDED],
     )
     for command in installing:
-        done = _run(command)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
-            return False, f"cannot be installed: {errors[-1] if errors else f'exit code {done.returncode}'}"
+        completed = _run(command)
+        if completed.returncode:
+            errors = [line for line in completed.stderr.splitlines() if not line.startswith("WARNING")]
+            return False, f"cannot be installed: {errors[-1] if errors else f'exit code {completed.returncode}'}"
     return tested(python, folder / "data")
 
 
@@ -92,9 +92,9 @@ def tested(python: str, data: Path) -> tuple[bool, str]:
     last_lines = []
     for text in commands:
         arguments = shlex.split(text.replace("DATA", shlex.quote(str(data))))
-        done = _run([python, "-W", "ignore", *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        lines = (done.stdout + done.stderr).splitlines() or [f"exit code {done.returncode}"]
-        if done.returncode:
+        completed = _run([python, "-W", "ignore", *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        lines = (completed.stdout + completed.stderr).splitlines() or [f"exit code {completed.returncode}"]
+        if completed.returncode:
             failed = [line for line in lines if line.startswith(("FAILED ", "ERROR tests/"))]
             more = f"; and {len(failed) - _LINES_SHOWN} more" if len(failed) > _LINES_SHOWN else ""
             shown = failed[:_LINES_SHOWN] or lines[-_LINES_SHOWN:]  # a command's reason stands at its end
@@ -115,11 +115,12 @@ def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]
 def main(versions: list[str]) -> int:
     """Test the given releases, else those that `golden_traces.json` names as tested; print a line for each.
 
-    Returns 1 if a release gives other figures than that file or if a command or a test fails, 2 for what is no version.
+    Returns 1 if a release computes other figures than that file or if a command or a test fails, 2 for an invalid
+    version.
     """
     wrong = [version for version in versions if not _VERSION.fullmatch(version)]
     if wrong:
-        print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is no version')
+        print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is not a version')
         return 2
     golden = json.loads((ROOT / "tests" / "featurize" / "golden_traces.json").read_text(encoding="utf-8"))
     # Of pip, such as another index, for CPU builds.

@@ -19,6 +19,7 @@ from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
 from featurize.memory.allocator_settings import AllocatorSettings
+from learn.commands.fit import Fit, FitSettings, fit
 from learn.estimation.estimating import (
     DeviceFit,
     LargestBatch,
@@ -29,7 +30,6 @@ from learn.estimation.estimating import (
 )
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
-from learn.fitting.fit_call import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
     from learn.planning.plan_report import LayoutPlan, PlanRow
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from learn.script.estimating import estimate_script
     from learn.sharing.admitting import Admission, GpuState, admit, slowdowns
     from learn.sharing.command import FittedSlowdowns, fit_slowdowns
-    from learn.sharing.profile import GroupMemory, JobProfile, Slowdown, group_memory
+    from learn.sharing.slowdowns import GroupMemory, JobProfile, Slowdown, group_memory
 
 __all__ = [
     "Admission",
@@ -79,10 +79,10 @@ _LATER = {  # what a plain estimate does not need -> the module that has it
     "GpuState": "sharing.admitting",
     "FittedSlowdowns": "sharing.command",
     "fit_slowdowns": "sharing.command",
-    "GroupMemory": "sharing.profile",
-    "group_memory": "sharing.profile",
-    "JobProfile": "sharing.profile",
-    "Slowdown": "sharing.profile",
+    "GroupMemory": "sharing.slowdowns",
+    "group_memory": "sharing.slowdowns",
+    "JobProfile": "sharing.slowdowns",
+    "Slowdown": "sharing.slowdowns",
     "slowdowns": "sharing.admitting",
     "LayoutPlan": "planning.plan_report",
     "PlanRow": "planning.plan_report",

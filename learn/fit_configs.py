@@ -1,4 +1,4 @@
-"""`python -m learn.fit_configs FOLDER`: fit the models of `method=fast` anew, on traces of 3,360 configurations."""
+"""`python -m learn.fit_configs FOLDER`: refit the models of `method=fast`, on traces of 3,360 configurations."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,30 @@ ALSO_NOT_QUICK = {
 STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "socket.bind")  # events of `sys.audit`
 _of_a_named_file = False  # the test that runs
 QUICK_CASES = 4  # of so many cases of a test, a quick run takes one
+
+
+# Files that share what starts for seconds, once a session: one of the processes of `make test` runs them all.
+TOGETHER = {
+    f"tests/{folder}/test_{name}.py": folder
+    for folder, names in {
+        "farm": ("kubernetes", "serving", "serving_api", "slurm"),  # the service
+        "featurize": ("data_parallel", "flat_ranks", "float8", "pipelines", "sharded_ranks"),  # real ranks
+    }.items()
+    for name in names
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share the tests a file at a time, as `--dist loadfile` does, but for those that stay together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(file, file)
+
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

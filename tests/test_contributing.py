@@ -80,6 +80,6 @@ def test_the_gpu_model_of_the_page_is_taken_as_a_file_and_by_its_name(project, t
 @pytest.mark.slow
 def test_the_optimizer_of_the_page_trains_and_is_simulated(project, tmp_path):
     (known, made), commands = section("Add an optimizer")
-    add_row(project / "featurize" / "job" / "trial_config.py", "OPTIMIZERS", known)
+    add_row(project / "featurize" / "job" / "training_settings.py", "OPTIMIZERS", known)
     add_row(project / "featurize" / "training" / "optimizers.py", "_MAKERS", made)
     assert "ok 2" in run(project, commands, tmp_path)

@@ -16,9 +16,9 @@ IMPORTS = {"import_module", "__import__", "find_loader", "run_module", "run_path
 # Who may import by a name, and why the name is no data. Each entry is one function of one file.
 LOADERS = {
     ("conf/children/__main__.py", ""): "a preparation that our own code names, in a process of its own",
-    ("conf/children/server.py", "serve"): "modules that our own code names, over a socket that only it inherits",
-    ("conf/children/server.py", "_run"): "a function that our own code names, over a socket that only it inherits",
-    ("conf/children/server.py", "run_program"): "a program of its caller's, as the caller's user runs it",
+    ("conf/children/keeper.py", "serve"): "modules that our own code names, over a socket that only it inherits",
+    ("conf/children/keeper.py", "_run"): "a function that our own code names, over a socket that only it inherits",
+    ("conf/children/keeper.py", "run_program"): "a program of its caller's, as the caller's user runs it",
     ("conf/cli/commands.py", "settings_class"): "a literal of the table of commands",
     ("farm/__init__.py", ""): "a literal: conf/cli/own_packages.py, before another package is imported",
     ("learn/__init__.py", ""): "a literal: conf/cli/own_packages.py, before another package is imported",
@@ -27,7 +27,7 @@ LOADERS = {
     ("infra/gpufarm/__main__.py", "main"): "names of the table COMMANDS; others raise first",
     ("infra/gpufarm/__main__.py", "_own_packages"): "a literal: conf/cli/own_packages.py, before conf can be imported",
     ("learn/estimators/protocol.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
-    ("learn/commands/benchmark_answers.py", "parts"): "a job of this process's own, its name from ESTIMATORS",
+    ("learn/commands/benchmark_rows.py", "parts"): "a job of this process's own, its name from ESTIMATORS",
     ("learn/rows/processes.py", "_serve"): "names that our own call of `in_processes` holds, in a process of its own",
     ("learn/script/command_line.py", "_torchrun"): "imports nothing: torchrun's option of that name, which is refused",
     ("learn/script/run.py", "_execute"): "the script that the user typed behind --, in a process of its own",

@@ -44,9 +44,9 @@ class DiffSettings(Checked):
     kernel's time has moved where it ran again on inputs of the same shapes, on the same GPU model and software.
     """
 
-    before: str = key(help="snapshot that is compared; the first name of the command line")
-    after: str = key("now", "snapshot that it is compared with, or now for the folder as it is; the second name")
-    tolerance: float = key(0.05, "shift above which a configuration or kernel counts as beyond", "number >= 0")
+    before: str = key(help="the earlier snapshot; the first name of the command line")
+    after: str = key("now", "the later snapshot, or now for the folder as it is; the second name")
+    tolerance: float = key(0.05, "shift above which a configuration or kernel counts", "number >= 0")
     format: str = format_key()
     data: str | None = data_key()
 

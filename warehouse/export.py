@@ -1,7 +1,7 @@
 """`python -m warehouse.export out=datasets data=DIR`: measured runs as a data set that others can load.
 
-Start reading at `export`. `warehouse.exchange.dataset` has the files, `warehouse.exchange.dataset_card` the card,
-`warehouse.exchange.dataset` what others may see of a row.
+Start reading at `export`. `warehouse.exchange.dataset` has the files and what others may see of a row,
+`warehouse.exchange.dataset_card` the card.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ExportSettings(Checked):
                 yield f"out={self.out} is a file, not a folder"
             yield from folder_problems(self.out)
         elif not repository_folder().parent.joinpath("pyproject.toml").is_file():
-            yield "out=... is missing: this is no checkout with a datasets/ folder of its own"
+            yield "out=... is missing: this is not a checkout with a datasets/ folder of its own"
 
     @property
     def root(self) -> Path:
@@ -111,7 +111,7 @@ class ExportReport:
 
 
 def export(settings: ExportSettings) -> ExportReport:
-    """Add the runs of the data folder that the data set lacks, and write its card anew.
+    """Add the runs of the data folder that the data set lacks, and rewrite its card.
 
     Equal runs give equal bytes. Raises `UsageError`, and writes nothing, if the result would be larger than `max_mb`
     or the data folder has no such runs.
@@ -127,7 +127,7 @@ def export(settings: ExportSettings) -> ExportReport:
         for part, rows in sorted(runs.items()):
             before = read_part(report.root, part, "runs")
             known = set(before.column("run_id").to_pylist())
-            new = [(own, row) for own, row in rows if row["run_id"] not in known]
+            new = [(own_id, row) for own_id, row in rows if row["run_id"] not in known]
             report.there += len(rows) - len(new)
             if not new:
                 continue
@@ -138,7 +138,7 @@ def export(settings: ExportSettings) -> ExportReport:
             for kind, added in tables.items():
                 table = pa.concat_tables([_of_runs(read_part(report.root, part, kind), known), added])
                 if table.num_rows or kind in ALWAYS_THERE or (report.root / part.path(kind)).exists():
-                    contents[part.path(kind)] = to_bytes(part, kind, _sorted(table))
+                    contents[part.path(kind)] = to_bytes(part, kind, _sort(table))
     _write(report, contents, settings.max_mb)
     return report
 
@@ -194,7 +194,7 @@ def _runs(
     return runs
 
 
-def _sorted(table: pa.Table) -> pa.Table:
+def _sort(table: pa.Table) -> pa.Table:
     keys = ("run_id", "t_ms", "sensor", *(detail.row_id for detail in DETAILS.values()))
     return table.sort_by([(name, "ascending") for name in keys if name in table.column_names])
 

@@ -1,4 +1,4 @@
-"""`python -m warehouse.ingest source=gpumemnet path=...`: other people's measurements, as rows.
+"""`python -m warehouse.ingest source=gpumemnet path=...`: third-party measurements, as rows.
 
 They land in `runs`, `kernels` and `collocations`.
 
@@ -300,9 +300,7 @@ def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple
 def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
     root = repository_folder() if settings.path is None else Path(settings.path).expanduser()
     if not root.is_dir():
-        why = (
-            "no such folder" if settings.path is not None else "this is no checkout with a datasets/ folder: give path="
-        )
+        why = "no such folder" if settings.path is not None else "this is not a checkout with datasets/: give path="
         raise UsageError(f"path={root}: {why}")
     parts = find_parts(root)
     if not parts:
@@ -342,9 +340,9 @@ def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, samples: M
         rows = table.filter(pc.is_in(table.column("run_id"), pa.array(sorted(wanted), pa.string())))
         if rows.num_rows:
             land_batch(folder, kind, part.family, rows)
-    at = runs.schema.get_field_index("job_id")
+    column = runs.schema.get_field_index("job_id")
     jobs = pc.binary_join_element_wise(DATASET_JOB_PREFIX, runs.column("job_id"), "")
-    land_batch(folder, "runs", part.family, runs.set_column(at, "job_id", jobs))
+    land_batch(folder, "runs", part.family, runs.set_column(column, "job_id", jobs))
     return int(runs.num_rows)
 
 

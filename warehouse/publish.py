@@ -59,7 +59,7 @@ _FILE_ROWS = {
     "collocations": 2_000_000,
     "jobs": 500_000,
 }
-_TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
+_TOKEN_CHARACTERS = 8  # length of the token in the name of a folder that is being built
 _ABANDONED_AFTER_S = 86_400.0
 _TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
@@ -78,20 +78,20 @@ class PublishSettings(Checked):
 
     out: str = key(help="folder of the data set, new or empty", kind="new path")
     data: str | None = data_key()
-    snapshot: str | None = key(None, "which one; default the newest, or one that is taken now where there is none")
+    snapshot: str | None = key(None, "which one; default the newest, else one taken now")
     licence: str | None = key(None, "required: an SPDX name or a URL")
     citation: str | None = key(None, "how to cite the data set, best in BibTeX", "any text")
     creators: tuple[str, ...] | None = key(
         None, "names of persons, as in [Ada Lovelace]; 'org:NAME' for an organization", "text | list of text | null"
     )
-    url: str | None = key(None, "of the data set's page")
+    url: str | None = key(None, "the data set's page")
     version: str | None = key(None, "as in 1.0.0")
     published: str | None = key(None, "day, as in 2026-11-20; default the snapshot's")
-    name: str | None = key(None, "of the data set; default the folder's")
+    name: str | None = key(None, "the data set's name; default the folder's")
     description: str | None = key(None, "a sentence or two; default says how many rows there are", "any text")
     sources: tuple[str, ...] = key(
         ("measured", "simulated"),
-        "imported rows are others', under licences of their own, and published only if named",
+        "imported rows have licences of their own and are published only if named",
         "text | list of text",
         SOURCES,
     )
@@ -133,7 +133,7 @@ class PublishReport:
     pages: int = 0  # to browse, the first of which is `pages/index.html`
     left_out: dict[str, int] = field(default_factory=dict)  # why -> runs
     imported_left_out: Counter[str] = field(default_factory=Counter)  # table -> rows, which belong to no run
-    findings: int = 0  # of the checks
+    findings: int = 0  # problems that the checks found
     missing: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
@@ -162,10 +162,10 @@ def publish(settings: PublishSettings) -> PublishReport:
     """
     folder = DataFolder.resolve(settings.data).open()
     with disk_errors_named(), _chosen(folder, settings.snapshot) as snapshot:
-        return _published(folder, snapshot, settings)
+        return _publish(folder, snapshot, settings)
 
 
-def _published(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) -> PublishReport:
+def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) -> PublishReport:
     report = PublishReport(settings.root, snapshot.name)
     report.missing = tuple(name for name in _TOLD if not getattr(settings, name))
     root = settings.root
@@ -268,7 +268,7 @@ def _write_tables(
     chosen = f"source IN ({', '.join(map(sql_text, settings.sources))})"
     _count_left_out(connection, chosen, report)
     schemas = {
-        kind: _filled(connection, kind, schema, "true" if kind == "telemetry" else chosen)
+        kind: _keep_filled(connection, kind, schema, "true" if kind == "telemetry" else chosen)
         for kind, schema in KINDS.items()
     }
     schemas |= {"telemetry": narrow(schemas["telemetry"]), "jobs": _JOBS}
@@ -337,7 +337,7 @@ def _count_left_out(connection: WarehouseConnection, chosen: str, report: Publis
         report.left_out["attempts whose labels were not trusted, measured again"] = attempts
 
 
-def _filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
+def _keep_filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
     """Return the columns that have a value, and those that are always published."""
     counts = ", ".join(f"count({name})" for name in schema.names)
     (value_counts,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()

@@ -76,7 +76,7 @@ class QuerySettings(Checked):
     out: str | None = key(None, "file to write instead of standard output", "new path")
     max_rows: int = key(100, "rows that format=table prints; the other formats write all", "int 1 to 10000000")
     snapshot: str | None = key(
-        None, "name of one to ask instead of the folder as it is; `python -m warehouse.snapshot list=true` names them"
+        None, "snapshot to ask instead of the current folder; `warehouse.snapshot list=true` names them"
     )
     data: str | None = data_key()
 
@@ -182,7 +182,7 @@ def only_statement(connection: WarehouseConnection, sql: str) -> str:
 
 
 def _explained_statement(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
-    """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is no EXPLAIN."""
+    """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is not an EXPLAIN."""
     text = statement.query
     try:
         inner = connection.extract_statements(_EXPLAIN_WORDS.sub("", text, count=1))
@@ -286,7 +286,7 @@ _TEXT_FORMATS: dict[str, Callable[[WarehouseRelation, TextIO, QuerySettings], No
 
 
 def arrow_batches(relation: WarehouseRelation, rows: int) -> pa.RecordBatchReader:
-    """Return the answer in batches of so many rows; DuckDB 2.0 renamed the method."""
+    """Return the answer in batches of this many rows; DuckDB 2.0 renamed the method."""
     start = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_arrow_reader"
     reader: pa.RecordBatchReader = getattr(relation, start)(rows)
     return reader

@@ -25,7 +25,7 @@ class SnapshotSettings(Checked):
     to kill at any point. verify= exits with 1 and names the files that are not as they were.
     """
 
-    name: str | None = key(None, "of the new snapshot; default the day in UTC, as in 2026-11-20, then 2026-11-20.2")
+    name: str | None = key(None, "the new snapshot's name; default the day in UTC, as in 2026-11-20, then 2026-11-20.2")
     list: bool = key(False, "list the snapshots instead")
     verify: str | None = key(None, "a snapshot's name, or all: compare its files with their SHA-256 instead")
     data: str | None = data_key()

@@ -75,14 +75,14 @@ class Task(Lease):
     settings: TrialSettings
     device: DeviceChoice = field(default_factory=DeviceChoice)
     partners: tuple[TrialConfig, ...] = ()  # trials that start together with it on the same device
-    part: str = ""  # of a task of several runs: which one, as in `with-1`; the task's own run has none
+    part: str = ""  # which run of a task of several, as in `with-1`; the task's own run has none
     # Of `config` and each partner the run alone, where it is known; None, or nothing: it is measured first.
     alone: tuple[AloneRun | None, ...] = ()
 
     @property
     def run_id(self) -> str:
-        own = run_id_of(self.job_id, self.task_index)
-        return f"{own}-{self.part}" if self.part else own
+        task_id = run_id_of(self.job_id, self.task_index)
+        return f"{task_id}-{self.part}" if self.part else task_id
 
     @property
     def family(self) -> str:

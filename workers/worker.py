@@ -1,6 +1,8 @@
 """A worker: pinned to one slot of a device, it runs one trial after another and turns each into a run.
 
 Start reading at `Worker.run`. Never imports torch. Under Ray it lives in an actor; inline it lives in the dispatcher.
+Its processes: the worker starts a trial server, which has imported torch; that forks a keeper for each trial, which
+forks the trial and ends with it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sampler import call_within, to_table
 from workers.trial.outcome import (
-    Observed,
     TrialRun,
     TrialWatch,
     kernel_oom_kills,
@@ -33,7 +34,7 @@ from workers.trial.outcome import (
     outcome_of,
     startup_s,
 )
-from workers.trial.reports import KERNEL_COLUMNS, Failure, RankEnded, ReportReader, TrialResult, WindowBegun
+from workers.trial.reports import ENDINGS, KERNEL_COLUMNS, Failure, Observed, ReportReader
 from workers.trial.server_client import MpsDaemon, MpsUnavailable, RunningTrial, ServerLost, TrialServer
 
 if TYPE_CHECKING:
@@ -98,10 +99,10 @@ class Worker:
         return self._server
 
     def share_as(self, sharing: str) -> str | None:
-        """Have the following trials share the GPU so: under `mps` its service runs. Return why that cannot be."""
+        """Set how later trials share the GPU, starting the MPS service for `mps`. Return the reason if that fails."""
         if self.device.backend != "cuda" or (sharing == "mps") == (self._mps is not None):
             return None
-        self.discard_server()  # which has the environment of before, and trials under the service
+        self.discard_server()  # it has the earlier environment, and trials under the service
         if self._mps is not None:
             self._mps.close()
             self._mps = None
@@ -239,7 +240,7 @@ class Worker:
         return self.start_trial(task, self.described(task))
 
     def start_trial(self, task: Task, described: dict[str, Any], *, members: int = 1) -> RunningTrial:
-        """Start a process for a task, or for one of so many `members` of a group. Raises `ServerLost`."""
+        """Start a process for a task, or for one of `members` in a group. Raises `ServerLost`."""
         limit_mib = task.settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
         reader = self.reader(task, together="together" in described)
         return self.server().start_trial(described, reader, limit_mib / members)
@@ -291,9 +292,9 @@ class Worker:
         try:
             while run.living:
                 event = run.step()
-                if isinstance(event, WindowBegun):
+                if event == "window":
                     self._prepare(upcoming)
-                elif isinstance(event, TrialResult | Failure | RankEnded):
+                elif event in ENDINGS:
                     run.dismiss()
         finally:
             run.close()
@@ -361,7 +362,7 @@ class Worker:
 
 
 def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
-    """Return checked rows of `kernels` as a table of the columns that a trial gives itself."""
+    """Return checked rows of `kernels` as a table of the columns that a trial sets itself."""
     import pyarrow as pa
 
     return pa.table(
@@ -369,8 +370,8 @@ def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
     )
 
 
-_MEMBER_TICK_S = 0.02  # members are listened to in turns, each at most so long
-_WARM_BY = 0.5  # of the deadline: a member that is not warm by then holds up the others, and is killed
+_MEMBER_TICK_S = 0.02  # longest turn in which one member is listened to
+_WARM_BY = 0.5  # share of the deadline: a member that is not warm by then holds up the others, and is killed
 
 
 def run_group(worker: Worker, task: Task) -> RunResult:
@@ -431,7 +432,7 @@ def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Alon
     """Return each member's run alone, and the results of those that had to be run; None after one that was lost."""
     given = task.alone or (None,) * len(specs)
     known: dict[str, AloneRun] = {
-        config_hash(spec.config): one for spec, one in zip(specs, given, strict=True) if one is not None
+        config_hash(spec.config): figures for spec, figures in zip(specs, given, strict=True) if figures is not None
     }
     results: list[RunResult] = []
     for place, spec in enumerate(specs):
@@ -484,7 +485,7 @@ def _run_members(
         is_open = not worker.device.sampled  # virtual time knows no waiting
         while any(run.living for run in runs):
             for run in runs:
-                if run.living and isinstance(run.step(), Failure):
+                if run.living and run.step() == "failed":
                     run.dismiss()
             is_open = _direct(runs, is_open, clock.t0_ns + int(_WARM_BY * timeout_ns))
     finally:
@@ -516,7 +517,7 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
 
 
 def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[AloneRun | None]) -> dict[str, Any]:
-    figures = [None if one is None else _figures_alone(one) for one in alone]
+    figures = [None if member is None else _figures_alone(member) for member in alone]
     together = Together(
         member=place,
         size=len(specs),

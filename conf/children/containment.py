@@ -114,7 +114,7 @@ def end_below(pid: int, group: ControlGroup | None = None, spared: Collection[in
     pause_s = _PAUSE_S
     while True:
         if group is not None:
-            killed |= group.kill()  # all at once: one that forks for ever cannot run ahead
+            killed |= group.kill()  # all at once: one that forks forever cannot run ahead
         remaining = 0
         for process in descendants_of(pid, spared):
             if _reap(process):
@@ -182,15 +182,15 @@ class ControlGroup:
 
         `owner` is a process's `conf.files.identity.identity`. Returns None if we may not write to any control group.
         """
-        own = _own_group()
-        if own is None or not os.access(own, os.W_OK):
+        parent = _own_group()
+        if parent is None or not os.access(parent, os.W_OK):
             return None
-        for left in own.glob(f"{_GROUP_PREFIX}*@*"):
+        for left in parent.glob(f"{_GROUP_PREFIX}*@*"):
             if not alive(left.name.removeprefix(_GROUP_PREFIX)):
                 group = cls(left)
                 group.kill()
                 group.remove()
-        made = cls(own / (_GROUP_PREFIX + owner))
+        made = cls(parent / (_GROUP_PREFIX + owner))
         try:
             made.path.mkdir()
         except OSError:
@@ -266,8 +266,8 @@ class TreeMemory:
     """
 
     def __init__(self) -> None:
-        self._processes: frozenset[int] = frozenset()  # of which it is known what they share
-        self._shared_bytes = 0  # that the sum of their resident sets has more than once
+        self._processes: frozenset[int] = frozenset()  # processes whose shares are known
+        self._shared_bytes = 0  # memory that the sum of their resident sets counts more than once
         self._looked_ns = 0
 
     def beyond(self, pids: Iterable[int], limit_bytes: float) -> int | None:
@@ -305,10 +305,10 @@ def tree_memory_bytes(resident: Mapping[int, int]) -> int:
         shares = shares_bytes(pid)
         if shares is None:
             resident_set = resident_bytes([pid]).get(pid, 0)
-        own_share, own = shares or (resident_set, resident_set)
+        own_share, unshared = shares or (resident_set, resident_set)
         proportional += own_share
-        private += own
-        most_shared = max(most_shared, resident_set - own)
+        private += unshared
+        most_shared = max(most_shared, resident_set - unshared)
     return max(proportional, private + most_shared)
 
 

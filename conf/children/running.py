@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.children.keeper import ChildOutput, Ended
-from conf.children.server import PACKET_BYTES
+from conf.children.keeper import PACKET_BYTES, ChildOutput, Ended
 from conf.errors import EnvironmentProblem
 
 _FILE = Path(__file__).with_name("__main__.py")
@@ -75,8 +74,8 @@ class ChildServer:
     """One server process. Threads may start children side by side once `hello` has returned. `close` ends everything.
 
     Args:
-        command: That executes the server; the descriptor of its control socket is added.
-        environment: Of the server and its children; None is this process's.
+        command: Starts the server; the descriptor of its control socket is added.
+        environment: Environment of the server and its children; None: this process's.
         keeps_output: Whether its output is kept for the message of `ServerLost`, rather than printed.
     """
 
@@ -116,7 +115,7 @@ class ChildServer:
         return self._process.poll() is None
 
     def hello(self) -> dict[str, Any]:
-        """Return what the server says of itself once it is ready. Raises `ServerLost` with the server's output."""
+        """Return the server's description of itself once it is ready. Raises `ServerLost` with the server's output."""
         if self._hello is None:
             message = self._answer(self._control, _START_TIMEOUT_S)
             if "problem" in message:
@@ -170,7 +169,7 @@ class ChildServer:
             return Child(answer["started"], ours)
         except OSError as error:
             ours.close()
-            raise ServerLost(f"{self.name} is gone: {error}{self.words()}") from error
+            raise ServerLost(f"{self.name} is gone: {error}{self.output_suffix()}") from error
         except ServerLost:
             ours.close()
             raise
@@ -189,7 +188,7 @@ class ChildServer:
             self._output.close()
             self._output = None
 
-    def words(self) -> str:
+    def output_suffix(self) -> str:
         """Return what the server has printed, as the end of a message."""
         if self._output is None:
             return ""
@@ -202,9 +201,9 @@ class ChildServer:
         try:
             packet = _packet(source)
         except TimeoutError as error:
-            raise ServerLost(f"{self.name} did not answer within {timeout_s:.0f} s{self.words()}") from error
+            raise ServerLost(f"{self.name} did not answer within {timeout_s:.0f} s{self.output_suffix()}") from error
         if not packet:
-            raise ServerLost(f"{self.name} died{self.words()}")
+            raise ServerLost(f"{self.name} died{self.output_suffix()}")
         message: dict[str, Any] = json.loads(packet)
         return message
 
@@ -216,7 +215,7 @@ class ChildRunner:
     folder is deleted.
 
     Args:
-        environment: Of the program; None is this process's.
+        environment: The program's environment; None: this process's.
     """
 
     folder: Path
@@ -251,7 +250,7 @@ class ChildRunner:
         """
         try:
             child = self._server.start(
-                "conf.children.server:run_program",
+                "conf.children.keeper:run_program",
                 list(program),
                 time_limit_s=time_limit_s,
                 memory_limit_bytes=memory_limit_bytes,
@@ -267,7 +266,7 @@ def local_server(prepare: str, environment: Mapping[str, str] | None = None, *, 
 
     Args:
         prepare: `module:function` that imports what children need; empty for nothing.
-        environment: Of the server and its children; None is this process's.
+        environment: Environment of the server and its children; None: this process's.
         folder_base: Where it makes a folder that lives as long as the server; empty for none.
     """
     return ChildServer([sys.executable, str(_FILE), prepare, folder_base], environment)

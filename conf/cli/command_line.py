@@ -32,7 +32,7 @@ from conf.cli.overrides import (
     parsed,
 )
 from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
-from conf.plain_text import bounded, one_line, printable
+from conf.plain_text import one_line, printable, truncated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,9 +44,9 @@ __all__ = ["command", "documented_keys", "group_options", "groups", "help_text",
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
+EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, continues
 
-# What the user's machine, not our code, is to blame for: printed in one line instead of a traceback.
+# Errors caused by the user's machine rather than by our code: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
     errno.EACCES,
     errno.EPERM,
@@ -75,10 +75,10 @@ def command(
     rewrite: Rewrite | None = None,
     entry_of_rest: Callable[..., int | None] | None = None,
 ) -> NoReturn:
-    """Run `entry(settings)` with the settings that the process's arguments give, then exit with its return value.
+    """Run `entry(settings)` with the settings of the process's arguments, then exit with its return value.
 
-    `positional` names the key of the one argument that is no override, the one with white space. Values of text keys
-    are taken as they stand, with their commas and brackets.
+    `positional` names the key of the one argument that is not an override, the one with white space. Values of text
+    keys are taken as they stand, with their commas and brackets.
     `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`. `entry_of_rest` is called in
     place of `entry` where there is a `--`, with what follows as `command`.
     Exit codes: 0, what `entry` returns, 2 for anything that the user can fix, 130 after Ctrl-C.
@@ -87,10 +87,10 @@ def command(
         sys.exit(EXIT_USAGE)
     arguments = sys.argv[1:]
     if entry_of_rest is not None and "--" in arguments:
-        at = arguments.index("--")
-        arguments, rest = arguments[:at], arguments[at + 1 :]
+        dashes = arguments.index("--")
+        arguments, rest = arguments[:dashes], arguments[dashes + 1 :]
         entry = functools.partial(entry_of_rest, command=rest)
-    code = _flushed(run(name, entry, arguments, positional, rewrite))
+    code = _flush_output(run(name, entry, arguments, positional, rewrite))
     if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
         # At once, and with this code: Ray's clean-up at exit would put its own in its place.
         sys.stderr.flush()
@@ -125,7 +125,7 @@ def run(
         settings: Any = made(settings_class(name), cfg)
         try:
             return entry(settings) or 0
-        except SystemExit as error:  # of a user's model
+        except SystemExit as error:  # raised by a user's model
             print_error(f"the code that was run ends the process, with exit code {shown(error.code)}")
             return EXIT_USAGE
     except CommandError as error:
@@ -167,14 +167,14 @@ def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
 def print_error(error: CommandError | str) -> None:
     """Print `error: ...` on standard error, in one line unless the error has lines of its own."""
     keep_lines = isinstance(error, CommandError) and error.keep_lines
-    text = bounded(str(error))
+    text = truncated(str(error))
     print(f"error: {printable(text) if keep_lines else one_line(text)}", file=sys.stderr)
 
 
 def _standard_files() -> bool:
     """Make the standard files safe to use. Return False, and print why, where standard output is closed.
 
-    A closed one would give its number to the next file that is opened, a database say, and whoever then prints writes
+    A closed one would give its number to the next file that is opened, a database say, and a later print writes
     into that. What the terminal's encoding lacks is printed escaped.
     """
     for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
@@ -204,7 +204,7 @@ def _standard_files() -> bool:
     return True
 
 
-def _flushed(code: int) -> int:
+def _flush_output(code: int) -> int:
     """Flush standard output and return the exit code, or another one where the output cannot be written."""
     try:
         sys.stdout.flush()
@@ -258,18 +258,18 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
     """Return whether `--cfg job`, as Hydra spells it, is among the arguments, and the other arguments."""
     if "--cfg" not in arguments:
         return False, arguments
-    at = arguments.index("--cfg")
-    if arguments[at + 1 : at + 2] != ["job"]:
-        given = shown(arguments[at + 1]) if at + 1 < len(arguments) else "nothing"
+    flag = arguments.index("--cfg")
+    if arguments[flag + 1 : flag + 2] != ["job"]:
+        given = shown(arguments[flag + 1]) if flag + 1 < len(arguments) else "nothing"
         raise UsageError(f"--cfg takes job, got {given}; `--cfg job` prints the composed configuration")
-    return True, arguments[:at] + arguments[at + 2 :]
+    return True, arguments[:flag] + arguments[flag + 2 :]
 
 
 def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Split off the positional argument: the first with white space that is no `KEY=...`; SQL may hold `=`."""
-    for at, item in enumerate(arguments):
+    for place, item in enumerate(arguments):
         if any(character.isspace() for character in item) and not re.match(r"[+~]*[\w.@/]+=", item):
-            return item, arguments[:at] + arguments[at + 1 :]
+            return item, arguments[:place] + arguments[place + 1 :]
     return None, arguments
 
 
@@ -336,7 +336,7 @@ class StepBar:
         """Show the running step and its progress, `done` of `of`; 0 of 0 where the number is unknown."""
         if not self._console.is_terminal:
             return
-        if self._running is None:  # not before there is something to tell: another bar may be on the screen until then
+        if self._running is None:  # not before there is something to show: another bar may be on the screen until then
             from rich.progress import TimeElapsedColumn
 
             self._running = start_bar(self._console, self._label, TimeElapsedColumn())
@@ -346,7 +346,7 @@ class StepBar:
 
 @contextlib.contextmanager
 def terminal_bar(label: str, *, remaining: bool = False) -> Iterator[Callable[..., None] | None]:
-    """Show a bar on stderr and give its update function, `update(completed=, total=, description=)`.
+    """Show a bar on stderr and yield its update function, `update(completed=, total=, description=)`.
 
     The last column is the elapsed time, or with `remaining` the time left. Without a terminal there is no bar: None.
     """

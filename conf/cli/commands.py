@@ -125,7 +125,7 @@ TABLE = {
     "ingest": Command(
         "warehouse.ingest",
         "warehouse.ingest:IngestSettings",
-        "Read other people's measurements into `runs`, with source = 'imported'. Ingesting twice adds nothing twice.",
+        "Read published measurements into `runs`, with source = 'imported'. Ingesting twice adds nothing twice.",
     ),
     "export": Command(
         "warehouse.export",
@@ -156,7 +156,7 @@ TABLE = {
     ),
     "fit": Command(
         "learn.fit",
-        "learn.fitting.fit_call:FitSettings",
+        "learn.commands.fit:FitSettings",
         "Fit one estimator of a target on the warehouse's runs, judge it on held-out rows, and keep it as an artifact.",
     ),
     "benchmark": Command(

@@ -131,9 +131,9 @@ def load_config(name: str, arguments: Sequence[str | Override], settings: type |
         if override.key in groups:
             with _collected(problems):
                 chosen[override.key] = _chosen(name, override, groups[override.key])
-    cfg = _composed(settings, [override for override, _ in chosen.values()])
+    cfg = _compose(settings, [override for override, _ in chosen.values()])
     composed = plain_values(cfg)
-    known = [one.name for one in keys_of(settings) if one.name.partition(".")[0] in composed]
+    known = [known_key.name for known_key in keys_of(settings) if known_key.name.partition(".")[0] in composed]
     known += [key for key, _ in flat(composed) if key not in known]
     for group, (_, values) in chosen.items():
         if values is not None:
@@ -153,7 +153,7 @@ def load_config(name: str, arguments: Sequence[str | Override], settings: type |
 
 @contextmanager
 def _collected(problems: list[str]) -> Iterator[None]:
-    """Append the message of a `UsageError` to the problems, and go on."""
+    """Append the message of a `UsageError` to the problems, and continue."""
     try:
         yield
     except UsageError as error:
@@ -190,7 +190,7 @@ def _chosen(name: str, override: Override, group: ConfigGroup) -> tuple[Override
     if choice not in options and not (choice == "null" and group.default is None and not group.added):
         raise unknown_name(override.key, override.choice, options)
     if override.plus != (needed := "+" if group.added else ""):
-        raise UsageError(f"{override.key!r} is chosen with {needed}{override.key}={override.choice} here")
+        raise UsageError(f"write {needed}{override.key}={override.choice}{'' if needed else ', without +'}")
     return replace(override, written=choice), values
 
 
@@ -211,19 +211,19 @@ def _device(name: str, choice: str) -> tuple[str, Mapping[str, Any] | None]:
     return resolve_device(choice, options), None
 
 
-def _composed(settings: type, choices: Sequence[Override]) -> DictConfig:
+def _compose(settings: type, choices: Sequence[Override]) -> DictConfig:
     """Return the command's defaults with the chosen files of its groups, as Hydra composes them."""
     from hydra import compose, initialize_config_module
     from hydra.core.config_store import ConfigStore
 
     name = settings.__name__
-    defaults = [{group: one.default} for group, one in groups_of(settings).items() if not one.added]
+    defaults = [{group: group_key.default} for group, group_key in groups_of(settings).items() if not group_key.added]
     store = ConfigStore.instance()
     store.store(name=name, node={"defaults": ["_self_", *defaults], **defaults_of(settings)})
     try:
         with initialize_config_module(config_module="conf", version_base="1.3"):
             # Hydra takes no null for a group, and of these the default is null anyway.
-            return compose(name, overrides=[one.text() for one in choices if one.written != "null"])
+            return compose(name, overrides=[choice.text() for choice in choices if choice.written != "null"])
     finally:  # Hydra copies all that is there each time
         del store.repo[f"{name}.yaml"]
 
@@ -250,7 +250,7 @@ def _set(cfg: DictConfig, plus: str, key: str, value: Any, known: Sequence[str])
     What is given replaces what stood there, so that a new range keeps nothing of the old one.
 
     Raises:
-        UsageError: The key has keys below it, and the value is no mapping of these.
+        UsageError: The key has keys below it, and the value is not a mapping of these.
     """
     if not _has_keys_below(key, known):
         _put(cfg, key, value)
@@ -328,7 +328,9 @@ def made(settings: type[Settings], cfg: DictConfig) -> Settings:
     from omegaconf import OmegaConf
 
     if missing := OmegaConf.missing_keys(cfg):
-        meanings = {one.name: f" ({one.help})" for one in keys_of(cast(type, settings)) if one.help}
+        meanings = {
+            known_key.name: f" ({known_key.help})" for known_key in keys_of(cast(type, settings)) if known_key.help
+        }
         raise UsageError("missing " + "; ".join(f"{key}=...{meanings.get(key, '')}" for key in sorted(missing)))
     return built(settings, plain_values(cfg))
 
@@ -374,9 +376,9 @@ def command_options(name: str, group: str) -> tuple[str, ...]:
 def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
     """Return (dotted key, default as written, help text with the kind) of each key of a command."""
     return tuple(
-        (one.name, written(one.default), text_of(one))
-        for one in keys_of(settings_class(name))
-        if one.group is None or not one.group.added
+        (documented.name, written(documented.default), text_of(documented))
+        for documented in keys_of(settings_class(name))
+        if documented.group is None or not documented.group.added
     )
 
 
@@ -388,7 +390,7 @@ def text_of(key: Key) -> str:
 def documented_choice(name: str, group: str, choice: str) -> tuple[tuple[str, str, str], ...]:
     """Return the same of each key of a group's choice, as a command takes it."""
     described = groups_of(settings_class(name))[group].schema
-    texts = {one.name: text_of(one) for one in keys_of(described)} if described else {}
+    texts = {known_key.name: text_of(known_key) for known_key in keys_of(described)} if described else {}
     return tuple((key, written(value), texts.get(key, "")) for key, value in flat(choice_values(group, choice)))
 
 

@@ -101,7 +101,7 @@ def put_working_folder_last() -> None:
     if (here := working_folder()) is None:
         return
     os.environ.setdefault(_BEFORE, json.dumps({name: os.environ.get(name) for name in (SAFE_PATH, "PYTHONPATH")}))
-    os.environ[SAFE_PATH] = "1"  # of the child processes
+    os.environ[SAFE_PATH] = "1"  # for the child processes
     sys.path[:] = [path for path in sys.path if path]
     is_hiding = bool(shadowing_files())
     if is_hiding or here not in sys.path:

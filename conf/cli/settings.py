@@ -139,7 +139,7 @@ class Kind:
             return f"{key} must be {self.words(value)}, got {shown(value)}"
         if self.choices:
             given = value if isinstance(value, list | tuple) else [value]
-            unknown = [one for one in given if one is not None and one not in self.choices]
+            unknown = [choice for choice in given if choice is not None and choice not in self.choices]
             name = f"name in {key}:" if "list of text" in self.names else key
             return str(unknown_name(name, unknown[0], self.choices)) if unknown else None
         return None
@@ -294,7 +294,7 @@ class Key:
 @cache
 def keys_of(settings: type) -> tuple[Key, ...]:
     """Return the keys of a settings class: groups first, then its own, then those of its sections."""
-    return tuple(sorted(_own_keys(settings), key=lambda one: (one.group is None, "." in one.name)))
+    return tuple(sorted(_own_keys(settings), key=lambda key: (key.group is None, "." in key.name)))
 
 
 def _own_keys(settings: type) -> Iterator[Key]:
@@ -303,7 +303,7 @@ def _own_keys(settings: type) -> Iterator[Key]:
         about = field.metadata
         if _SECTION in about:
             inner = _own_keys(about[_SECTION])
-            yield from (dataclasses.replace(one, name=f"{field.name}.{one.name}") for one in inner)
+            yield from (dataclasses.replace(inner_key, name=f"{field.name}.{inner_key.name}") for inner_key in inner)
         elif _HELP in about:
             if (chosen := about.get(_GROUP)) is not None:
                 yield Key(field.name, chosen.default, about[_HELP], group=chosen)
@@ -318,7 +318,7 @@ def _kind_of(annotation: Any, narrower: str, choices: tuple[object, ...]) -> Kin
     optional = ["null"] if type(None) in alternatives else []
     if narrower:
         return Kind.parse(narrower if "|" in narrower else " | ".join([narrower, *optional]), choices)
-    words = [_WORDS.get(one) or _WORDS[typing.get_origin(one)] for one in alternatives]
+    words = [_WORDS.get(alternative) or _WORDS[typing.get_origin(alternative)] for alternative in alternatives]
     kind = Kind.parse(" | ".join(words), choices)
     return dataclasses.replace(kind, declared=" | ".join([*map(str, choices), *optional])) if choices else kind
 
@@ -331,7 +331,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 @cache
 def kinds_of(settings: type) -> dict[str, Kind]:
     """Return what each key may hold: those of a class with its groups' files, search spaces and descriptions aside."""
-    kinds = {one.name: one.kind for one in keys_of(settings) if one.kind is not None}
+    kinds = {key.name: key.kind for key in keys_of(settings) if key.kind is not None}
     for name, chosen in groups_of(settings).items():
         if chosen.schema is not None:
             kinds |= {f"{name}.{inner}": kind for inner, kind in kinds_of(chosen.schema).items()}
@@ -340,7 +340,7 @@ def kinds_of(settings: type) -> dict[str, Kind]:
 
 def groups_of(settings: type) -> dict[str, ConfigGroup]:
     """Return the groups that a command takes, by name."""
-    return {one.name: one.group for one in keys_of(settings) if one.group is not None}
+    return {key.name: key.group for key in keys_of(settings) if key.group is not None}
 
 
 class Checked:
@@ -362,7 +362,7 @@ class Checked:
         fields = [field for field in dataclasses.fields(settings) if field.metadata and _GIVEN not in field.metadata]
         for field in fields if not problems else ():
             try:
-                value = _made(field, _hints(settings)[field.name], getattr(self, field.name))
+                value = _make_value(field, _hints(settings)[field.name], getattr(self, field.name))
                 object.__setattr__(self, field.name, value)
             except UsageError as error:
                 problems.append(str(error))
@@ -374,7 +374,7 @@ class Checked:
         return ()
 
 
-def _made(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
+def _make_value(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     """Return a field's value: the object of a section, what `build` makes, several names as a tuple."""
     about = field.metadata
     chosen = about.get(_GROUP)
@@ -383,14 +383,14 @@ def _made(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
         return value if is_built else chosen.build(_mapping(field.name, value))
     settings = about.get(_SECTION) or (chosen and chosen.schema)
     if settings and not isinstance(value, settings):
-        known = [one.name for one in dataclasses.fields(settings)]
-        if unknown := [str(key) for key in _mapping(field.name, value) if key not in known]:  # of another version
+        known = [known_field.name for known_field in dataclasses.fields(settings)]
+        if unknown := [str(key) for key in _mapping(field.name, value) if key not in known]:  # of another release
             raise UsageError(f"{field.name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
         return built(settings, value)
     if build := about.get(_BUILD):
         return build(value)
     annotations = _alternatives(annotation)
-    if isinstance(value, list | str) and any(typing.get_origin(one) is tuple for one in annotations):
+    if isinstance(value, list | str) and any(typing.get_origin(alternative) is tuple for alternative in annotations):
         return value if type(value) in annotations else (value,) if isinstance(value, str) else tuple(value)
     return value
 
@@ -411,14 +411,14 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
 def defaults_of(settings: type) -> dict[str, Any]:
     """Return the composed values where nothing is given: `???` for a required key, added groups left out."""
     values: dict[str, Any] = {}
-    for one in keys_of(settings):
-        *parents, name = one.name.split(".")
+    for key in keys_of(settings):
+        *parents, name = key.name.split(".")
         node = values
         for parent in parents:
             node = node.setdefault(parent, {})
-        if one.group is None:
-            node[name] = "???" if one.default is MISSING else one.default
-        elif not one.group.added:
+        if key.group is None:
+            node[name] = "???" if key.default is MISSING else key.default
+        elif not key.group.added:
             node[name] = None
     return values
 

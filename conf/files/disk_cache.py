@@ -23,8 +23,8 @@ from conf.files.identity import version_of
 MOST_BYTES = 256 * 2**20
 _BUSY_S = 1.0
 _AT_ONCE = 500  # parameters of one statement; SQLite allows at least 999
-_LIBRARIES = ("torch", "timm", "torchvision", "transformers")  # whose code a traced step follows from
-PACKAGES = ("conf", "featurize", "learn")  # of this project, whose code makes traces and answers
+_LIBRARIES = ("torch", "timm", "torchvision", "transformers")  # libraries whose code determines a trace
+PACKAGES = ("conf", "featurize", "learn")  # this project's packages, whose code makes traces and answers
 _TABLE = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, sha256 BLOB NOT NULL, content BLOB NOT NULL)"
 
 
@@ -36,12 +36,12 @@ def libraries() -> str:
 
 @functools.cache
 def code_version() -> str:
-    """Return a digest of all that an answer follows from besides its question: libraries' releases, Python's, and the
-    files of this project, by their sizes and times. Who edits one, or installs another release, starts anew."""
+    """Return a digest of everything besides the question that an answer depends on: the releases of Python and of
+    libraries, and the sizes and times of this project's files. An edit or another release starts a new cache."""
     digest = hashlib.sha256(f"{sys.version} {libraries()}".encode())
     folders = [str(resources.files(package)) for package in PACKAGES]
     while folders:
-        for entry in sorted(os.scandir(folders.pop()), key=lambda one: one.name):
+        for entry in sorted(os.scandir(folders.pop()), key=lambda source_file: source_file.name):
             if entry.is_dir():
                 folders += [entry.path] if entry.name != "__pycache__" else []
             else:
@@ -56,7 +56,7 @@ def user_folder() -> Path:
 
 
 class DiskCache:
-    """A file of entries. Above `most_bytes` the oldest ones go. An entry whose checksum is wrong is as none.
+    """A file of entries. Above `most_bytes` the oldest ones go. An entry with a wrong checksum counts as missing.
 
     Args:
         path: The file; its folder need not exist.
@@ -126,15 +126,22 @@ def user_cache() -> DiskCache | None:
     return None
 
 
-def recall(name: str) -> Any:
-    """Return the value that this code left in the user's cache under this name; None where there is none."""
-    key, cache = f"{code_version()} {name}", user_cache()
-    content = None if cache is None else cache.read([key]).get(key)
+def recall(*names: str) -> list[Any]:
+    """Return the values that this code left in the user's cache under these names; None where there is none."""
+    keys, cache = [f"{code_version()} {name}" for name in names], user_cache()
+    stored = {} if cache is None else cache.read(keys)
+    return [_value(stored.get(key, b"null")) for key in keys]
+
+
+def _value(content: bytes) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
-        return None if content is None else json.loads(content)
+        return json.loads(content)
 
 
 def keep(values: Mapping[str, Any]) -> None:
     """Leave values, of which JSON can be made, in the user's cache."""
-    if (cache := user_cache()) is not None:
-        cache.write((f"{code_version()} {name}", json.dumps(value).encode()) for name, value in values.items())
+    if values and (cache := user_cache()) is not None:
+        cache.write(
+            (f"{code_version()} {name}", json.dumps(value, check_circular=False).encode())
+            for name, value in values.items()
+        )

@@ -60,8 +60,8 @@ def aside_folder() -> Path:
 def identity(pid: int) -> str:
     """Return `PID@START@WHERE` of a process: its number, its start in ticks since boot, its boot and PID namespace.
 
-    The namespace tells a container's processes from ours. psutil's `create_time` is not used, since it moves when the
-    system's clock is set. Raises `ProcessLookupError`.
+    The namespace distinguishes a container's processes from ours. psutil's `create_time` is not used, since it moves
+    when the system's clock is set. Raises `ProcessLookupError`.
     """
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as stat:  # a process may have any name

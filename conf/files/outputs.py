@@ -60,8 +60,8 @@ TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _LINKS = 40  # as many as the kernel follows
-MOST_BYTES = 1 << 30  # of a file that grows with the data: a list of files, a plan
-MARKER_BYTES = 1 << 16  # of a file that says what a folder is
+MOST_BYTES = 1 << 30  # most bytes of a file that grows with the data: a list of files, a plan
+MARKER_BYTES = 1 << 16  # most bytes of a file that says what a folder is
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_MAY = 0o077
 _OTHERS_MAY_WRITE = 0o022
@@ -73,8 +73,8 @@ class Output:
 
     key: str  # as the user spelled it: out or report
     given: str
-    path: Path  # after all links; of a descriptor the path as given
-    descriptor: int | None = None  # one that this process has open already
+    path: Path  # after all links; for a descriptor, the path as given
+    descriptor: int | None = None  # an already open descriptor, where the output names one
     is_plain: bool = True  # a file that is replaced in one step; devices and pipes take what they are given
 
 
@@ -135,7 +135,7 @@ def _output(out: str | os.PathLike[str], key: str, data: Sequence[str | os.PathL
         raise refused("it is not a valid path")
     try:
         status: os.stat_result | None
-        path, descriptor = _followed(os.path.abspath(os.path.expanduser(given)))
+        path, descriptor = _follow(os.path.abspath(os.path.expanduser(given)))
         if descriptor is not None:
             status = os.fstat(descriptor)
             path = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
@@ -196,7 +196,7 @@ def output_file(
     except BrokenPipeError:  # the reader has what it wanted
         raise
     except OSError as error:
-        if error.errno is None:  # of what the block reads, as Arrow raises it
+        if error.errno is None:  # raised by what the block reads, as Arrow does
             raise
         # By its number: a library's own text may name the temporary file.
         why = os.strerror(error.errno)
@@ -215,7 +215,7 @@ def write_output(
         file.write(content)
 
 
-def _followed(path: str) -> tuple[Path, int | None]:
+def _follow(path: str) -> tuple[Path, int | None]:
     """Follow links: return (path, None), or (path, descriptor) where they end at a descriptor of this process."""
     for _ in range(_LINKS):
         path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
@@ -229,8 +229,8 @@ def _followed(path: str) -> tuple[Path, int | None]:
 
 
 def _is_own(path: str) -> bool:
-    own = ("/proc/self/", "/proc/thread-self/", f"/proc/{os.getpid()}/")
-    return not path.startswith("/proc/") or path.startswith(own)
+    own_folders = ("/proc/self/", "/proc/thread-self/", f"/proc/{os.getpid()}/")
+    return not path.startswith("/proc/") or path.startswith(own_folders)
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -380,10 +380,10 @@ def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | Non
 
 
 def open_own_file(folder: int, name: str, flags: int = os.O_RDONLY, *, private: bool = False) -> int:
-    """Return a descriptor of a plain file of this user in an open folder, made with mode 0600; it never waits.
+    """Open a plain file of this user in an open folder and return its descriptor. Never blocks.
 
-    `flags` are those of `os.open`. A `private` file is one that nobody else may write to. Raises `OSError` as opening
-    does, and `PermissionError` for whatever is no such file.
+    `flags` are those of `os.open`; a file that they create has mode 0600. A `private` file is one that nobody else may
+    write to. Raises `OSError` as opening does, and `PermissionError` for anything that is not such a file.
     """
     descriptor = os.open(name, flags | os.O_NONBLOCK | _NO_LINK, 0o600, dir_fd=folder)
     status = os.fstat(descriptor)
@@ -391,4 +391,4 @@ def open_own_file(folder: int, name: str, flags: int = os.O_RDONLY, *, private: 
     if is_own and not (private and status.st_mode & _OTHERS_MAY_WRITE):
         return descriptor
     os.close(descriptor)
-    raise PermissionError(errno.EPERM, "it is no plain file of this user alone", str(Path(name)))
+    raise PermissionError(errno.EPERM, "it is not a plain file of this user alone", str(Path(name)))

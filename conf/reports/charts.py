@@ -19,8 +19,8 @@ Anchor: TypeAlias = Literal["start", "middle", "end"]
 _MOST_LOG_TICKS = 8
 _LEAST_GAP = 10.0  # pixels between two texts
 _WIDEST_COLUMN = 40.0  # pixels
-SHADES = 6  # beside empty
-DARK_SHADE = 4  # from which on a text is light
+SHADES = 6  # not counting the empty one
+DARK_SHADE = 4  # from this shade on, text is drawn light
 
 
 class Svg(Markup):
@@ -38,7 +38,7 @@ class Drawing:
     def text(self, css: str, x: float, y: float, content: str, anchor: Anchor = "middle", title: str = "") -> None:
         self._shapes.append(
             f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
-            f"{_escaped(content)}{_title(title)}</text>"
+            f"{_escape(content)}{_title(title)}</text>"
         )
 
     def path(self, css: str, d: str, title: str = "") -> None:
@@ -67,17 +67,17 @@ class Drawing:
         """
         size = f'class="{css}"' if css else f'width="{width:.0f}" height="{height:.0f}"'
         return Svg(
-            f'<svg {size} viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_escaped(label)}">'
+            f'<svg {size} viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_escape(label)}">'
             f"{''.join(self._shapes)}</svg>"
         )
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return escape(clean_text(text))
 
 
 def _title(text: str) -> str:
-    return f"<title>{_escaped(text)}</title>" if text else ""
+    return f"<title>{_escape(text)}</title>" if text else ""
 
 
 def nice_step(least: float, steps: Sequence[float] = (1, 2, 2.5, 5, 10)) -> float:
@@ -97,7 +97,7 @@ class Axis:
 
     @classmethod
     def of(cls, low: float, high: float, steps: int = 4) -> Axis:
-        """Return a linear axis with about so many round steps, which begins and ends at one."""
+        """Return a linear axis with about this many round steps, which begins and ends at one."""
         step = nice_step(max(high - low, 1e-9) / steps)
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
         ticks = tuple(step * k for k in range(first, max(last, first + 1) + 1))
@@ -200,7 +200,7 @@ class Plot(Drawing):
     def column(
         self, css: str, left: float, right: float, low: float, high: float, title: str = "", *, gap: float = 0.0
     ) -> None:
-        """Draw a column between two values of either axis, with a gap of so many pixels on both sides."""
+        """Draw a column between two values of either axis, with a gap of this many pixels on both sides."""
         x, y = self.x(left) + gap, self.y(high)
         self.rect(css, x, y, self.x(right) - gap - x, self.y(low) - y, title=title)
 
@@ -235,9 +235,9 @@ def curves(
     """Draw lines over `names`, from 0 on.
 
     Args:
-        names: Of the places from left to right; every line has a value, or None, for each.
+        names: Names of the places from left to right; every line has a value, or None, for each.
         lines: What is drawn.
-        unit: Of the values.
+        unit: Unit of the values.
         limit: A value drawn across, dashed.
         most: The largest value that there can be, where the axis ends at the latest.
     """
@@ -386,7 +386,7 @@ def draw_grid(
     row_title: str = "",
     column_title: str = "",
 ) -> Svg:
-    """Draw a cell for each row and column; where `cell` returns None there is none. `label` says what it shows."""
+    """Draw a cell for each row and column; none where `cell` returns None. `label` says what it shows."""
     # Column names stand beside one another, so cells are as wide as the longest.
     wide = max(_CELL_WIDTH, max(map(len, columns), default=0) * LETTER_PX + 9)
     left = max([len(name) for name in rows] + [len(row_title)]) * LETTER_PX + 10

@@ -13,7 +13,7 @@ MISSING = "–"
 _TERMINAL_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LONGEST = 20_000  # characters of one text on a page
-_LONGEST_CELL = 120  # of a cell of the explorer
+_LONGEST_CELL = 120  # characters of an explorer cell
 
 
 class Markup(str):

@@ -79,7 +79,7 @@ def traced(
 ) -> dict[str, dict[str, Any]]:
     """Config hash -> `summary_of` its step under the environment's torch; what `kept` holds is not traced again.
 
-    `kept` is a file of JSON lines that grows as configurations are traced, so an interrupted call goes on there.
+    `kept` is a file of JSON lines that grows as configurations are traced, so an interrupted call continues there.
     Raises `UsageError` where the environment's Python fails.
     """
     tag = mapping_hash({"code": FEATURES_STAMP, "device": spec.to_mapping()})
@@ -184,18 +184,21 @@ def compare_operators(
 
 
 def _changes(
-    compared: Mapping[str, tuple[Mapping, Mapping]], part: str, named: Callable[[str], str], kinds: Mapping[str, str]
+    compared: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]],
+    part: str,
+    named: Callable[[str], str],
+    kinds: Mapping[str, str],
 ) -> tuple[Change, ...]:
     """Return every operator or module, changed ones first, sorted by difference in time and then in memory moved."""
     totals: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
     differing: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for key, pair in compared.items():
-        own: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
+        figures_by_name: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
         for side, record in enumerate(pair):
             for name, figures in record[part].items():
                 for figure in FIGURES:
-                    own[named(name)][side][figure] += figures[figure]
-        for name, (old, new) in own.items():
+                    figures_by_name[named(name)][side][figure] += figures[figure]
+        for name, (old, new) in figures_by_name.items():
             for side, figures in enumerate((old, new)):
                 for figure in FIGURES:
                     totals[name][side][figure] += figures[figure]
@@ -217,7 +220,7 @@ def _changes(
     return tuple(sorted(changes, key=_largest_first))
 
 
-def _largest_first(change: Change) -> tuple:
+def _largest_first(change: Change) -> tuple[Any, ...]:
     differences = [abs(change.after[figure] - change.before[figure]) for figure in ("ms", "peak_mib", "moved_mib")]
     return (not change.changed, *(-value for value in differences), change.name)
 
@@ -230,7 +233,9 @@ def _none() -> dict[str, float]:
     return dict.fromkeys(FIGURES, 0.0)
 
 
-def _sums(compared: Mapping[str, tuple[Mapping, Mapping]], part: str) -> dict[str, tuple[float, float]]:
+def _sums(
+    compared: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]], part: str
+) -> dict[str, tuple[float, float]]:
     sums: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     for pair in compared.values():
         for total, record in zip(sums, pair, strict=True):

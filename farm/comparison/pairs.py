@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import duckdb
 
@@ -33,8 +34,8 @@ from warehouse.tables.schema import ENVIRONMENT
 from workers.trial.server_client import PYTHON_VARIABLE
 
 _PROBE_TIMEOUT_S = 180.0  # importing torch from a cold disk takes long
-# What a trial server imports, and what a comparison records of the environment. The newest file of torch tells a build
-# that was made again under the same version.
+# What a trial server imports, and what a comparison records of the environment. The newest file of torch identifies a
+# build that was made again under the same version.
 _PROBE = """
 import importlib.metadata, json, os, sys
 from featurize.training.training_step import preload
@@ -91,7 +92,7 @@ Side = Environment | Recorded
 def side_of(key: str, text: str, code: Path) -> Side:
     """Return the side that `key=text` names: an environment's Python or folder, a data folder, or DATA@SNAPSHOT.
 
-    `code` is a folder of `code_folder`. Raises `UsageError` for what is none of these, and for an environment whose
+    `code` is a folder of `code_folder`. Raises `UsageError` for anything else, and for an environment whose
     Python cannot run a trial.
     """
     path = Path(os.path.abspath(os.path.expanduser(text)))
@@ -100,16 +101,16 @@ def side_of(key: str, text: str, code: Path) -> Side:
     python = _python_of(text, path)
     if python is not None:
         return _environment(key, text, python, code)
-    data, at, snapshot = text.rpartition("@")
+    data, separator, snapshot = text.rpartition("@")
     folder = Path(os.path.abspath(os.path.expanduser(data)))
-    if at and snapshot and (folder / "format.json").is_file():
+    if separator and snapshot and (folder / "format.json").is_file():
         from warehouse.files.snapshots import find_snapshot
 
         find_snapshot(DataFolder(folder).open(), snapshot)
         return Recorded(text=text, folder=DataFolder(folder), snapshot=snapshot)
     raise UsageError(
-        f"{key}={text} is no environment and no data folder; name a Python (/envs/new/bin/python), the folder of a "
-        "virtual environment, a data folder, or DATA@SNAPSHOT"
+        f"{key}={text} is neither an environment nor a data folder; name a Python (/envs/new/bin/python), a virtual "
+        "environment's folder, a data folder, or DATA@SNAPSHOT"
     )
 
 
@@ -126,8 +127,8 @@ def _python_of(text: str, path: Path) -> Path | None:
 def code_folder() -> Iterator[Path]:
     """A folder that holds links to this project's packages and nothing else.
 
-    As PYTHONPATH it gives another environment this code, and hides none of its own packages, as the folder that this
-    project is installed in would.
+    On PYTHONPATH it gives another environment this code without hiding that environment's own packages, as this
+    project's site-packages would.
     """
     import farm
 
@@ -145,7 +146,7 @@ def trial_environment(environment: Environment, code: Path) -> dict[str, str]:
 
 def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [str(python), "-c", _PROBE],
             env={**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
@@ -158,9 +159,9 @@ def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
         raise UsageError(f"{key}={text}: {python} does not answer within {_PROBE_TIMEOUT_S:.0f} s") from error
     except OSError as error:
         raise UsageError(f"{key}={text}: {python} cannot be run: {error.strerror or error}") from error
-    line = next((line for line in done.stdout.splitlines() if line.startswith("PROBE")), None)
-    if done.returncode or line is None:
-        error_lines = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
+    line = next((line for line in completed.stdout.splitlines() if line.startswith("PROBE")), None)
+    if completed.returncode or line is None:
+        error_lines = completed.stderr.strip().splitlines() or [f"it ended with exit code {completed.returncode}"]
         missing = error_lines[-1].partition("No module named ")[2].strip("'").partition(".")[0]
         hint = f"; install it there: {python} -m pip install {missing}" if missing else ""
         raise UsageError(f"{key}={text}: {python} cannot run a trial: {error_lines[-1]}{hint}")
@@ -213,7 +214,7 @@ class StatusChange:
     after: str
     configurations: int
     examples: tuple[str, ...]  # config hashes
-    error: str | None  # of the side that failed, the first
+    error: str | None  # the error of the side that failed, the first one's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +234,8 @@ class Comparison:
 
     pairs       each side with `LABELS` and `_OF_A_SIDE`
     statuses    every combination but ok on both sides, the commonest first
-    alone       config hashes that one side has and the other has not: (before, after)
-    versions    of each side: column of `runs` -> its values, the commonest first
+    alone       config hashes that only one side has: (before, after)
+    versions    for each side: column of `runs` -> its values, the commonest first
     unhashed    rows (before, after) that name no configuration, as imported ones may
     """
 
@@ -344,7 +345,7 @@ def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
     )
 
 
-def error_of(side: Mapping) -> str | None:
+def error_of(side: Mapping[str, Any]) -> str | None:
     """Return the error of a side's runs as one line; None where a run was ok, or no error is known."""
     if side["status"] == "ok" or side["error"] is None:
         return None
@@ -364,9 +365,13 @@ def _families(pairs: Sequence[Pair], tolerance: float) -> tuple[OperatorFamily, 
         for name in names:
             pairs_of[name].append(pair)
     families = []
-    for name, own in pairs_of.items():
-        shifts = {label: shift for label in (MEMORY, STEP_TIME) for shift in summed_up(own, label, tolerance)}
+    for name, pairs_of_family in pairs_of.items():
+        shifts = {
+            label: shift for label in (MEMORY, STEP_TIME) for shift in summed_up(pairs_of_family, label, tolerance)
+        }
         memory, step_time = (shifts[label].median if label in shifts else None for label in (MEMORY, STEP_TIME))
         largest = max((shift.largest for shift in shifts.values()), key=abs)
-        families.append(OperatorFamily(name=name, pairs=len(own), memory=memory, step_time=step_time, largest=largest))
+        families.append(
+            OperatorFamily(name=name, pairs=len(pairs_of_family), memory=memory, step_time=step_time, largest=largest)
+        )
     return tuple(sorted(families, key=lambda f: (-max(abs(f.memory or 0), abs(f.step_time or 0)), f.name)))

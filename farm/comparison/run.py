@@ -79,8 +79,8 @@ class CompareSettings(SampledSettings):
     before: str = key(help="an environment, a data folder, or DATA@SNAPSHOT", kind="path")
     after: str = key(help="what it is compared with, likewise", kind="path")
     n: int | None = key(None, "configurations that environments run", "int 1 to 10000000")
-    tolerance: float = key(0.01, "relative difference from which on a configuration counts as beyond", "number >= 0")
-    operators: bool = key(True, "trace the operators of each configuration under both environments, and compare them")
+    tolerance: float = key(0.01, "relative difference from which a configuration counts", "number >= 0")
+    operators: bool = key(True, "compare each configuration's operators, traced under both environments")
     report: str | None = key(None, "write the page into this file instead of DATA/comparisons", "new path")
     format: str = format_key()
 
@@ -94,7 +94,7 @@ class CompareSettings(SampledSettings):
         """The jobs that environments run; None where both sides have their runs."""
         if self.arch is None or self.n is None:
             return None
-        shared = {one.name: getattr(self, one.name) for one in dataclasses.fields(SampledSettings)}
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(SampledSettings)}
         return SubmitSettings(n=self.n, **shared)
 
 
@@ -102,7 +102,7 @@ class CompareSettings(SampledSettings):
 class Result:
     """A finished comparison.
 
-    name       of its files; job_id of the runs of environments
+    name       name of its files; job_id: that of the runs of environments
     operators  None where they were not compared: `no_operators` says why
     caveat     what these figures can and cannot show
     folders    where the runs of each side are
@@ -154,11 +154,11 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
     """Resolve both sides in parallel, since importing torch takes seconds."""
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(side_of, key, getattr(settings, key), code) for key in ("before", "after")]
-        errors = [error for one in asked if (error := one.exception()) is not None]
+        errors = [error for future in asked if (error := future.exception()) is not None]
     if errors:
         other = next((error for error in errors if not isinstance(error, CommandError)), None)
         raise other or UsageError("; ".join(map(str, errors)))
-    before, after = (one.result() for one in asked)
+    before, after = (future.result() for future in asked)
     same = isinstance(before, Environment) and isinstance(after, Environment) and before.python == after.python
     if same or (isinstance(before, Recorded) and before == dataclasses.replace(after, text=before.text)):
         raise UsageError(
@@ -253,7 +253,7 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
 
 def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | None) -> str:
     """Return a readable file name, equal for equal comparisons."""
-    identity = [side.folder_name if isinstance(side, Environment) else _recorded(side) for side in sides]
+    identity = [side.folder_name if isinstance(side, Environment) else _record(side) for side in sides]
     parts: dict[str, Any] = {"sides": identity, "job": job_id, "family": settings.family}
     if settings.submission is not None:
         parts["n"] = settings.submission.n
@@ -261,7 +261,7 @@ def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | Non
     return f"{settings.family or 'all'}-{words}-{mapping_hash(parts)[:6]}"
 
 
-def _recorded(side: Recorded) -> str:
+def _record(side: Recorded) -> str:
     return f"{side.folder.root}@{side.snapshot or ''}"
 
 

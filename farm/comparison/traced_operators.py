@@ -17,6 +17,8 @@ from conf.units import MIB
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
+    from featurize.memory.replay import MemoryProfile
+    from featurize.recording.step_trace import StepTrace
 
 # Of an operator or of a module, in one training step. `peak_mib`: what it made and is alive when most memory is in use.
 FIGURES = ("calls", "launches", "moved_mib", "gflops", "ms", "peak_mib")
@@ -25,7 +27,7 @@ FIGURES = ("calls", "launches", "moved_mib", "gflops", "ms", "peak_mib")
 def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     """Trace one step; return figures by operator and by module, operators by dtype, the peak by kind in MiB.
 
-    A step that cannot be traced gives `{"error": why}`.
+    A step that cannot be traced yields `{"error": why}`.
     """
     from featurize.configs.trial import config_from_mapping
     from featurize.memory.replay import replay
@@ -61,7 +63,7 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def _alive_at_peak(trace, memory) -> Counter[int]:
+def _alive_at_peak(trace: StepTrace, memory: MemoryProfile) -> Counter[int]:
     """Return the bytes of each block that is alive at the memory peak."""
     highest = max(range(len(memory.timeline)), key=lambda i: memory.timeline[i].allocated, default=-1)
     alive: Counter[int] = Counter()

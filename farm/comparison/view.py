@@ -252,7 +252,7 @@ def _pair_mapping(pair: Pair) -> dict[str, Any]:
     }
 
 
-_ROWS_OF_PAGE = 20  # of a table; the rest is in the JSON beside the page
+_ROWS_OF_PAGE = 20  # rows of a table; the rest is in the JSON beside the page
 _COLUMNS = {"calls": "calls", "moved_mib": "MiB moved", "gflops": "GFLOP", "ms": "ms", "peak_mib": "MiB at the peak"}
 
 

@@ -75,7 +75,7 @@ def plain_error(error: Exception) -> str:
 
 
 def gpu_problem(layout: Parallel, gpus: int) -> str | None:
-    """Return why a trial cannot run where the largest node has so many GPUs; None if it can."""
+    """Return why a trial cannot run where the largest node has this many GPUs; None if it can."""
     if layout.ranks <= gpus:
         return None
     return f"parallel={layout.text()} needs {layout.ranks} GPUs of one node, and the largest node has {gpus}"

@@ -62,11 +62,11 @@ def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
 class Dispatcher:
     """Runs the tasks of one device, or of one of its jobs.
 
-    `clock` gives seconds since the epoch and may jump; `steady` gives seconds and never does. Deadlines, leases and
-    backoffs follow `steady`, from the epoch as it was at the start; what is written down of a run follows `clock`.
+    `clock` returns seconds since the epoch and may jump; `steady` returns seconds and never does. Deadlines, leases and
+    backoffs follow `steady`, from the epoch as it was at the start; what is recorded of a run follows `clock`.
 
-    `shares`: so many workers have a share each, the tasks whose index leaves the same rest; a worker takes another's
-    only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
+    `shares`: number of workers with a share each: worker i's tasks are those with index % shares == i. A worker takes
+    another's only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
 
     `trust`: modules whose code a task may name although this user did not submit it (`farm.dispatch.submitted_code`).
     `outcomes` counts the runs that land.
@@ -114,7 +114,7 @@ class Dispatcher:
         """
         events = self._service.events
         try:
-            self._queue.bound_waits(self._now())
+            self._queue.cap_waits(self._now())
             self._executor.start()
             events.emit("device_started", device=device_from_key(self._device_key).to_mapping())
             stop.install()  # again: Ray has put its own handlers in their place
@@ -126,7 +126,7 @@ class Dispatcher:
                 completions = self._executor.wait(_WAIT_S)
                 self._renew()  # first: what has just come back must not be handed out again because its lease ran out
                 if completions and not stop.requested:
-                    self._hand_out()  # before the runs are landed: meanwhile their workers need not stand idle
+                    self._hand_out()  # before the runs are landed, so that their workers do not stand idle
                 for completion in completions:
                     self._land(completion)
                 self._restart_stuck_workers()
@@ -174,8 +174,8 @@ class Dispatcher:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
         shares: list[tuple[int, int] | None] = [None]
         if self._shares > 1:  # its own share first
-            own = self._share_of.setdefault(worker, len(self._share_of)) % self._shares
-            shares.insert(0, (own, self._shares))
+            own_share = self._share_of.setdefault(worker, len(self._share_of)) % self._shares
+            shares.insert(0, (own_share, self._shares))
         for _ in range(_REFUSED_AT_ONCE):
             for share in shares:
                 leased = self._queue.lease(
@@ -212,7 +212,7 @@ class Dispatcher:
         return None if layout is None or gpus is None else gpu_problem(layout, gpus)
 
     def _expect_back(self, spec: Task) -> None:
-        trials = 1 + (len(spec.alone) if spec.partners else 0)  # of a group also each member alone
+        trials = 1 + (len(spec.alone) if spec.partners else 0)  # a group runs each member alone as well
         self._stuck_at[spec.run_id] = self._steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
 
     def _waits_for_work(self) -> bool:
@@ -255,8 +255,8 @@ class Dispatcher:
         if repeated >= limit or not self._queue.may_repeat(task):
             return False
         try:
-            for one in (*result.others, result):
-                self._write(as_attempt(one, task.attempt))
+            for run_result in (*result.others, result):
+                self._write(as_attempt(run_result, task.attempt))
         except (OSError, MemoryError):
             raise
         except Exception:
@@ -270,14 +270,14 @@ class Dispatcher:
         if self._queue.is_done(task):
             return  # another dispatcher was quicker, after this one's lease had run out
         try:
-            for one in (*result.others, result):  # the task's own run is the last: with it the task is done
-                self._write(as_final(one))
-        except (OSError, MemoryError):  # the machine's, not the run's
+            for run_result in (*result.others, result):  # the task's own run is the last: with it the task is done
+                self._write(as_final(run_result))
+        except (OSError, MemoryError):  # a fault of this machine, not of the run
             raise
         except Exception as error:  # whatever a worker sent: one task's business, not the job's
             result = lost_run(task, f"its run was refused by the warehouse: {error}")
-            for one in (*result.others, result):
-                self._write(as_final(one))
+            for run_result in (*result.others, result):
+                self._write(as_final(run_result))
         if isinstance(task, Task) and worker is not None:
             self._alone.landed(task, worker, result.others)
         run = result.run
@@ -370,9 +370,9 @@ class StopRequest:
         self._announce()
 
 
-_TEXT_CHARACTERS = 4_000  # of any text of a run, but its error
-_JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is none
-_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # by which a run is known as that of its task
+_TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
+_JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is not JSON
+_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # columns that connect a run with its task
 _TEXT_COLUMNS = tuple(
     field.name for field in RUN_SCHEMA if pa.types.is_string(field.type) and field.name not in JSON_COLUMNS
 )
@@ -402,22 +402,22 @@ def as_final(result: RunResult) -> RunResult:
 def accepted(completion: Completion, task: Task) -> Completion:
     """Return the completion in a form that queue and warehouse accept; its content never raises.
 
-    Texts are made storable and bounded (a line in them says how much was left out). A result that is no run of this
+    Texts are made storable and truncated (a line in them says how much is missing). A result that is not a run of this
     task becomes a `crashed` one that says why. Only a `crashed` run is tried again.
     """
     if completion.lost is not None:
         return dataclasses.replace(completion, lost=safe_text(str(completion.lost)), result=None)
     try:
-        result = _checked(completion.result, task)
+        result = _check(completion.result, task)
     except ValueError as error:
-        result = lost_run(task, f"the worker's answer is no run of this task: {error}")
+        result = lost_run(task, f"the worker's answer is not a run of this task: {error}")
     return dataclasses.replace(completion, result=result)
 
 
-def _checked(result: object, task: Task) -> RunResult:
+def _check(result: object, task: Task) -> RunResult:
     """Check the shapes of a result and of the further runs that come with it. Raises `ValueError`."""
-    own = {name: getattr(task, name) for name in _OWN_COLUMNS}
-    checked = _checked_run(result, own, task.config, task.attempt)
+    expected = {name: getattr(task, name) for name in _OWN_COLUMNS}
+    checked = _checked_run(result, expected, task.config, task.attempt)
     assert isinstance(result, RunResult)
     parts = _parts_of(task)
     others = []
@@ -425,9 +425,9 @@ def _checked(result: object, task: Task) -> RunResult:
         run_id = getattr(getattr(other, "run", None), "run_id", None)
         config = parts.pop(run_id, None) if isinstance(run_id, str) else None
         if config is None:
-            raise ValueError(f"{safe_text(repr(run_id), _TEXT_CHARACTERS)} is no further run of it")
-        own = {"run_id": run_id, "job_id": task.job_id, "task_index": None, "family": config.family}
-        others.append(_checked_run(other, own, config, task.attempt))
+            raise ValueError(f"{safe_text(repr(run_id), _TEXT_CHARACTERS)} is not a further run of it")
+        expected = {"run_id": run_id, "job_id": task.job_id, "task_index": None, "family": config.family}
+        others.append(_checked_run(other, expected, config, task.attempt))
     return dataclasses.replace(checked, others=tuple(others))
 
 
@@ -440,7 +440,7 @@ def _parts_of(task: Task) -> dict[str, TrialConfig]:
     return alone | {f"{task.run_id}-with-{place}": config for place, config in members.items() if place}
 
 
-def _checked_run(result: object, own: Mapping[str, Any], config: TrialConfig, attempt: int) -> RunResult:
+def _checked_run(result: object, expected: Mapping[str, Any], config: TrialConfig, attempt: int) -> RunResult:
     """Check the shape of one run. Raises `ValueError`. The warehouse checks types and ranges of values."""
     if not isinstance(result, RunResult):
         raise ValueError(f"it is a {type(result).__name__}")
@@ -453,11 +453,11 @@ def _checked_run(result: object, own: Mapping[str, Any], config: TrialConfig, at
         if table is not None and not isinstance(table, pa.Table):
             raise ValueError(f"its {name} are a {type(table).__name__}")
     for name in _OWN_COLUMNS:
-        if getattr(result.run, name) != own[name]:
+        if getattr(result.run, name) != expected[name]:
             answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
-            raise ValueError(f"{name} must be {own[name]!r}, got {answer}")
+            raise ValueError(f"{name} must be {expected[name]!r}, got {answer}")
     storable: dict[str, Any] = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
-    storable |= {name: _bounded(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
+    storable |= {name: _truncate(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
     run = dataclasses.replace(result.run, **storable, attempt=attempt, config=config.to_mapping())
     return RunResult(
         run=run,
@@ -471,7 +471,7 @@ def _checked_run(result: object, own: Mapping[str, Any], config: TrialConfig, at
 
 
 def _storable(name: str, text: object) -> str | None:
-    """Return a column's text, storable and bounded. Raises `ValueError` for a value that is no text."""
+    """Return a column's text, storable and truncated. Raises `ValueError` for a value that is not text."""
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{name} must be a text, got {safe_text(repr(text), _TEXT_CHARACTERS)}")
     if text is None:
@@ -479,7 +479,7 @@ def _storable(name: str, text: object) -> str | None:
     return safe_text(text) if name == "error" else safe_text(text, _TEXT_CHARACTERS)
 
 
-def _bounded(values: object) -> Mapping[str, Any] | None:
+def _truncate(values: object) -> Mapping[str, Any] | None:
     """Return the values of a JSON column; None if JSON cannot hold them or they are too long."""
     if not isinstance(values, Mapping):
         return None

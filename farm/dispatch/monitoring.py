@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 
@@ -94,7 +94,7 @@ class Events:
         self._sinks.append(write)
 
     def _tell_write_error(self, record: logging.LogRecord) -> None:
-        """Print once that events are lost; the work goes on."""
+        """Print once that events are lost; the work continues."""
         if not self._has_told:
             self._has_told = True
             print(f"note: {_KEY} cannot be written, events are lost: {sys.exc_info()[1]}", file=sys.stderr)
@@ -134,11 +134,11 @@ def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> log
         raise UsageError(f"log.file={file}: {error.strerror}") from error
 
 
-class _StreamHandler(logging.StreamHandler):
+class _StreamHandler(logging.StreamHandler[TextIO]):
     """A handler that closes its own stream."""
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which has been told
+        with contextlib.suppress(OSError):  # a full disk, which has been reported
             self.stream.close()
         super().close()
 
@@ -202,7 +202,7 @@ class Pulse:
 
 
 _RATE_WINDOW_S = 300.0
-_RATE_RUNS = 4096  # at most so many of the window's runs are remembered: memory stays bounded at any rate
+_RATE_RUNS = 4096  # most runs of the window that are remembered: memory stays bounded at any rate
 _MIB = 2**20
 # column of `telemetry` -> (metric, help, factor to Prometheus's base unit); the first column with a value counts
 _GPU = (
@@ -231,7 +231,7 @@ class MetricsSettings(Checked, section="metrics"):
 class FarmMetrics:
     """Figures from events and samples, and the queue's state at each scrape.
 
-    registry: of `prometheus_client`; what a scrape is answered from. Events come from the dispatcher's thread, scrapes
+    registry: `prometheus_client`'s, from which a scrape is answered. Events come from the dispatcher's thread, scrapes
     from the server's.
     """
 
@@ -325,7 +325,7 @@ class FarmMetrics:
             yield tasks
         with self._guard:
             now, out = self._clock(), list(self._out.values())
-            recent = sum(at > now - _RATE_WINDOW_S for at in self._landed_at)
+            recent = sum(landed_s > now - _RATE_WINDOW_S for landed_s in self._landed_at)
             last, wall_s = self._landed_at[-1] if self._landed_at else None, self._last_wall_s
         for name, text, value in (
             ("runs_per_second", "Runs landed a second, over five minutes.", recent / _RATE_WINDOW_S),

@@ -223,7 +223,7 @@ class RayNode:
 
 
 class NodeWatch:
-    """`nodes` is `ray.nodes`; `clock` gives seconds."""
+    """`nodes` is `ray.nodes`; `clock` returns seconds."""
 
     def __init__(
         self, nodes: Callable[[], Iterable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic

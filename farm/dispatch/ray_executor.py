@@ -1,6 +1,7 @@
 """Ray's side of the farm: one actor per GPU, pinned by Ray, restarted by Ray, results through its object store.
 
-Start reading at `RayExecutor`. Defaults that Ray has changed between versions are set here explicitly.
+Start reading at `RayExecutor`; `PinnedWorker` is the body of an actor. Defaults that Ray has changed between versions
+are set here explicitly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from conf.cli.own_packages import SAFE_PATH
+from conf.cli.own_packages import SAFE_PATH, searching_last, working_folder
 from conf.errors import EnvironmentProblem
 from farm.dispatch.cluster_settings import ClusterSettings, plain_error
 from farm.dispatch.executors import Completion
@@ -32,13 +33,55 @@ from farm.dispatch.ray_cluster import (
     RayNode,
     own_session_environment,
 )
-from farm.dispatch.ray_worker import actor_class
 from farm.queue.leftovers import delete_folder, descendants, end_processes, make_ray_folder, record_processes
 from workers.devices import DeviceChoice, make_device
-from workers.task import Task
+from workers.task import RunResult, Task
+from workers.worker import Worker
+
+
+class PinnedWorker:
+    """The body of an actor: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
+
+    def __init__(
+        self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int, gpus: int = 1
+    ):
+        name = f"ray-{slot_key}"
+        if slot_key is None:  # Ray has pinned this process: it sees its own GPUs only
+            import ray
+
+            name = f"ray-{'+'.join(ray.get_runtime_context().get_accelerator_ids()['GPU'])}"
+            choice = {**choice, "count": None}
+        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers, gpus)
+
+    def ready(self) -> None:
+        """Start the trial server and wait until it is ready."""
+        self._worker.ready()
+
+    def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
+        return self._worker.run(task, upcoming)
+
+
+def actor_class() -> type:
+    """Return the actors' class, which is sent by value and corrects the path before any import of ours."""
+    put_last = searching_last(working_folder())
+
+    class RayWorker:
+        def __init__(self, *arguments: Any) -> None:
+            put_last()
+
+            self._pinned = PinnedWorker(*arguments)
+
+        def ready(self) -> None:
+            self._pinned.ready()
+
+        def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
+            return self._pinned.run(task, upcoming)
+
+    return RayWorker
+
 
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
-_SHUTDOWN_S = 10.0  # of a Ray that has lost its head
+_SHUTDOWN_S = 10.0  # a Ray that has lost its head may take this long
 _READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
 
 
@@ -56,7 +99,7 @@ class _Seat:
 class _Waiting:
     """A task that waits for as many GPUs of a node as it has ranks.
 
-    worker  that it was handed to, and which takes no other task meanwhile; None: it has made room
+    worker  the worker that it was handed to, which takes no other task in the meantime; None: it has made room
     freed   GPUs whose workers have made room for it
     """
 
@@ -71,7 +114,7 @@ class RayExecutor:
     """Ray actors, one per slot of every node. `address=None` starts a Ray of our own, on loopback only.
 
     The cluster is followed: a node that comes gets actors, and what ran on one that goes comes back as lost.
-    Each actor is bound to its node, since CPUs and simulated GPUs are no resource that Ray could spread them by.
+    Each actor is bound to its node, since CPUs and simulated GPUs are not a resource that Ray could spread them by.
     """
 
     def __init__(self, choice: DeviceChoice, cluster: ClusterSettings, environment: dict[str, str]):
@@ -86,7 +129,7 @@ class RayExecutor:
         self._unstarted: list[str] = []
         self._notices: list[str] = []
         self._unreached: list[str] = []  # asked again at the next look: Ray needs seconds to call a node dead
-        self._was_ready = False  # some worker, at some time
+        self._was_ready = False  # whether any worker has ever been ready
         self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
         self._idle: list[str] = []
@@ -94,7 +137,7 @@ class RayExecutor:
         self._workers_of: dict[str, int] = {}  # node -> its workers, while each has one GPU
         self._added = 0  # tasks that waited, and workers that took the place of others
         self._head: HeadWatch | None = None
-        self._folder: Path | None = None  # of our own Ray: its session
+        self._folder: Path | None = None  # session folder of our own Ray
         self._before: set[int] = set()  # child processes of ours that are not Ray's
         self._roots: list[psutil.Process] | None = None  # what Ray has started from this process, once it is up
 
@@ -143,7 +186,7 @@ class RayExecutor:
         self._head = HeadWatch(JoinedHead(*self._cluster.place()))
         try:
             self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # of many kinds, and none is a bug of ours
+        except Exception as error:  # many kinds, and none is a bug of ours
             self._head.check()
             raise self._cluster.nobody_answers(error) from error
 
@@ -168,7 +211,7 @@ class RayExecutor:
                 logging_level=logging.ERROR,
                 _temp_dir=None if self._folder is None else str(self._folder),
             )
-        except Exception as error:  # of many kinds, and none is a bug of ours
+        except Exception as error:  # many kinds, and none is a bug of ours
             self._head.check_now()
             raise EnvironmentProblem(
                 f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
@@ -222,7 +265,7 @@ class RayExecutor:
                 num_gpus=gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             )
-        shares = max(1, self._workers_of[node.node_id] // gpus)  # of the host's memory
+        shares = max(1, self._workers_of[node.node_id] // gpus)  # shares of the host's memory
         actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, shares, gpus)
         self._seats[name] = _Seat(actor, node, gpus, group)
 
@@ -235,14 +278,14 @@ class RayExecutor:
             remove_placement_group(seat.group)  # a joined cluster would keep its GPUs
         if worker in self._idle:
             self._idle.remove(worker)
-        for one in self._waiting:
-            one.worker = None if one.worker == worker else one.worker
+        for trial in self._waiting:
+            trial.worker = None if trial.worker == worker else trial.worker
         return seat
 
     def _gpus_of(self, node: RayNode) -> int:
         """Return the GPUs of a node that workers have, or that are gathered for a task."""
         held = sum(seat.gpus for seat in self._seats.values() if seat.node.node_id == node.node_id)
-        return held + sum(one.freed for one in self._waiting if one.node.node_id == node.node_id)
+        return held + sum(trial.freed for trial in self._waiting if trial.node.node_id == node.node_id)
 
     def _run(self, worker: str, task: Task, upcoming: Task | None) -> None:
         self._running[self._seats[worker].actor.run.remote(task, upcoming)] = (worker, task)
@@ -250,7 +293,7 @@ class RayExecutor:
     def _wait_for_gpus(self, worker: str | None, task: Task) -> None:
         """Make a task wait for GPUs of one node: that of its worker, or the largest."""
         nodes = {seat.node.node_id: seat.node for seat in self._seats.values()}
-        nodes |= {one.node.node_id: one.node for one in self._waiting}
+        nodes |= {trial.node.node_id: trial.node for trial in self._waiting}
         node = max(nodes.values(), key=self._gpus_of)
         if worker is not None and self._gpus_of(self._seats[worker].node) >= task.config.ranks:
             node = self._seats[worker].node
@@ -260,14 +303,14 @@ class RayExecutor:
 
     def _make_room(self, node: RayNode) -> None:
         """Start the task that is first on a node, on an idle worker of as many GPUs or on those of workers that end."""
-        waiting = [one for one in self._waiting if one.node.node_id == node.node_id]
+        waiting = [trial for trial in self._waiting if trial.node.node_id == node.node_id]
         if not waiting:
             return
         first, size = waiting[0], waiting[0].task.config.ranks
         here = [name for name in self._idle if self._seats[name].node.node_id == node.node_id]
         worker = next((name for name in here if self._seats[name].gpus == size), None)
         if worker is None:
-            for name in [*(one.worker for one in waiting if one.worker is not None), *here]:
+            for name in [*(trial.worker for trial in waiting if trial.worker is not None), *here]:
                 if first.freed < size and self._seats[name].node.node_id == node.node_id:
                     first.freed += self._end_worker(name).gpus
             if first.freed < size:
@@ -290,22 +333,22 @@ class RayExecutor:
         return name
 
     def _add_single_workers(self, node: RayNode, gpus: int) -> None:
-        """Give so many GPUs of a node a worker each."""
+        """Give this many GPUs of a node a worker each."""
         self._unstarted += [self._replace(node, 1) for _ in range(gpus)]
 
     def _without_gpus(self) -> list[Completion]:
-        """Return the tasks whose node has lost GPUs, so that they would wait for ever."""
-        lost = [one for one in self._waiting if self._gpus_of(one.node) < one.task.config.ranks]
-        self._waiting = [one for one in self._waiting if one not in lost]
-        for one in lost:
-            self._add_single_workers(one.node, one.freed)
-            if one.worker is not None:
-                self._now_idle(one.worker)
+        """Return the tasks whose node has lost GPUs, so that they would wait forever."""
+        lost = [trial for trial in self._waiting if self._gpus_of(trial.node) < trial.task.config.ranks]
+        self._waiting = [trial for trial in self._waiting if trial not in lost]
+        for trial in lost:
+            self._add_single_workers(trial.node, trial.freed)
+            if trial.worker is not None:
+                self._now_idle(trial.worker)
         return [
             Completion(
-                worker=one.name, task=one.task, lost=f"its node has fewer than {one.task.config.ranks} GPUs left"
+                worker=trial.name, task=trial.task, lost=f"its node has fewer than {trial.task.config.ranks} GPUs left"
             )
-            for one in lost
+            for trial in lost
         ]
 
     def _drop_node(self, node: RayNode) -> list[Completion]:
@@ -321,8 +364,8 @@ class RayExecutor:
         self._unreached = [worker for worker in self._unreached if worker not in gone]
         for worker in gone:
             self._end_worker(worker)
-        for one in self._waiting:
-            one.freed = 0 if one.node.node_id == node.node_id else one.freed
+        for trial in self._waiting:
+            trial.freed = 0 if trial.node.node_id == node.node_id else trial.freed
         if gone:
             rest = "" if self._seats else "; no worker is left, waiting for a node to join"
             self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{rest}")
@@ -334,7 +377,7 @@ class RayExecutor:
     def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
         """As in the Protocol, but that another idle worker may run it, which has as many GPUs as the task has ranks."""
         gpus = task.config.ranks if self._choice.backend == "cuda" else 1
-        idle = sorted(self._idle, key=lambda name: name != worker)  # itself first, unless it has made room meanwhile
+        idle = sorted(self._idle, key=lambda name: name != worker)  # itself first, unless it has made room since
         fitting = next((name for name in idle if self._seats[name].gpus == gpus), None)
         taken = fitting or next(iter(idle), None)
         if taken is not None:
@@ -351,10 +394,10 @@ class RayExecutor:
         completions = []
         refs = [*self._running, *self._starting]
         if refs:
-            done, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
-            if done:  # whatever else is done by now comes along
-                done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            for ref in done:
+            finished, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
+            if finished:  # whatever else is done by now is taken, too
+                finished, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            for ref in finished:
                 if ref in self._starting:
                     self._take_ready(ref)
                 else:
@@ -370,10 +413,10 @@ class RayExecutor:
         return completions + self._without_gpus()
 
     def running(self) -> Mapping[str, Task]:
-        return {**dict(self._running.values()), **{one.name: one.task for one in self._waiting}}
+        return {**dict(self._running.values()), **{trial.name: trial.task for trial in self._waiting}}
 
     def waiting(self) -> Collection[str]:
-        return {one.name for one in self._waiting}
+        return {trial.name for trial in self._waiting}
 
     def most_gpus(self) -> int | None:
         if self._choice.backend != "cuda":
@@ -424,7 +467,7 @@ class RayExecutor:
         """Return the processes that our own Ray started, with its actors and their trials, and no other ones."""
         if self._folder is None:
             return []
-        if self._roots is None:  # it is starting: this process does nothing else meanwhile
+        if self._roots is None:  # it is starting: this process does nothing else until then
             return [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
         processes: dict[int, psutil.Process] = {}
         for root in self._roots:
@@ -465,10 +508,10 @@ class RayExecutor:
                 return
             self._notices.append(f"{worker} does not start and is left out: {plain_error(error)}")
             seat = self._end_worker(worker)
-            if seat.gpus > 1:  # one of them may be broken: the others go on as workers of one GPU
+            if seat.gpus > 1:  # one of them may be broken: the others continue as workers of one GPU
                 self._add_single_workers(seat.node, seat.gpus)
             # Of a cluster that did work, another node may still join.
-            held = bool(self._seats) or any(one.freed for one in self._waiting)
+            held = bool(self._seats) or any(trial.freed for trial in self._waiting)
             if not held and not (self._joined and self._was_ready):
                 raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:

@@ -18,7 +18,7 @@ from featurize.configs.trial import TrialConfig, code_entries, code_fields, refu
 from featurize.job.code_names import CodeName, TrustedName
 
 _FILE = "submitted_code"  # one JSON string a line
-_LIMIT_BYTES = 64 << 20  # of a record that is read
+_LIMIT_BYTES = 64 << 20  # largest record that is read
 _of_this_process: set[str] = set()  # what this process queued itself, also where no record can be written
 
 

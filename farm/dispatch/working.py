@@ -51,12 +51,12 @@ def work(
 ) -> int:
     """Run the queued tasks, device after device, until none is left (`job_id`: only of that job's device).
 
-    After `seconds` it finishes what runs and leaves, as after Ctrl-C: for a machine that is lent for so long.
+    After `seconds` it finishes what runs and leaves, as after Ctrl-C: for a machine that is lent for that long.
     Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0; with
     `wait` it stands by until that one has ended. `trust` as in `Dispatcher`.
 
     Returns 1 where every trial of `job_id` failed, or without it every trial of some job that it ran, and prints the
-    most common reason. Earlier trials count; out of memory is no failure.
+    most common reason. Earlier trials count; out of memory is not a failure.
     """
     service = service or Service()
     outcomes = JobOutcomes()
@@ -366,8 +366,8 @@ _STYLES = {"ok": "green", "oom": "yellow", "timeout": "magenta", "crashed": "red
 
 
 class Progress:
-    """A context manager. `totals()` gives (tasks ended by their status, tasks in all) of what is being worked on, with
-    those that ended before; the rate is of what lands here.
+    """A context manager. `totals()` returns (tasks ended by their status, tasks in all) of what is being worked on,
+    with those that ended before; the rate is of what lands here.
 
     `quiet`: says nothing, where a program reads the events.
     """
@@ -433,7 +433,7 @@ class Progress:
             return None
         if len(self._landed) < 2:
             return None
-        return (len(self._landed) - 1) / max(now - self._landed[0], 1e-3)  # since the first: start-up is no trial's
+        return (len(self._landed) - 1) / max(now - self._landed[0], 1e-3)  # since the first run: without the start-up
 
     def _state(self, styled: bool) -> tuple[int, int, str]:
         by_status, total = self._totals()

@@ -24,14 +24,14 @@ from featurize.configs.trial import TrialConfig, config_from_mapping, config_of_
 from featurize.device.device_spec import same_device
 from featurize.families import layers_of
 from featurize.job.layers import rough_memory_mib
-from learn.rows.targets import TARGETS
+from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RUN_RATIOS
 from warehouse.tables.run import reasons_of
 from warehouse.tables.schema import ENVIRONMENT
 from workers.labels.quality import REASONS
 
-PREFIX = "canary-"  # of the ids of the jobs that canaries run in
+PREFIX = "canary-"  # prefix of the ids of the jobs that canaries run in
 LABELS = {target.column: target.unit for target in TARGETS.values()}
 _ABOUT = (
     "run_id",
@@ -50,7 +50,7 @@ _ABOUT = (
     "started_at",
     "finished_at",
 )
-_CLOCK_SHARE = 0.05  # by which the SM clock must be lower to be named as a cause
+_CLOCK_SHARE = 0.05  # how much lower the SM clock must be to be named as a cause
 _HOTTER_C = 10.0
 _LATEST = 3  # runs of the history whose telemetry is looked at
 
@@ -106,7 +106,7 @@ def read_nights(
             "OR list_contains(?::VARCHAR[], job_id)) ORDER BY coalesce(started_at, finished_at) NULLS FIRST, run_id",
             [source, PREFIX, list(tonight)],
         ).fetchall()
-    jobs: dict[str, list[tuple[CanaryRun, tuple]]] = {}
+    jobs: dict[str, list[tuple[CanaryRun, tuple[Any, ...]]]] = {}
     for row in (dict(zip(columns, values, strict=True)) for values in rows):
         # A run that no worker brought back does not know its device; the jobs of tonight are all of this one.
         ours = row["job_id"] in tonight if row["device_name"] is None else same_device(row["device_name"], device_name)
@@ -122,22 +122,22 @@ def read_nights(
     return _night(now, earlier[-1].environment if earlier else None), earlier
 
 
-def _night(of_job: Sequence[tuple[CanaryRun, tuple]], before: tuple | None = None) -> CanaryNight:
+def _night(of_job: Sequence[tuple[CanaryRun, tuple[Any, ...]]], before: tuple[Any, ...] | None = None) -> CanaryNight:
     runs = tuple(run for run, _ in of_job)
     environments = Counter(environment for run, environment in of_job if run.status == "ok")
     if environments:
         return CanaryNight(environments.most_common(1)[0][0], runs)
     known = tuple(next((e[i] for _, e in of_job if e[i] is not None), None) for i in range(len(ENVIRONMENT)))
     # No run came so far as to say all of it: it is the environment before where nothing speaks against that.
-    if before is not None and all(one in (None, other) for one, other in zip(known, before, strict=True)):
+    if before is not None and all(column in (None, other) for column, other in zip(known, before, strict=True)):
         return CanaryNight(before, runs)
     return CanaryNight(known, runs)
 
 
-def _run(row: Mapping) -> CanaryRun | None:
+def _run(row: Mapping[str, Any]) -> CanaryRun | None:
     try:
         config = config_of_row(row["config"])
-    except UsageError:  # of another version of the code: no canary of this one's
+    except UsageError:  # from another version of the code: not a canary of this one
         return None
     return CanaryRun(
         run_id=row["run_id"],
@@ -164,7 +164,10 @@ def _error_of(row: Mapping[str, Any]) -> str:
     return f"{error_type}: {line}" if line else error_type
 
 
-def causes(data, moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun], Collection[str]]]) -> tuple[str, ...]:
+def causes(
+    data: str | os.PathLike[str] | DataFolder,
+    moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun], Collection[str]]],
+) -> tuple[str, ...]:
     """Return possible causes of moved canaries, in words, the most common first; empty if no cause is known.
 
     `moved`: for each of them tonight's runs, those it was compared with, and the labels that are NULL now.
@@ -197,12 +200,14 @@ def _causes_of(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Co
         why = ", ".join(f"{name}: {text}" for name, text in sensors.items() if name not in known)
         reasons.append(("a sensor gave nothing", ", ".join(sorted(lost)) + (f" ({why})" if why else "")))
     failed = next((run for run in runs if run.status != "ok"), None)
-    if failed is not None:  # of a canary that moved: one whose failure was accepted has not
+    if failed is not None:  # reached only by a canary that moved: one with an accepted failure has not
         reasons.append((f"ended as {failed.status}", failed.error))
     return reasons
 
 
-def _slower(data: str | os.PathLike | DataFolder, now: Sequence[CanaryRun], before: Sequence[CanaryRun]) -> list[str]:
+def _slower(
+    data: str | os.PathLike[str] | DataFolder, now: Sequence[CanaryRun], before: Sequence[CanaryRun]
+) -> list[str]:
     """Return differences in clocks and temperatures between tonight's windows and earlier ones."""
     families = sorted({run.config.family for run in now})
     with contextlib.closing(warehouse.connect(data)) as connection:
@@ -227,7 +232,7 @@ def _slower(data: str | os.PathLike | DataFolder, now: Sequence[CanaryRun], befo
 MEMORY = "peak_memory_mib"
 
 # Never change an entry, nor a default that it leaves open: its hash is what ties tonight to the nights before. Each is
-# small, and which operator families each has, and which not, tells later what moved (`farm.nights.watch`): batch norm
+# small, and which operator families each has, and which not, shows later what moved (`farm.nights.watch`): batch norm
 # without convolutions, convolutions without batch norm, embeddings without attention, half precision in two of them.
 _CANARIES = (
     {
@@ -326,13 +331,13 @@ _CANARIES = (
 _BESIDE_MIB = 1024.0
 
 MEMORY_SHARE, MEMORY_MIB = 0.01, 2.0  # the larger of the two
-SHARED_MEMORY_SHARE = 0.25  # of host memory, where it moved by up to 11 % on a busy machine
+SHARED_MEMORY_SHARE = 0.25  # share of host memory, where it moved by up to 11 % on a busy machine
 RATIO = 0.05
 TIME_AND_POWER_SHARE = 0.10
-_OF_SHARED = (MEMORY,)  # what is compared on a device that serves other programs too
+_OF_SHARED = (MEMORY,)  # labels that are compared on a device that serves other programs too
 UNKNOWN = "unknown: neither the runs' quality nor their telemetry says why"
-DEVIATIONS = 4.0  # robust standard deviations of the history that are no move, whatever the tolerance
-_TO_DEVIATION = 1.4826  # of a median absolute deviation, for normal noise
+DEVIATIONS = 4.0  # robust standard deviations of the history that are not a move, whatever the tolerance
+_TO_DEVIATION = 1.4826  # factor of a median absolute deviation, for normal noise
 _LEAST_FOR_DEVIATION = 3  # runs: of two, one that was off would hide the next
 
 
@@ -357,7 +362,7 @@ class CanaryVerdict:
     verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
                  environment; `sick`: a canary failed, or something moved that no change of the environment explains
     environment  tonight's; before: the one compared with; newest: that of the night before. Columns of `ENVIRONMENT`
-    runs         of canaries tonight, whatever came of them
+    runs         runs of canaries tonight, whatever their outcome
     shared       as in `compare`
     configs      config_hash -> canary; job_ids: tonight's
     """
@@ -397,7 +402,7 @@ class CanaryVerdict:
 
 
 def compare(
-    data: str | os.PathLike | DataFolder,
+    data: str | os.PathLike[str] | DataFolder,
     device_name: str,
     source: str,
     job_ids: Collection[str],
@@ -410,8 +415,8 @@ def compare(
 
     The history is that of the very same environment, however long ago, else that of the newest night. Compared are
     the median of all GPUs, and each GPU for itself, since one of several may be sick. A canary that fails has moved,
-    also where it has no history; failed runs are no history.
-    `forget`: earlier jobs that are no history, as those of nights that were sick. Untrusted runs never are.
+    also where it has no history; failed runs do not count as history.
+    `forget`: earlier jobs that do not count as history, such as those of sick nights. Untrusted runs never are.
     `shared`: the device serves other programs too, as a CPU does, whose times say nothing of it.
     `accepted`: hashes of the canaries that the user lets fail, until they run to their end once.
     """
@@ -422,9 +427,9 @@ def compare(
         said="no canary ran",
         device_name=device_name,
         source=source,
-        environment=_named(tonight.environment if tonight else (None,) * len(ENVIRONMENT)),
+        environment=_name_columns(tonight.environment if tonight else (None,) * len(ENVIRONMENT)),
         before=None,
-        newest=_named(earlier[-1].environment) if earlier else None,
+        newest=_name_columns(earlier[-1].environment) if earlier else None,
         runs=len(tonight.runs) if tonight else 0,
         shared=shared,
         compared=(),
@@ -443,7 +448,7 @@ def compare(
     verdict = replace(verdict, compared=(*together, *alone))
     if reference is None:
         return _first_night(data, verdict, runs)
-    verdict = replace(verdict, before=_named(reference))
+    verdict = replace(verdict, before=_name_columns(reference))
     if not verdict.moved:
         sentence = _steady(
             runs, history, verdict.compared, "" if now == environments[-1] else _change(environments[-1], now)
@@ -471,12 +476,12 @@ def unconfirmed(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
 
 
 def _first_night(
-    data: str | os.PathLike | DataFolder, verdict: CanaryVerdict, runs: Mapping[str, Sequence[CanaryRun]]
+    data: str | os.PathLike[str] | DataFolder, verdict: CanaryVerdict, runs: Mapping[str, Sequence[CanaryRun]]
 ) -> CanaryVerdict:
     """Return the verdict on canaries that no earlier night can be compared with."""
     ended = [run for of_canary in runs.values() for run in of_canary]
     if ended and not any(run.status == "ok" for run in ended):
-        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
+        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error given'}" for run in ended))
         return replace(
             verdict, verdict="sick", said=f"none of the {_canaries(runs)} ran to its end: {why[0]}", causes=why
         )
@@ -493,7 +498,12 @@ def _first_night(
     return replace(verdict, verdict="first", said=sentence, causes=why)
 
 
-def _steady(runs: Mapping, history: Mapping, entries: Sequence[ComparedLabel], change: str) -> str:
+def _steady(
+    runs: Mapping[str, Sequence[CanaryRun]],
+    history: Mapping[str, Sequence[CanaryRun]],
+    entries: Sequence[ComparedLabel],
+    change: str,
+) -> str:
     failing = {entry.config_hash for entry in entries if entry.label == "status"}
     known, new = (failing ^ runs.keys()) & history.keys(), runs.keys() - failing - history.keys()
     sentence = f"{_canaries(known)} as before{f', with {change}' if change else ''}"
@@ -502,7 +512,10 @@ def _steady(runs: Mapping, history: Mapping, entries: Sequence[ComparedLabel], c
 
 
 def _causes(
-    data: str | os.PathLike | DataFolder, runs: Mapping, history: Mapping, moved: Sequence[ComparedLabel]
+    data: str | os.PathLike[str] | DataFolder,
+    runs: Mapping[str, Sequence[CanaryRun]],
+    history: Mapping[str, Sequence[CanaryRun]],
+    moved: Sequence[ComparedLabel],
 ) -> tuple[str, ...]:
     cases = []
     for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
@@ -515,7 +528,7 @@ def _names(entries: Sequence[ComparedLabel]) -> dict[str, None]:
     return dict.fromkeys(entry.name for entry in entries)
 
 
-def _named(environment: Sequence[str | None]) -> dict[str, str | None]:
+def _name_columns(environment: Sequence[str | None]) -> dict[str, str | None]:
     return dict(zip(ENVIRONMENT, environment, strict=True))
 
 
@@ -568,8 +581,10 @@ def _of_single_gpus(
     known = {(entry.config_hash, entry.label) for entry in together if entry.moved}
     on_one_gpu = []
     for gpu in gpus:
-        own = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
-        entries = compare_canaries({name: of_gpu for name, of_gpu in own.items() if of_gpu}, history, shared, accepted)
+        on_gpu = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
+        entries = compare_canaries(
+            {name: of_gpu for name, of_gpu in on_gpu.items() if of_gpu}, history, shared, accepted
+        )
         on_one_gpu += [
             replace(entry, said=f"{entry.said} on {gpu} alone")
             for entry in entries
@@ -583,7 +598,16 @@ def _of_canary(
 ) -> list[ComparedLabel]:
     entries = []
 
-    def add(label: str, sentence: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
+    def add(
+        label: str,
+        sentence: str,
+        *,
+        before: float | None = None,
+        now: float | None = None,
+        tolerance: float | None = None,
+        moved: bool,
+        of: int,
+    ) -> None:
         first, unit = runs[0], LABELS.get(label, "")
         entries.append(
             ComparedLabel(
@@ -669,7 +693,7 @@ def _accepted_failures(entries: Sequence[ComparedLabel]) -> str:
     return "".join(f"; {entry.said}" for entry in entries if entry.label == "status" and not entry.moved)
 
 
-def _change(before: tuple, now: tuple) -> str:
+def _change(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     """`torch_version 2.12.0 -> 2.13.0`."""
     changed = [f"{name} {old} -> {new}" for name, old, new in zip(ENVIRONMENT, before, now, strict=True) if old != new]
     return ", ".join(changed)

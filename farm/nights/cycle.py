@@ -1,7 +1,7 @@
 """One night: canaries, choose, run, land, learn, report. Each step is recorded, so a killed cycle resumes.
 
 Start reading at `NightWork.work`. While trials run, SIGTERM ends the night, and Ctrl-C leaves the cycle open within
-seconds (`NightStop`). `notify` tells a command or a web address how it ended.
+seconds (`NightStop`). `notify` reports to a command or a web address how it ended.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from farm.nights.machine import (
     submit_listed,
     tasks_run,
 )
-from farm.nights.plan import Plan, code_names, make_plan, read_plan, skipped
+from farm.nights.plan import Plan, choice_lines, code_names, make_plan, read_plan, skipped
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from learn.fitting.promotion import Promotion
 
 
-GRACE_S = 3.0  # what runs at a Ctrl-C may take so long to end; then it is given back, and measured again
+GRACE_S = 3.0  # what runs at a Ctrl-C may take this long to end; then it is given back, and measured again
 
 
 class NightStop(TimedStop):
@@ -117,10 +117,10 @@ class NightStop(TimedStop):
         raise KeyboardInterrupt
 
 
-_FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
+_FAILURES_AT_MOST = 3  # failures of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
-_PAIRS_AT_MOST = 5_000  # of a night without a number
-_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress meanwhile
+_PAIRS_AT_MOST = 5_000  # pairs of a night without a number
+_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress while it runs
 
 
 class Left(Exception):
@@ -188,9 +188,9 @@ class NightWork:
 
     def _step(self, kind: type[P], work: Callable[[], P]) -> P:
         """Do a step unless it is done, and return its payload."""
-        done = self.cycle.payload(kind)
-        if done is not None:
-            return done
+        recorded = self.cycle.payload(kind)
+        if recorded is not None:
+            return recorded
         name = kind.step
         self.journal.start(self.cycle.name, name)
         self.cycle = self.journal.cycle(self.cycle.name)
@@ -239,7 +239,7 @@ class NightWork:
     def _measure(self, kind: str, configs: Sequence[tuple[int, TrialConfig]], shares: int) -> str | None:
         """Run these configs as a job and return its id; None if the time was up. Raises `Left` on a signal."""
         job_id = self.cycle.job(kind)
-        ended = self._work_off(job_id, [(index, (config,)) for index, config in configs], shares)
+        ended = self._run_tasks(job_id, [(index, (config,)) for index, config in configs], shares)
         if ended == "asked":
             raise Left
         if ended == "time":
@@ -247,7 +247,7 @@ class NightWork:
             return None
         return job_id
 
-    def _work_off(
+    def _run_tasks(
         self, job_id: str, tasks: Sequence[tuple[int, Sequence[TrialConfig]]], shares: int = 1, of_time: float = 1.0
     ) -> Ended:
         """Queue the tasks as this job and run it: `all`, or why it ends before, `asked` or `time`.
@@ -275,11 +275,11 @@ class NightWork:
 
     def _choose(self) -> ChoicePayload:
         plan = self._plan(self.earlier(), "choosing")
-        if plan.again:
-            self.say(f"{self.machine.source} again first, as stale: {plan.again:,}")
-        for line in () if plan.summary is None else plan.summary.lines(self.machine.source):
+        if again := plan.choice.remeasured:
+            self.say(f"{self.machine.source} again first, as stale: {again:,}")
+        for line in choice_lines(plan.choice, self.machine.source):
             self.say(line)
-        return plan.payload(plan.write(self.folder, self.cycle.name))
+        return dataclasses.replace(plan.choice, plan=plan.write(self.folder, self.cycle.name))
 
     def _run(self, choice: ChoicePayload) -> RunPayload:
         job_id = self.cycle.job("grow")
@@ -288,21 +288,15 @@ class NightWork:
         began = time.monotonic()
         ended = self._run_pairs()
         if ended == "all" and configs:
-            ended = self._work_off(job_id, configs)
+            ended = self._run_tasks(job_id, configs)
         if ended != "all":
             self._take_out(job_id)
         failure = failed_before(self.queue, job_id) if self._queued(job_id) else None
         if failure is not None:
             self.service.events.emit("job_failed", job=job_id, message=str(failure))
-        figures = job_figures(self.folder, job_id)
         left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
-        return RunPayload(
-            job_id=job_id,
-            runs=figures.runs,
-            by_status=figures.by_status,
-            by_family=figures.by_family,
-            gpu_seconds=figures.gpu_seconds,
-            energy_j=figures.energy_j,
+        return dataclasses.replace(
+            job_figures(self.folder, job_id),
             ended=ended,
             next_index=left,
             wall_s=round(time.monotonic() - began, 3),
@@ -330,7 +324,7 @@ class NightWork:
         on_gpu = self.machine.choice.backend != "cpu"
         groups = Groups(pool, 2, self.machine.capacity_mib if on_gpu else None, seed)
         tasks = list(enumerate(itertools.islice(groups, _PAIRS_AT_MOST if wanted is None else wanted)))
-        ended = self._work_off(job_id, tasks, of_time=1.0 if wanted is not None else share) if tasks else "all"
+        ended = self._run_tasks(job_id, tasks, of_time=1.0 if wanted is not None else share) if tasks else "all"
         if ended != "all":
             self._take_out(job_id)
         return "all" if ended == "time" and wanted is None else ended
@@ -397,10 +391,11 @@ class NightWork:
     def _next_plan(self) -> Mapping[str, Any] | None:
         """Return what the next night would measure; None if planning fails, so that the report is still written."""
         try:
-            return plain(self._plan(self.journal.cycles(), "looking ahead").payload().to_mapping())
+            plan: Mapping[str, Any] = plain(self._plan(self.journal.cycles(), "looking ahead").choice.to_mapping())
         except Exception as error:
             self.service.events.emit("notice", message=f"the next night's plan: {error}")
             return None
+        return plan
 
     # What steps share
 
@@ -447,7 +442,7 @@ def _pairs(ran: RunPayload) -> str:
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:
     """Return the message for notifications. `error`: the failure, if the journal may lack it."""
-    report = folder.reports / f"{cycle.name}.html"  # of a step that failed, there is one all the same
+    report = folder.reports / f"{cycle.name}.html"  # a step that failed has a report all the same
     errors = [step.payload["error"] for step in cycle.steps.values() if step.state == "failed"]
     return {
         "cycle": cycle.name,
@@ -475,8 +470,8 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
     there = {snapshot.name: snapshot for snapshot in snapshots(folder)}
     began = cycle.steps["land"].attempts[0]
     # A snapshot of the day that a user took before this step is not ours; one taken since we began is.
-    own = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
-    name = next(name for name in own if name not in there or there[name].taken_at >= began)
+    names = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
+    name = next(name for name in names if name not in there or there[name].taken_at >= began)
     if name not in there:
         tell("taking a snapshot")
         there[name] = take_snapshot(folder, name, tell=tell)

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import IO, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -49,8 +49,8 @@ class ComparedLabel:
     """One label of one canary, tonight and before; or its `status` or `quality`, if that moved.
 
     before, now  medians, in `unit`; None where there is none
-    tolerance    by which they may differ, in `unit`
-    run_ids      of tonight's
+    tolerance    how far they may differ, in `unit`
+    run_ids      tonight's runs
     """
 
     family: str = ""
@@ -117,10 +117,15 @@ class CanariesPayload(Payload):
 class ChoicePayload(Payload):
     """The night's plan, see `farm.nights.plan.Plan`. `policy` None: it chose nothing new.
 
-    plan        the plan's file, relative to the data folder
-    runs        configurations, of which `remeasured` are measured again because they are stale
-    next_index  where each sequence goes on
-    others      as in `farm.nights.plan.Summary`
+    plan           its file, relative to the data folder
+    runs           configurations, of which `remeasured` are measured again because they are stale
+    next_index     where each sequence continues
+    families       those chosen by the policy, by family
+    measured, repeated  candidates left out: measured already, copies of one another
+    bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell
+    gpu_hours      expected; `from_past`: the share of runs whose family's past runs it was taken from
+    out_of_memory  expected number of runs that will not fit
+    ways           how the figures were found -> runs
     """
 
     step: ClassVar[str] = "choose"
@@ -144,7 +149,7 @@ class ChoicePayload(Payload):
 
     def to_mapping(self) -> dict[str, Any]:
         mapping = super().to_mapping()
-        if self.plan is None:  # of a night that is only looked ahead to
+        if self.plan is None:  # a night that is only looked ahead to
             del mapping["plan"]
         if self.policy is not None:
             return mapping
@@ -298,15 +303,15 @@ def _value_of(annotation: Any, value: Any, path: str) -> Any:
     if origin is types.UnionType:  # X | None
         if value is None:
             return None
-        return _value_of(next(one for one in arguments if one is not types.NoneType), value, path)
+        return _value_of(next(argument for argument in arguments if argument is not types.NoneType), value, path)
     if annotation is Any or (origin is Literal and value in arguments):
         return value
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return _dataclass_of(annotation, value, path)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_value_of(arguments[0], one, f"{path}[{place}]") for place, one in enumerate(value))
+        return tuple(_value_of(arguments[0], item, f"{path}[{place}]") for place, item in enumerate(value))
     if origin is Mapping and isinstance(value, Mapping):
-        return {key: _value_of(arguments[1], one, f"{path}.{key}") for key, one in value.items()}
+        return {key: _value_of(arguments[1], item, f"{path}.{key}") for key, item in value.items()}
     if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
         return value
     if annotation in (int, str, bool) and type(value) is annotation:
@@ -321,7 +326,7 @@ _FILE = "journal.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class CycleStep:
     """One step of a cycle. `payload` is its result; `{"error": ...}` if it failed."""
 
     name: str
@@ -334,7 +339,7 @@ class Step:
 
     @property
     def seconds(self) -> float | None:
-        """Return the seconds of the last attempt, if it ended; 0 if the clock was set back meanwhile."""
+        """Return the seconds of the last attempt, if it ended; 0 if the clock was set back since."""
         return None if self.ended_at is None else max(0.0, (self.ended_at - self.started_at).total_seconds())
 
 
@@ -344,15 +349,15 @@ class Cycle:
 
     name      the day it began, `2026-11-20`, then `2026-11-20.2`; also its snapshot's
     token     eight hex digits in the ids of its jobs
-    settings  of the command, as JSON
-    outcome   empty while it is open, then one of `OUTCOMES`; `said`: in a sentence
+    settings  the command's settings, as JSON
+    outcome   empty while it is open, then one of `OUTCOMES`; `said`: the same in a sentence
     """
 
     name: str
     token: str
     started_at: datetime.datetime  # UTC
     settings: Mapping[str, Any]
-    steps: Mapping[str, Step] = field(default_factory=dict)
+    steps: Mapping[str, CycleStep] = field(default_factory=dict)
     ended_at: datetime.datetime | None = None
     outcome: str = ""
     said: str = ""
@@ -459,7 +464,7 @@ class Journal:
         if new:
             sync(self.path.parent)
 
-    def _entries(self) -> Iterator[tuple[int, dict]]:
+    def _entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -486,7 +491,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _cut_torn_line(file) -> None:
+def _cut_torn_line(file: IO[bytes]) -> None:
     file.seek(0)
     whole = file.read().rfind(b"\n") + 1
     file.truncate(whole)
@@ -495,25 +500,27 @@ def _cut_torn_line(file) -> None:
 
 def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
     """Apply one line of the journal to the cycles so far."""
-    name, at = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
+    name, moment = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
     match entry["event"]:
         case "begin":
-            cycles[name] = Cycle(name=name, token=entry["token"], started_at=at, settings=entry["settings"])
+            cycles[name] = Cycle(name=name, token=entry["token"], started_at=moment, settings=entry["settings"])
             return
         case "end":
-            cycles[name] = replace(cycles[name], ended_at=at, outcome=entry["outcome"], said=entry["said"])
+            cycles[name] = replace(cycles[name], ended_at=moment, outcome=entry["outcome"], said=entry["said"])
             return
         case "started":
             before = cycles[name].steps.get(entry["step"])
-            attempts = (*(before.attempts if before else ()), at)
+            attempts = (*(before.attempts if before else ()), moment)
             failures = before.failures if before else 0
-            step = Step(name=entry["step"], state="started", started_at=at, attempts=attempts, failures=failures)
+            step = CycleStep(
+                name=entry["step"], state="started", started_at=moment, attempts=attempts, failures=failures
+            )
         case "done" | "failed" as state:
             before = cycles[name].steps[entry["step"]]
             step = replace(
                 before,
                 state=state,
-                ended_at=at,
+                ended_at=moment,
                 payload=entry["payload"],
                 failures=before.failures + (state == "failed"),
             )

@@ -10,14 +10,14 @@ import datetime
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.submitted_code import record_code_of
-from farm.nights.journal import Cycle, PairsPayload
+from farm.nights.journal import Cycle, PairsPayload, RunPayload
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import MIXED_FAMILY, Job, device_key, text_of_settings, text_of_task
 from farm.submission.settings import spec_of
@@ -152,29 +152,18 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
         for number, began in enumerate(step.attempts):
             last = number == len(step.attempts) - 1
             until = None if last else step.attempts[number + 1]
-            ended = max((at for at in finished if began <= at and (until is None or at < until)), default=began)
+            ended = max(
+                (ended_at for ended_at in finished if began <= ended_at and (until is None or ended_at < until)),
+                default=began,
+            )
             if last and step.ended_at is not None:
                 ended = step.ended_at
             total += max(0.0, (ended - began).total_seconds())  # less where the clock was put back
     return total
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobFigures:
-    """Runs of a job by status and family, their workers' seconds, and the energy of their windows in J."""
-
-    by_status: Mapping[str, int]
-    by_family: Mapping[str, int]
-    gpu_seconds: float
-    energy_j: float | None  # None where no run has it
-
-    @property
-    def runs(self) -> int:
-        return sum(self.by_status.values())
-
-
-def job_figures(folder: DataFolder, job_id: str) -> JobFigures:
-    """Return the figures of a job's runs."""
+def job_figures(folder: DataFolder, job_id: str) -> RunPayload:
+    """Return a job's runs by status and family, their workers' seconds, and the energy of their windows."""
     rows = _ask(
         folder,
         "SELECT family, status, count(*), sum(wall_s), sum(energy_j) FROM runs WHERE job_id = ? "
@@ -187,7 +176,9 @@ def job_figures(folder: DataFolder, job_id: str) -> JobFigures:
         by_status[status] += count
         by_family[family] += count
     energies = [row[4] for row in rows if row[4] is not None]
-    return JobFigures(
+    return RunPayload(
+        job_id=job_id,
+        runs=by_status.total(),
         by_status=dict(by_status),
         by_family=dict(by_family),
         gpu_seconds=sum(row[3] or 0.0 for row in rows),
@@ -219,8 +210,9 @@ def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
     }
 
 
-def _ask(folder: DataFolder, query: str, values: Sequence[Any]) -> list[tuple]:
+def _ask(folder: DataFolder, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
     from warehouse.reading.connection import connect
 
     with contextlib.closing(connect(folder)) as connection:
-        return connection.execute(query, list(values)).fetchall()
+        rows: list[tuple[Any, ...]] = connection.execute(query, list(values)).fetchall()
+    return rows

@@ -1,6 +1,6 @@
 """Plans a night's measurements: candidates that continue the sequences, chosen by the policy and recorded.
 
-Start reading at `make_plan`; `summary` says what a choice would gain and cost, as `dry_run=true` prints it.
+Start reading at `make_plan`; `choice_lines` says what it would gain and cost, as `dry_run=true` prints it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from conf.errors import EnvironmentProblem
 from conf.files.outputs import read_json
-from farm.nights.journal import ChoicePayload, Cycle, RunPayload, plain
+from farm.nights.journal import ChoicePayload, Cycle, RunPayload
 from farm.nights.machine import Machine
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
@@ -25,42 +25,28 @@ from farm.queue.queue_values import device_key
 from farm.sampling.coverage import Known, known_runs, thinned
 from farm.sampling.dimensions import Space
 from farm.sampling.forecast import Forecaster
-from farm.sampling.selection import TAKES_FIRST, CandidatePool, Chosen, Selection, candidates, choose, joined
+from farm.sampling.selection import TAKES_FIRST, CandidatePool, Selection, candidates, chance_to_fit, choose, joined
 from featurize.configs.trial import TrialConfig, config_from_mapping, config_hash, trusting
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
 
-_AHEAD = 1.5  # where only time is given: so many times the runs that are expected to fit into it
+_AHEAD = 1.5  # where only time is given, how many times the runs that are expected to fit are planned
 _ROWS_AT_MOST = 5_000  # known rows that a choice looks at: more cost minutes, and teach committees little
-_TRIED = 200  # candidates whose expected times say how many those are
+_TRIED = 200  # candidates whose expected times show how many runs fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Tonight's configurations in the order in which they run.
 
-    places      of each: (what it is a sequence of, index in it); None for those of `again`
-    again       of them, at the beginning: measured before, stale since
-    summary     of those chosen by the policy, None where there are none
-    next_index  of each sequence, by what it is a sequence of (`_key`)
+    places  a configuration's (sequence, index in it); None for those that are measured again
+    choice  the plan as the journal stores it, except its file
     """
 
     configs: tuple[TrialConfig, ...]
     why: tuple[str, ...]
     places: tuple[tuple[str, int] | None, ...]
-    again: int
-    summary: Summary | None
-    next_index: Mapping[str, int]
-
-    def payload(self, path: str | None = None) -> ChoicePayload:
-        """Return the plan as the journal stores it, with its file's `path`."""
-        beside = ChoicePayload(
-            plan=path, runs=len(self.configs), remeasured=self.again, next_index=dict(self.next_index)
-        )
-        if self.summary is None:
-            return beside
-        about = {name: value for name, value in plain(self.summary.to_mapping()).items() if name != "runs"}
-        return dataclasses.replace(beside, **about)
+    choice: ChoicePayload
 
     def write(self, folder: DataFolder, cycle: str) -> str:
         """Write `growth/plans/CYCLE.json` and return its path in the folder."""
@@ -149,12 +135,18 @@ def make_plan(
     keys = {space.family: _key(settings, space) for space in settings.spaces}
     choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
     return Plan(
-        configs=(*again, *(one.config for one in choice.chosen)),
-        why=(*("stale",) * len(again), *(one.why for one in choice.chosen)),
-        places=(*(None,) * len(again), *((keys[one.config.family], one.index) for one in choice.chosen)),
-        again=len(again),
-        summary=summary(choice, known, machine.capacity_mib),
-        next_index=_after(settings, cycles, choice.next_index),
+        configs=(*again, *(candidate.config for candidate in choice.chosen)),
+        why=(*("stale",) * len(again), *(candidate.why for candidate in choice.chosen)),
+        places=(
+            *(None,) * len(again),
+            *((keys[candidate.config.family], candidate.index) for candidate in choice.chosen),
+        ),
+        choice=dataclasses.replace(
+            summary(choice, known, machine.capacity_mib),
+            runs=len(again) + len(choice.chosen),
+            remeasured=len(again),
+            next_index=_after(settings, cycles, choice.next_index),
+        ),
     )
 
 
@@ -163,13 +155,17 @@ def _stale_only(again: tuple[TrialConfig, ...], next_index: Mapping[str, int]) -
         configs=again,
         why=("stale",) * len(again),
         places=(None,) * len(again),
-        again=len(again),
-        summary=None,
-        next_index=next_index,
+        choice=ChoicePayload(runs=len(again), remeasured=len(again), next_index=next_index),
     )
 
 
-def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, machine: Machine, environment) -> Known:
+def _known(
+    folder: DataFolder,
+    queue: Queue | None,
+    settings: GrowSettings,
+    machine: Machine,
+    environment: Mapping[str, str | None] | None,
+) -> Known:
     """Return the runs of these devices; configs that wait in the queue count as measured."""
     if not folder.format_marker.exists():  # a dry run before the first submission
         return Known.nothing()
@@ -220,67 +216,45 @@ def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
 
 def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[str, int]) -> dict[str, int]:
     """Return `next_index`: where each family's sequence continues."""
-    own = {_key(settings, space): next_index[space.family] for space in settings.spaces}
-    return {**_positions(cycles), **own}
+    positions = {_key(settings, space): next_index[space.family] for space in settings.spaces}
+    return {**_positions(cycles), **positions}
 
 
-_PAST_RUNS = 10  # of a family, from which on its own median wall time is what a run is expected to take
+_PAST_RUNS = 10  # runs of a family from which on its own median wall time is what a run is expected to take
 _STARTUP_S, _STEPS = 15.0, 100  # else: a guess of process start and context, and of the steps until a window is steady
-_LOG_ERROR = 0.15  # of a rough memory figure: standard deviation of its logarithm where nothing better is known
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Summary of one choice.
+def choice_lines(choice: ChoicePayload, source: str = "measured") -> list[str]:
+    """Return what the policy chose, a fact a line; none where it chose nothing.
 
-    runs           chosen; by family in `families`
-    bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell
-    measured, repeated  candidates left out: measured already, copies of one another
-    gpu_hours      expected; `from_past`: the share of runs whose family's past runs it was taken from
-    out_of_memory  expected number of runs that will not fit
-    ways           how the figures were found -> runs
+    `source` of the runs: `measured` or `simulated`.
     """
-
-    policy: str
-    runs: int
-    families: Mapping[str, int]
-    pool: int
-    measured: int
-    repeated: int
-    bins_gained: Mapping[str, int]
-    gained: Mapping[str, Mapping[str, tuple[int, int]]]
-    gpu_hours: float
-    from_past: float
-    out_of_memory: float
-    ways: Mapping[str, int]
-    notes: tuple[str, ...]
-
-    def lines(self, source: str = "measured") -> list[str]:
-        """Return the summary as text, a fact a line. `source` of the runs: `measured` or `simulated`."""
-        families = ", ".join(f"{name}: {n}" for name, n in self.families.items())
-        new = ", ".join(f"{name}: {n}" for name, n in self.bins_gained.items() if n) or "none"
-        past = f"{self.from_past:.0%} of it from past runs of the family" if self.from_past else "a guess: no past runs"
-        hours = "hours of simulated runs" if source == "simulated" else "GPU-hours"
-        return [
-            f"policy {self.policy}: {self.runs:,} of {self.pool:,} candidates ({families})",
-            f"left out: {self.measured:,} {source} already, {self.repeated:,} copies of one another",
-            f"bins and regions that had no row: {new}",
-            f"expected: {self.gpu_hours:.2f} {hours} ({past}), {self.out_of_memory:.0f} runs out of memory",
-            f"figures from: {', '.join(f'{way}: {n}' for way, n in self.ways.items())}",
-            *self.notes,
-        ]
-
-    def to_mapping(self) -> dict:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+    if choice.policy is None:
+        return []
+    families = ", ".join(f"{name}: {n}" for name, n in choice.families.items())
+    new = ", ".join(f"{name}: {n}" for name, n in choice.bins_gained.items() if n) or "none"
+    past = f"{choice.from_past:.0%} of it from past runs of the family" if choice.from_past else "a guess: no past runs"
+    hours = "hours of simulated runs" if source == "simulated" else "GPU-hours"
+    chosen, lost = choice.runs - choice.remeasured, choice.out_of_memory or 0.0
+    return [
+        f"policy {choice.policy}: {chosen:,} of {choice.pool:,} candidates ({families})",
+        f"left out: {choice.measured:,} {source} already, {choice.repeated:,} copies of one another",
+        f"bins and regions that had no row: {new}",
+        f"expected: {choice.gpu_hours or 0.0:.2f} {hours} ({past}), {lost:.0f} runs out of memory",
+        f"figures from: {', '.join(f'{way}: {n}' for way, n in choice.ways.items())}",
+        *choice.notes,
+    ]
 
 
-def summary(choice: Selection, known: Known, capacity_mib: float) -> Summary:
+def summary(choice: Selection, known: Known, capacity_mib: float) -> ChoicePayload:
     """Summarise what the choice gains and costs on a device with that much memory, using `known` runs if possible."""
     seconds, past = expected_seconds(choice, known)
-    return Summary(
+    memory_mib = np.array([candidate.figures["memory"] for candidate in choice.chosen])
+    disagreement = np.array([candidate.disagreement or 0.0 for candidate in choice.chosen])
+    return ChoicePayload(
         policy=choice.policy,
         runs=len(choice.chosen),
-        families=dict(sorted(Counter(one.config.family for one in choice.chosen).items())),
+        families=dict(sorted(Counter(candidate.config.family for candidate in choice.chosen).items())),
         pool=choice.pool,
         measured=choice.measured,
         repeated=choice.repeated,
@@ -288,20 +262,10 @@ def summary(choice: Selection, known: Known, capacity_mib: float) -> Summary:
         gained=choice.gained,
         gpu_hours=float(sum(seconds)) / 3600,
         from_past=past / max(len(choice.chosen), 1),
-        out_of_memory=float(sum(may_run_out(one, capacity_mib) for one in choice.chosen)),
+        out_of_memory=float(np.sum(1 - chance_to_fit(memory_mib, disagreement, capacity_mib))),
         ways=choice.ways,
         notes=choice.notes,
     )
-
-
-def may_run_out(one: Chosen, capacity_mib: float) -> float:
-    """Return the probability that a run does not fit.
-
-    Log memory is normal around the figure, as wide as the committee's disagreement, or 15 %."""
-    from math import erf, log, sqrt
-
-    error = max(_LOG_ERROR, one.disagreement or 0.0)
-    return 0.5 * (1 + erf(log(max(one.figures["memory"], 1.0) / capacity_mib) / error / sqrt(2)))
 
 
 def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]:
@@ -310,12 +274,12 @@ def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]
     Without past runs it is start-up plus a hundred steps as the kernel model times them."""
     family = np.array([config.family for config in known.configs], dtype=object)
     medians: dict[str, float] = {}
-    for name in {one.config.family for one in choice.chosen}:
+    for name in {candidate.config.family for candidate in choice.chosen}:
         of_family = known.seconds[(family == name) & np.isfinite(known.seconds)] if len(family) else np.zeros(0)
         if len(of_family) >= _PAST_RUNS:
             medians[name] = float(np.median(of_family))
     seconds = []
-    for one in choice.chosen:
-        guess = _STARTUP_S + _STEPS * one.figures["step_time"] / 1e3
-        seconds.append(medians.get(one.config.family, guess))
-    return seconds, sum(one.config.family in medians for one in choice.chosen)
+    for candidate in choice.chosen:
+        guess = _STARTUP_S + _STEPS * candidate.figures["step_time"] / 1e3
+        seconds.append(medians.get(candidate.config.family, guess))
+    return seconds, sum(candidate.config.family in medians for candidate in choice.chosen)

@@ -59,8 +59,8 @@ def say(
     canaries, run = cycle.done("canaries") or {}, cycle.done("run")
     outcome = cycle.outcome or _outcome(cycle, canaries, run)
     urgent = [*_failed_step(cycle), *_canaries(canaries)]
-    errors = [one for one in findings if one.get("severity") == "error"]
-    look = [*_findings(errors), *_failures(run), *_learning(cycle), *_moved(changed, canaries)]
+    errors = [finding for finding in findings if finding.get("severity") == "error"]
+    look = [*_findings(errors), *_failures(run), *_learning(cycle), *_list_moved(changed, canaries)]
     if rows is None:
         look.append("The rows could not be read: see the notes on this page.")
     elif notes:
@@ -79,7 +79,7 @@ def say(
     )
 
 
-def _outcome(cycle: Cycle, canaries: Mapping, run: Mapping | None) -> str:
+def _outcome(cycle: Cycle, canaries: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
     if any(step.state == "failed" for step in cycle.steps.values()):
         return "failed"
     if canaries.get("verdict") == "sick":
@@ -88,10 +88,15 @@ def _outcome(cycle: Cycle, canaries: Mapping, run: Mapping | None) -> str:
 
 
 def _sentence(
-    cycle: Cycle, outcome: str, canaries: Mapping, run: Mapping | None, rows: ReportRows | None, ran: str
+    cycle: Cycle,
+    outcome: str,
+    canaries: Mapping[str, Any],
+    run: Mapping[str, Any] | None,
+    rows: ReportRows | None,
+    ran: str,
 ) -> str:
     """Return the outcome in a sentence. `ran` is measured or simulated."""
-    finished = sum(one.tonight for one in rows.counts) if rows else 0
+    finished = sum(count.tonight for count in rows.counts) if rows else 0
     runs_said = f"nothing was {ran}"
     if run is None and finished:  # the canaries, or a run step that did not come to its end
         runs_said = f"runs that finished, canaries included: {finished:,}"
@@ -139,7 +144,7 @@ def _failed_step(cycle: Cycle) -> list[str]:
     return advice
 
 
-def _canaries(canaries: Mapping) -> list[str]:
+def _canaries(canaries: Mapping[str, Any]) -> list[str]:
     if canaries.get("verdict") == "sick":
         causes = "; ".join(map(str, canaries.get("causes") or ())) or "no cause is known"
         return [
@@ -156,15 +161,15 @@ def _canaries(canaries: Mapping) -> list[str]:
     return []
 
 
-def _findings(errors: Sequence[Mapping]) -> list[str]:
+def _findings(errors: Sequence[Mapping[str, Any]]) -> list[str]:
     if not errors:
         return []
-    rows = sum(int(one.get("count") or 0) for one in errors)
-    rules = ", ".join(str(one.get("rule")) for one in errors[:3]) + (", ..." if len(errors) > 3 else "")
+    rows = sum(int(error.get("count") or 0) for error in errors)
+    rules = ", ".join(str(error.get("rule")) for error in errors[:3]) + (", ..." if len(errors) > 3 else "")
     return [f"Some rows cannot be right: rules are broken {rows:,} times ({rules}). See the quality findings."]
 
 
-def _failures(run: Mapping | None) -> list[str]:
+def _failures(run: Mapping[str, Any] | None) -> list[str]:
     statuses = (run or {}).get("by_status") or {}
     failed, runs = sum(statuses.get(name, 0) for name in FAILED), sum(statuses.values())
     if runs and failed > _MANY_FAILED * runs:
@@ -175,13 +180,13 @@ def _failures(run: Mapping | None) -> list[str]:
 def _learning(cycle: Cycle) -> list[str]:
     results = (cycle.done("learn") or {}).get("results") or ()
     return [
-        f"The estimator of {one.get('target')} could not be fitted: {_sentence_of(str(one.get('why') or ''))}"
-        for one in results
-        if one.get("decision") == "failed"
+        f"The estimator of {result.get('target')} could not be fitted: {_sentence_of(str(result.get('why') or ''))}"
+        for result in results
+        if result.get("decision") == "failed"
     ]
 
 
-def _moved(changed: Difference | None, canaries: Mapping) -> list[str]:
+def _list_moved(changed: Difference | None, canaries: Mapping[str, Any]) -> list[str]:
     if changed is None:
         return []
     advice = []
@@ -194,7 +199,7 @@ def _moved(changed: Difference | None, canaries: Mapping) -> list[str]:
     return advice
 
 
-def _calm(outcome: str, run: Mapping | None, ran: str) -> str:
+def _calm(outcome: str, run: Mapping[str, Any] | None, ran: str) -> str:
     if outcome == "cut short":
         return f"Nothing to do: the {ran} runs are kept, and the next night continues."
     if run is not None and run.get("ended") == "time" and not run.get("runs"):
@@ -208,7 +213,7 @@ LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhe
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:
+class CycleStepTime:
     """One step of the cycle. `seconds` of its last attempt, None where it did not end."""
 
     name: str
@@ -222,15 +227,15 @@ class StepTime:
 class Night:
     """Cost and result of one cycle, for curves over the cycles. None: not reached, or not measured.
 
-    gpu_seconds  of its workers: of a simulated cycle no GPU's time; energy_j: of that modelled
+    gpu_seconds  its workers' time: for a simulated cycle no GPU's time, and `energy_j` is modelled
     """
 
     cycle: str
     outcome: str
     seconds: Mapping[str, float | None]  # by step
-    overhead_s: float  # of all steps but `run` and `learn`
+    overhead_s: float  # time of all steps but `run` and `learn`
     runs: int | None
-    rows: int | None  # of the view `runs`, after the cycle
+    rows: int | None  # rows of the view `runs`, after the cycle
     wall_s: float | None
     gpu_seconds: float | None
     energy_j: float | None
@@ -258,7 +263,7 @@ class Report:
 
     said      the outcome in a sentence, and what to do about it
     notes     what could not be read for this report
-    snapshot  whose rows these are, None: the folder as it is; `before`: what `changed` compares it with
+    snapshot  the snapshot of the rows, None: the folder as it is; `before`: what `changed` compares it with
     rows      None where the warehouse could not be read
     """
 
@@ -277,8 +282,8 @@ class Report:
     chosen: Mapping[str, Any] | None  # the plan's summary
     run: Mapping[str, Any] | None
     findings: tuple[Mapping[str, Any], ...]
-    scores: tuple[Score, ...]  # of all cycles, oldest first
-    steps: tuple[StepTime, ...]
+    scores: tuple[Score, ...]  # scores of all cycles, oldest first
+    steps: tuple[CycleStepTime, ...]
     nights: tuple[Night, ...]  # oldest first, this one last
     next_plan: Mapping[str, Any] | None
 
@@ -293,7 +298,10 @@ class Report:
 
 def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: Mapping[str, Any] | None) -> Report:
     """Return the report of `cycle`."""
-    history = [*(one for one in cycles if one.name != cycle.name and one.started_at <= cycle.started_at), cycle]
+    history = [
+        *(earlier for earlier in cycles if earlier.name != cycle.name and earlier.started_at <= cycle.started_at),
+        cycle,
+    ]
     notes: list[str] = []
     canaries = cycle.done("canaries")
     landed = cycle.done("land") or {}
@@ -308,7 +316,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
             changed = diff(folder, before, snapshot or NOW)
     findings = tuple(landed.get("findings") or ())
     steps = tuple(_step(cycle, name) for name in STEPS)
-    scores = tuple(score for one in history for score in _scores(one))
+    scores = tuple(score for night in history for score in _scores(night))
     return Report(
         cycle=cycle.name,
         started_at=_time(cycle.started_at),
@@ -320,7 +328,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
         before=before,
         changed=changed,
         rows=rows,
-        gained=_gained(rows),
+        gained=_count_gained(rows),
         canaries=canaries,
         chosen=cycle.done("choose"),
         run=cycle.done("run"),
@@ -332,8 +340,8 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
     )
 
 
-def _time(at: datetime.datetime) -> str:
-    return at.astimezone(datetime.UTC).isoformat(timespec="seconds")
+def _time(moment: datetime.datetime) -> str:
+    return moment.astimezone(datetime.UTC).isoformat(timespec="seconds")
 
 
 @contextlib.contextmanager
@@ -346,7 +354,7 @@ def _told(notes: list[str], part: str) -> Iterator[None]:
 
 
 def _rows(
-    folder: DataFolder, cycle: Cycle, canaries: Mapping, snapshot: str | None, notes: list[str]
+    folder: DataFolder, cycle: Cycle, canaries: Mapping[str, Any], snapshot: str | None, notes: list[str]
 ) -> ReportRows | None:
     rows = None
     with (
@@ -358,15 +366,15 @@ def _rows(
     return rows
 
 
-def _before(history: Sequence[Cycle], landed: Mapping) -> str | None:
+def _before(history: Sequence[Cycle], landed: Mapping[str, Any]) -> str | None:
     """Return the snapshot to compare with: the one that landing named, else the newest of earlier cycles."""
     if landed:
         return landed.get("before")
-    names = [(one.done("land") or {}).get("snapshot") for one in history[:-1]]
+    names = [(earlier.done("land") or {}).get("snapshot") for earlier in history[:-1]]
     return next((name for name in reversed(names) if name), None)
 
 
-def _gained(rows: ReportRows | None) -> dict[str, tuple[str, ...]]:
+def _count_gained(rows: ReportRows | None) -> dict[str, tuple[str, ...]]:
     """Return the cells that had no row before this cycle, by grid."""
     if rows is None:
         return {}
@@ -379,12 +387,14 @@ def _gained(rows: ReportRows | None) -> dict[str, tuple[str, ...]]:
     return {**gained, "batch size and parameters": regions}
 
 
-def _step(cycle: Cycle, name: str) -> StepTime:
+def _step(cycle: Cycle, name: str) -> CycleStepTime:
     step = cycle.steps.get(name)
     if step is None:
-        return StepTime(name=name, state="not reached", seconds=None, attempts=0)
+        return CycleStepTime(name=name, state="not reached", seconds=None, attempts=0)
     error = str(step.payload.get("error", "")) if step.state == "failed" else ""
-    return StepTime(name=name, state=step.state, seconds=step.seconds, attempts=len(step.attempts) or 1, error=error)
+    return CycleStepTime(
+        name=name, state=step.state, seconds=step.seconds, attempts=len(step.attempts) or 1, error=error
+    )
 
 
 def _night(cycle: Cycle) -> Night:

@@ -1,6 +1,6 @@
 """The page of a growth cycle's report. Start reading at `report_page`; `conf.reports` draws it.
 
-Labels and errors come from other people's code.
+Labels and errors come from third-party code.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from conf.reports.blocks import (
 )
 from conf.reports.charts import SHADES, Curve, Grid, columns, curves, heat_map
 from conf.reports.page_text import MISSING, clean_text, count_of, duration, energy, figure
-from farm.nights.journal import STEPS, Cycle
+from farm.nights.journal import STEPS, ChoicePayload, Cycle, payload_of
+from farm.nights.plan import choice_lines
 from farm.nights.report import Report, gather, gist
 from farm.nights.report_rows import LOG_CHARACTERS
 from learn.judging.scores import NOT_INFORMATIVE
-from learn.rows.targets import TARGETS
+from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import checked_name, write_bytes
 from warehouse.reading.pairing import Difference, shift_text
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 _STATUS_CSS = dict(zip(STATUSES, ("k4", "k5", "k2", "k6", "k0"), strict=True))  # ok, oom, timeout, crashed, invalid
 _OUTCOMES = {"good": "good night", "look": "worth a look", "bad": "needs somebody"}
-_SHOWN = 12  # of what a page names; the rest is counted
+_SHOWN = 12  # items that a page names; the rest is counted
 _SETTINGS = 400  # characters of one
 LATEST = "latest"
 
@@ -64,7 +65,7 @@ def write_report(
     """Write `reports/CYCLE.html` and `.json`, and the same as `latest`, each whole or not at all; the page's path.
 
     `cycles` are the journal's; the cycle may be among them and may still be open. `next_plan` is a
-    `farm.nights.plan.Summary` as a mapping, of the next night's dry run. Raises `OSError` where the folder
+    `ChoicePayload` as a mapping, of the next night's dry run. Raises `OSError` where the folder
     cannot be written; the report names what could not be read.
     """
     report = gather(folder, cycle, cycles, next_plan)
@@ -80,7 +81,7 @@ def write_report(
 def report_page(report: Report) -> Page:
     """Return the page's contents."""
     sections = {
-        "Tonight": _changed(report),
+        "Tonight": _changes_section(report),
         "Rows": _rows(report),
         "Coverage": _coverage(report),
         "Failures": _failures(report),
@@ -112,8 +113,8 @@ def _head(report: Report) -> tuple[Block, ...]:
 def _tiles(report: Report) -> Tiles:
     run, night = report.run or {}, report.nights[-1]
     rows = report.rows
-    tonight = sum(one.tonight for one in rows.counts) if rows else 0
-    total = sum(one.rows for one in rows.counts) if rows else 0
+    tonight = sum(count.tonight for count in rows.counts) if rows else 0
+    total = sum(count.rows for count in rows.counts) if rows else 0
     gained = sum(map(len, report.gained.values()))
     failed = rows.failed_tonight if rows else 0
     tiles = [
@@ -131,7 +132,7 @@ def _tiles(report: Report) -> Tiles:
     return Tiles(tuple(tiles))
 
 
-def _changed(report: Report) -> Section:
+def _changes_section(report: Report) -> Section:
     parts: list[Block] = []
     if report.changed is not None:
         parts += _difference(report.changed)
@@ -158,10 +159,12 @@ def _difference(changed: Difference) -> list[Block]:
     ]
     groups = {"added": changed.added, "removed": changed.removed, "changed": changed.changed}
     counts = [
-        (name, one.family, one.device_name, one.status, one.runs) for name, entries in groups.items() for one in entries
+        (name, entry.family, entry.device_name, entry.status, entry.runs)
+        for name, entries in groups.items()
+        for entry in entries
     ]
     if counts:
-        summary = ", ".join(f"{name} {sum(one.runs for one in entries):,}" for name, entries in groups.items())
+        summary = ", ".join(f"{name} {sum(entry.runs for entry in entries):,}" for name, entries in groups.items())
         inside = table(("", "family", "device", "status", "runs"), counts, words=4)
         parts.append(Fold(f"Runs {summary}", (inside,), is_open=len(counts) <= _SHOWN))
     beyond = [shift for shift in changed.shifts if shift.beyond]
@@ -173,7 +176,7 @@ def _difference(changed: Difference) -> list[Block]:
         parts.append(Lead(f"{again_line}, none beyond {changed.tolerance:g} of before."))
     else:
         moved: list[tuple[Cell, ...]] = []
-        for shift in sorted(beyond, key=lambda one: -abs(one.largest))[: 2 * _SHOWN]:
+        for shift in sorted(beyond, key=lambda shift: -abs(shift.largest))[: 2 * _SHOWN]:
             shown = (shift_text(shift.label, value) for value in (shift.median, shift.largest))
             moved.append(
                 (shift.label, *shift.group.values(), shift.pairs, shift.beyond, *shown, ", ".join(shift.examples))
@@ -215,10 +218,10 @@ def _rows(report: Report) -> Section | None:
         return Section("rows", "Rows", (Lead("There is no run yet."),))
     families: dict[str, Counter[str]] = defaultdict(Counter)
     kinds: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for one in rows.counts:
-        families[one.family] += Counter({one.status: one.rows, "tonight": one.tonight})
-        kinds[one.family, one.device_name or MISSING, one.source] += Counter(
-            {one.status: one.rows, "tonight": one.tonight}
+    for count in rows.counts:
+        families[count.family] += Counter({count.status: count.rows, "tonight": count.tonight})
+        kinds[count.family, count.device_name or MISSING, count.source] += Counter(
+            {count.status: count.rows, "tonight": count.tonight}
         )
     shown = [status for status in STATUSES if any(counts[status] for counts in families.values())]
     most = max(sum(counts[status] for status in shown) for counts in families.values())
@@ -354,12 +357,12 @@ def _findings(report: Report) -> Section:
         return Section("findings", "Quality findings", (Lead("Every check passed."),))
     lines = [
         (
-            *(one.get(name) for name in ("severity", "rule", "count", "said")),
-            "; ".join(map(str, one.get("examples") or ())),
+            *(finding.get(name) for name in ("severity", "rule", "count", "said")),
+            "; ".join(map(str, finding.get("examples") or ())),
         )
-        for one in report.findings
+        for finding in report.findings
     ]
-    errors = [k for k, one in enumerate(report.findings) if one.get("severity") == "error"]
+    errors = [k for k, finding in enumerate(report.findings) if finding.get("severity") == "error"]
     heads = ("severity", "rule", "count", "*what is wrong", "*as")
     return Section("findings", "Quality findings", (table(heads, lines, words=2, marked=errors),))
 
@@ -376,15 +379,15 @@ def clip(value: object) -> str:
     return text if len(text) <= _SETTINGS else text[:_SETTINGS] + "…"
 
 
-SHOWN_CYCLES = 40  # of a curve: the newest
+SHOWN_CYCLES = 40  # cycles of a curve: the newest
 OVERHEAD_MIN = 5.0  # what a cycle may take beside running and fitting
 _STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
 _CELLS_SHOWN = 10
 _WHY = 1000  # characters of a decision's reason
 _SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
-_COUNTS = ("rows", "out_of_memory")  # which hold whoever made the labels
+_COUNTS = ("rows", "out_of_memory")  # which hold for labels from any source
 _NO_FIGURE = ("rows", "own_labels")
-_OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # of the shares: an error may be more than 100 %
+_OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # the shares of a whole: an error may be more than 100 %
 _FIGURES = {
     "rows": "rows",
     "mean_abs_error": "mean absolute error",
@@ -402,7 +405,7 @@ def canaries_section(report: Report) -> Section:
     if canaries is None:
         return Section("canaries", "Canaries", (Lead("No canary was compared."),))
     compared = list(canaries.get("compared") or ())
-    moved = [one for one in compared if one.get("moved")]
+    moved = [label for label in compared if label.get("moved")]
     verdict = str(canaries.get("verdict"))
     level: Level = "bad" if verdict == "sick" else "look" if verdict == "drift" else "good"
     where = " ".join(str(canaries[name]) for name in ("device_name", "source") if canaries.get(name))
@@ -410,37 +413,37 @@ def canaries_section(report: Report) -> Section:
     parts += [Callout(f"Cause: {cause}", level) for cause in canaries.get("causes") or ()]
     parts.append(Lead(f"{count_of(int(canaries.get('runs') or 0), 'run')} on {where or 'an unknown device'}"))
     if moved:
-        parts += [Heading("What moved"), _compared(moved)]
+        parts += [Heading("What moved"), _compare(moved)]
     if compared:
-        names = {(one.get("family"), one.get("config_hash")) for one in compared}
+        names = {(label.get("family"), label.get("config_hash")) for label in compared}
         summary = f"All {count_of(len(compared), 'label')} of {count_of(len(names), 'canary configuration')}"
         is_open = not moved and len(compared) <= 2 * _CELLS_SHOWN
-        parts.append(Fold(summary, (_compared(compared),), is_open))
+        parts.append(Fold(summary, (_compare(compared),), is_open))
     parts += _environment(canaries.get("environment") or {}, canaries.get("before"))
     parts += _drift(canaries.get("drift"))
     return Section("canaries", "Canaries and drift", tuple(parts))
 
 
-def _compared(compared: Sequence[Mapping[str, Any]]) -> Table:
+def _compare(compared: Sequence[Mapping[str, Any]]) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for one in compared:
-        before, now = one.get("before"), one.get("now")
+    for label in compared:
+        before, now = label.get("before"), label.get("now")
         change = _number(now - before, sign=True) if before is not None and now is not None else MISSING
         rows.append(
             (
-                one.get("family"),
-                str(one.get("config_hash") or MISSING)[:12],
-                f"{one.get('label')} [{one.get('unit')}]",
+                label.get("family"),
+                str(label.get("config_hash") or MISSING)[:12],
+                f"{label.get('label')} [{label.get('unit')}]",
                 _number(before),
                 _number(now),
                 change,
-                _number(one.get("tolerance")),
-                one.get("history_runs"),
-                one.get("said") or "",
+                _number(label.get("tolerance")),
+                label.get("history_runs"),
+                label.get("said") or "",
             )
         )
     heads = ("family", "configuration", "label", "before", "now", "change", "tolerance", "earlier runs", "*said")
-    return table(heads, rows, words=3, marked=[k for k, one in enumerate(compared) if one.get("moved")])
+    return table(heads, rows, words=3, marked=[k for k, label in enumerate(compared) if label.get("moved")])
 
 
 def _number(value: float | None, sign: bool = False) -> str:
@@ -506,16 +509,16 @@ def scores_section(report: Report) -> Section:
 
 
 def _decisions(scores: Sequence[Score]) -> list[Block]:
-    both = [of or {} for one in scores for of in (one.current, one.candidate)]
+    both = [of or {} for score in scores for of in (score.current, score.candidate)]
     keys = [key for key in dict.fromkeys([*_FIGURES, *(key for of in both for key in of)]) if key not in _NO_FIGURE]
     keys = [key for key in keys if any(of.get(key) is not None for of in both)]
     rows: list[tuple[Cell, ...]] = []
-    for one in scores:
-        compared = (f"{_figure_of(key, one.current)} / {_figure_of(key, one.candidate)}" for key in keys)
-        rows.append((one.target, one.estimator, one.decision, one.held_out, *compared))
+    for score in scores:
+        compared = (f"{_figure_of(key, score.current)} / {_figure_of(key, score.candidate)}" for key in keys)
+        rows.append((score.target, score.estimator, score.decision, score.held_out, *compared))
     heads = ("target", "estimator", "decision", "held out", *map(_name, keys))
-    failed = [k for k, one in enumerate(scores) if one.decision == "failed"]
-    reasons = tuple(f"{one.target}: {one.decision}: {gist(one.why, _WHY)}" for one in scores)
+    failed = [k for k, score in enumerate(scores) if score.decision == "failed"]
+    reasons = tuple(f"{score.target}: {score.decision}: {gist(score.why, _WHY)}" for score in scores)
     blocks: list[Block] = [table(heads, rows, words=3, marked=failed), Bullets(reasons)]
     if not keys:
         return blocks
@@ -542,7 +545,7 @@ def _figure(key: str, value: Any) -> str:
 
 def _drawn_figures(scores: Sequence[Score]) -> list[str]:
     """Return the figures to draw: error and share of correct bins; none if all labels are the models' own."""
-    both = [of or {} for one in scores for of in (one.in_use, one.candidate)]
+    both = [of or {} for score in scores for of in (score.in_use, score.candidate)]
     there = {key for of in both if not of.get("own_labels") for key, value in of.items() if value is not None}
     error = next((key for key in ("mean_abs_error", "median_abs_error", "median_rel_error") if key in there), None)
     return [key for key in (error, "accuracy") if key in there]
@@ -553,7 +556,7 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
 
     def values(which: str) -> list[float | None]:
         figures = [(getattr(of[name], which) or {}) if name in of else {} for name in names]
-        shown = [None if one.get("own_labels") else one.get(key) for one in figures]
+        shown = [None if of_model.get("own_labels") else of_model.get(key) for of_model in figures]
         return [None if value is None else value * scale for value in shown]
 
     used, candidate = values("in_use"), values("candidate")
@@ -605,24 +608,24 @@ def time_section(report: Report) -> Section:
         Fold(f"The whole error of {name}", (Preformatted(clean_text(error, LOG_CHARACTERS)),)) for name, error in errors
     ]
     nights = report.nights[-SHOWN_CYCLES:]
-    names = _days(one.cycle for one in nights)
-    longest = max((sum(filter(None, one.seconds.values())) for one in nights), default=0.0)
+    names = _days(past.cycle for past in nights)
+    longest = max((sum(filter(None, past.seconds.values())) for past in nights), default=0.0)
     unit, scale = ("h", 3600.0) if longest >= 2 * 3600 else ("min", 60.0) if longest >= 120 else ("s", 1.0)
-    by_step = {name: (_STEP_CSS[name], [(one.seconds.get(name) or 0.0) / scale for one in nights]) for name in STEPS}
+    by_step = {name: (_STEP_CSS[name], [(past.seconds.get(name) or 0.0) / scale for past in nights]) for name in STEPS}
     steps = columns(names, by_step, unit)
     drawn = [Chart("Time by step", steps, (Legend(_STEP_CSS),), newest_first_seen=True)]
-    overhead = Curve(name="overhead", css="k2", values=[one.overhead_s / 60 for one in nights])
+    overhead = Curve(name="overhead", css="k2", values=[past.overhead_s / 60 for past in nights])
     title = f"Overhead: all but running and fitting; dashed: {OVERHEAD_MIN:g} min"
     drawn.append(Chart(title, curves(names, [overhead], "min", OVERHEAD_MIN), newest_first_seen=True))
-    taken: list[float | None] = []  # of nights on GPUs
+    taken: list[float | None] = []  # times of nights on GPUs
     energies: list[float | None] = []
-    for one in nights:
-        taken.append(None if one.simulated else _over(one.gpu_seconds, 3600))
-        energies.append(None if one.simulated else _over(one.energy_j, 3.6e6))
-    simulating = [_over(one.gpu_seconds, 60) if one.simulated else None for one in nights]
+    for past in nights:
+        taken.append(None if past.simulated else _over(past.gpu_seconds, 3600))
+        energies.append(None if past.simulated else _over(past.energy_j, 3.6e6))
+    simulating = [_over(past.gpu_seconds, 60) if past.simulated else None for past in nights]
     series: tuple[tuple[str, str, str, Sequence[float | None]], ...] = (
-        ("Rows in all", "k1", "rows", [one.rows for one in nights]),
-        ("Runs a night", "k4", "runs", [one.runs for one in nights]),
+        ("Rows in all", "k1", "rows", [past.rows for past in nights]),
+        ("Runs a night", "k4", "runs", [past.runs for past in nights]),
         ("GPU time", "k5", "h", taken),
         ("Energy", "k6", "kWh", energies),
         ("Time of simulated runs", "k0", "min", simulating),
@@ -649,14 +652,15 @@ def _over(value: float | None, unit: float) -> float | None:
 
 def next_section(report: Report) -> Section:
     """Return the section on the next night's dry run."""
-    plan = report.next_plan
-    if plan is None:
+    if report.next_plan is None:
         return Section("next", "What to measure next", (Lead("No dry run of the next night was made."),))
-    families = plan.get("families") or {}
-    parts: list[Block] = [_plan_line(plan, report.simulated), *map(Callout, plan.get("notes") or ())]
-    if families:
-        parts.append(table(("family", "runs"), sorted(families.items(), key=lambda item: (-item[1], item[0]))))
-    for dimension, of in (plan.get("gained") or {}).items():
+    plan, source = payload_of(ChoicePayload, report.next_plan), "simulated" if report.simulated else "measured"
+    stale = f" {plan.remeasured:,} of them were {source} before, and are stale since." if plan.remeasured else ""
+    parts: list[Block] = [Lead(f"{count_of(plan.runs, 'run')}.{stale}"), Bullets(tuple(choice_lines(plan, source)))]
+    if plan.families:
+        families = sorted(plan.families.items(), key=lambda item: (-item[1], item[0]))
+        parts.append(table(("family", "runs"), families))
+    for dimension, of in plan.gained.items():
         cells = sorted(of.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))
         if not cells:
             continue
@@ -667,20 +671,3 @@ def next_section(report: Report) -> Section:
         inside = table(("cell", "rows now", "runs planned"), rows)
         parts.append(Fold(title, (inside,), is_open=dimension in ("memory", "region")))
     return Section("next", "What to measure next", tuple(parts))
-
-
-def _plan_line(plan: Mapping[str, Any], simulated: bool) -> Lead:
-    ran = "simulated" if simulated else "measured"
-    runs, again = int(plan.get("runs") or 0), int(plan.get("remeasured") or 0)
-    stale = f" {again:,} of them were {ran} before, and are stale since." if again else ""
-    if "policy" not in plan:  # nothing but stale ones, so that no candidate was looked at
-        return Lead(f"{count_of(runs, 'run')}.{stale}")
-    past = float(plan.get("from_past") or 0.0)
-    how = f"{past:.0%} of it from past runs of the family" if past else "a guess: no past runs"
-    hours, out = float(plan.get("gpu_hours") or 0.0), float(plan.get("out_of_memory") or 0.0)
-    unit = "hours, simulated" if simulated else "GPU-hours"
-    return Lead(
-        f"Policy {plan['policy']}: {count_of(runs, 'run')} of {int(plan.get('pool') or 0):,} candidates, about "
-        f"{hours:.2f} {unit} ({how}); {out:.0f} of them are expected to run out of memory. Left out: "
-        f"{int(plan.get('measured') or 0):,} {ran} already, {int(plan.get('repeated') or 0):,} copies.{stale}"
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 
@@ -17,13 +17,16 @@ from conf.reports.charts import Grid
 from conf.reports.page_text import short
 from featurize.device.device_spec import same_device
 from featurize.families import family_names
-from learn.rows.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
+from learn.rows.data import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.tables.sql_text import sql_text
 
+if TYPE_CHECKING:
+    import pyarrow
+
 FAILED = ("crashed", "timeout", "invalid")
-GROUPS_SHOWN = 12  # of failures; the rest is counted
+GROUPS_SHOWN = 12  # groups of failures; the rest is counted
 LOG_CHARACTERS = 4000
 SAID_CHARACTERS = 300
 EXAMPLES = 3
@@ -87,7 +90,7 @@ class ReportRows:
     @property
     def sources_tonight(self) -> frozenset[str]:
         """Return the label sources of the runs that finished in this cycle."""
-        return frozenset(one.source for one in self.counts if one.tonight)
+        return frozenset(count.source for count in self.counts if count.tonight)
 
 
 def read_rows(
@@ -110,7 +113,7 @@ def read_rows(
         return _read(connection, counted, tonight, device_name, source)
 
 
-def _columns(connection: WarehouseConnection, tonight: str):
+def _columns(connection: WarehouseConnection, tonight: str) -> pyarrow.Table:
     """Return the columns needed for counting, of every run, as Arrow. Files are read once, without error texts."""
     return connection.sql(
         f"""SELECT family, device_name, source, status, {USABLE} AS usable, {tonight} AS tonight, batch_size,
@@ -143,8 +146,8 @@ def _read(
         "parameters > 0, false)) FROM here"
     ).fetchall()
     families = [name for (name,) in counted.execute("SELECT DISTINCT family FROM here ORDER BY family").fetchall()]
-    failed = [one for one in counts if one.status in FAILED]
-    failed_tonight = sum(one.tonight for one in failed)
+    failed = [count for count in counts if count.status in FAILED]
+    failed_tonight = sum(count.tonight for count in failed)
     groups, kinds = _failures(connection, tonight) if failed_tonight else ((), 0)
     doubts, doubted = _doubts(connection, tonight)
 
@@ -164,28 +167,30 @@ def _read(
         failures=groups,
         failed_tonight=failed_tonight,
         failed_groups=kinds,
-        failed_before=sum(one.rows for one in failed) - failed_tonight,
+        failed_before=sum(count.rows for count in failed) - failed_tonight,
         doubts=doubts,
         doubted_tonight=doubted,
     )
 
 
 def _device(counts: Sequence[RowCount], device_name: str | None, source: str | None) -> tuple[tuple[str, ...], str]:
-    """Every spelling of the device, and the source."""
-    own = [one for one in counts if one.device_name and (source is None or one.source == source)]
+    """Return every spelling of the device, and the source."""
+    of_source = [count for count in counts if count.device_name and (source is None or count.source == source)]
     if device_name is None:
         sums: dict[tuple[str, str], list[int]] = {}
-        for one in own:
-            of_device = sums.setdefault((one.device_name or "", one.source), [0, 0])
-            of_device[0] += one.tonight
-            of_device[1] += one.rows
+        for count in of_source:
+            of_device = sums.setdefault((count.device_name or "", count.source), [0, 0])
+            of_device[0] += count.tonight
+            of_device[1] += count.rows
         if not sums:
             return (), source or ""
         device_name, source = max(sorted(sums), key=sums.__getitem__)
-    spelled = {one.device_name for one in counts if one.device_name and same_device(one.device_name, device_name)}
+    spelled = {
+        count.device_name for count in counts if count.device_name and same_device(count.device_name, device_name)
+    }
     if source is None:
-        here = [one for one in own if one.device_name in spelled]
-        source = max(here, key=lambda one: (one.tonight, one.rows)).source if here else ""
+        here = [count for count in of_source if count.device_name in spelled]
+        source = max(here, key=lambda count: (count.tonight, count.rows)).source if here else ""
     return tuple(sorted(spelled | {device_name})), source
 
 
@@ -270,7 +275,7 @@ def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt,
             FROM attempts WHERE quality = 'untrusted' AND {tonight}
         ), each AS (
             SELECT run_id, reasons,
-                unnest(CASE WHEN len(json_keys(reasons)) > 0 THEN json_keys(reasons) ELSE ['no reason told'] END)
+                unnest(CASE WHEN len(json_keys(reasons)) > 0 THEN json_keys(reasons) ELSE ['no reason given'] END)
                 AS reason
             FROM doubted
         )

@@ -15,7 +15,7 @@ from farm.sampling.space import parse_space, require_within_limits
 from farm.submission.settings import TrialsSettings
 from featurize.families import family_names
 from learn.estimators.protocol import ESTIMATORS
-from learn.rows.targets import TARGETS
+from learn.rows.data import TARGETS
 
 CANARIES = ("compare", "accept", "skip")
 NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only where they are named
@@ -52,7 +52,7 @@ class LearnSettings(Checked, section="learn"):
 
 @dataclass(frozen=True, kw_only=True)
 class NotifySettings(Checked, section="notify"):
-    """The `notify` key: whom to tell how a cycle ended."""
+    """The `notify` key: where to report how a cycle ended."""
 
     command: str | None = key(
         None, "run in a shell when the cycle ends, with the result as JSON on its standard input", "any text"
@@ -77,7 +77,7 @@ class GrowSettings(TrialsSettings):
       python -m farm.grow n=200 families=[gpt,vit] policy=coverage "space={precision: [fp32,bf16]}"
 
     Killed at any point, the same command continues where it was. Ctrl-C leaves within seconds, with 130, and the same
-    command goes on. SIGTERM while trials run ends the night: what runs is finished, landed and reported without
+    command continues. SIGTERM while trials run ends the night: what runs is finished, landed and reported without
     learning, and it leaves with 130; twice: at once. Exit code 1: the canaries found the machine sick, or a step
     failed. Every step is a line of growth/journal.jsonl in the data folder; the report is reports/latest.html
     there.
@@ -96,18 +96,17 @@ class GrowSettings(TrialsSettings):
     )
     space: Mapping[str, Any] | None = key(
         None,
-        'values for the search spaces of all families that have such a key, as in "space={precision: '
-        '[fp32,bf16]}", in quotes',
+        'values for such a key in all families\' search spaces, as in "space={precision: [fp32,bf16]}", in quotes',
     )
     pool: int = key(
         10000,
-        "candidates to choose from, drawn anew every night, going on with each family's sequence",
+        "candidates to choose from, drawn every night, continuing each family's sequence",
         "int 1 to 10000000",
     )
     collocate: float = key(
         0.0, "share of the night's n, or hours, that pairs of trials on one device get", "number 0 to 0.9"
     )
-    seed: int = key(0, "of the sequences and of ties", "int >= 0")
+    seed: int = key(0, "seed of the sequences and of ties", "int >= 0")
     canaries: str = key(
         "compare",
         "compare: stop where a canary fails, or labels moved in an unchanged environment; accept: take "
@@ -157,11 +156,11 @@ class GrowSettings(TrialsSettings):
 def _spaces(families: Sequence[str] | None, common: Mapping[str, Any]) -> tuple[Space, ...]:
     """Return the families' search spaces, with the values of `common` where a family has the key."""
     names = families or [name for name in family_names() if name not in NEED_LIBRARIES]
-    own = {name: {key: spec for key, spec in common.items() if key in valid_keys(name)} for name in names}
-    if unused := [str(key) for key in common if not any(key in specs for specs in own.values())]:
+    specs_of = {name: {key: spec for key, spec in common.items() if key in valid_keys(name)} for name in names}
+    if unused := [str(key) for key in common if not any(key in specs for specs in specs_of.values())]:
         keys = sorted(set().union(*(valid_keys(name) for name in names)))
         raise UsageError(f"space: no family here has {', '.join(unused)}; keys: {', '.join(keys)}")
-    spaces = tuple(parse_space(name, {**(default_space(name) or {}), **specs}) for name, specs in own.items())
+    spaces = tuple(parse_space(name, {**(default_space(name) or {}), **specs}) for name, specs in specs_of.items())
     for space in spaces if common else ():
         require_within_limits(space)
     return spaces

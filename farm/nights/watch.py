@@ -12,7 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,6 +49,7 @@ COPIES = 2  # rows that are measured again of each cell, where it has as many
 _EXAMPLES = 3
 _EVERY_STEP = frozenset(("loss", *WEIGHT_UPDATES))
 _MEMORY = "peak_memory_mib"
+_Cell = tuple[str, str, str]  # label, operator family, bin of memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class Drift:
 
     operators  label -> the operator families that moved, or `everything`
     moved      each label in a sentence
-    marks      of the rows whose labels are stale in tonight's environment
+    marks      marks of the rows whose labels are stale in tonight's environment
     families   run_id of each of these -> its family
     """
 
@@ -167,7 +168,9 @@ def _shift(entries: Sequence[ComparedLabel]) -> tuple[float | None, str]:
     return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples}{more})"
 
 
-def _rows(data: DataFolder, verdict: CanaryVerdict, environment: Sequence) -> Iterator[tuple[dict, TrialConfig]]:
+def _rows(
+    data: DataFolder, verdict: CanaryVerdict, environment: Sequence[Any]
+) -> Iterator[tuple[dict[str, Any], TrialConfig]]:
     """Return the usable rows of that environment, with their configs."""
     columns = ("run_id", "family", "config", "device_name", "status", "oom_kind", *LABELS)
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
@@ -187,20 +190,26 @@ def _rows(data: DataFolder, verdict: CanaryVerdict, environment: Sequence) -> It
 def _config(text: str | None) -> TrialConfig | None:
     try:
         return config_of_row(text)
-    except UsageError:  # of a family or field that this version does not have: nothing learns from it
+    except UsageError:  # a family or field that this version does not have: nothing learns from it
         return None
 
 
 def _marks(
-    row: Mapping, config: TrialConfig, affected: Mapping, shifts: Mapping, verdict: CanaryVerdict
+    row: Mapping[str, Any],
+    config: TrialConfig,
+    affected: Mapping[str, frozenset[str]],
+    shifts: Mapping[str, tuple[float | None, str]],
+    verdict: CanaryVerdict,
 ) -> Iterator[Mark]:
-    own = None
+    families: frozenset[str] | None = None
     for label, moved in affected.items():
         if row[label] is None and not (label == _MEMORY and row["status"] == "oom"):
             continue
-        if EVERYTHING not in moved and own is None:
-            own = operators_of(config)
-        hit = (EVERYTHING,) if EVERYTHING in moved else _in_order(own & moved)
+        if EVERYTHING in moved:
+            hit: tuple[str, ...] = (EVERYTHING,)
+        else:
+            families = operators_of(config) if families is None else families
+            hit = _in_order(families & moved)
         if hit:
             yield Mark(
                 run_id=row["run_id"],
@@ -231,7 +240,7 @@ def remeasure(
 
     Every combination of a stale label, an operator family that moved and a bin of memory of a family is to be measured
     again in `environment`, twice where it has two configs; what was so since counts. Greedy, so nearly the fewest.
-    Reads the marks, so it goes on in later nights.
+    Reads the marks, so it continues in later nights.
     """
     rows = _stale_rows(data, device_name, source, environment)
     if not rows:
@@ -243,7 +252,7 @@ def remeasure(
         for cell in cells_of[config_hash_]:
             need[cell] -= 1
     # Configs of the very same cells are alike: it costs as many kinds as there are, whatever the number of rows.
-    kinds: dict[frozenset, list[str]] = {}
+    kinds: dict[frozenset[_Cell], list[str]] = {}
     for config_hash_ in sorted(set(cells_of) - measured, reverse=True):
         kinds.setdefault(cells_of[config_hash_], []).append(config_hash_)
     chosen: list[TrialConfig] = []
@@ -258,7 +267,9 @@ def remeasure(
     return tuple(chosen)
 
 
-def _stale_rows(data: DataFolder, device_name: str, source: str, environment: Mapping[str, str | None]) -> list[dict]:
+def _stale_rows(
+    data: DataFolder, device_name: str, source: str, environment: Mapping[str, str | None]
+) -> list[dict[str, Any]]:
     """Return the marks of that environment, each with its run's columns."""
     values = [environment.get(name) for name in ENVIRONMENT]
     same = " AND ".join(f"{{}}.{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
@@ -279,10 +290,10 @@ def _stale_rows(data: DataFolder, device_name: str, source: str, environment: Ma
     return [row for row in marks if same_device(row["device_name"], device_name)]
 
 
-def _cells(rows: Sequence[Mapping]) -> tuple[dict[str, frozenset], set[str], dict[str, TrialConfig]]:
+def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, frozenset[_Cell]], set[str], dict[str, TrialConfig]]:
     """Return the cells (label, operator family, memory bin) by config_hash, those measured since, and the configs."""
     configs: dict[str, TrialConfig] = {}
-    about: dict[str, Mapping] = {}
+    about: dict[str, Mapping[str, Any]] = {}
     stale: dict[str, set[tuple[str, str]]] = {}
     measured = set()
     for row in rows:
@@ -303,8 +314,8 @@ def _cells(rows: Sequence[Mapping]) -> tuple[dict[str, frozenset], set[str], dic
     parameters = np.array([about[key]["parameters"] or 0 for key in keys], dtype=float)
     bins = Map.of([configs[key] for key in keys], {"memory": memory}, parameters, capacity_mib)
     cells = {
-        key: frozenset((label, name, bins.cell(at, "memory")) for label, name in stale[key])
-        for at, key in enumerate(keys)
+        key: frozenset((label, name, bins.cell(row_index, "memory")) for label, name in stale[key])
+        for row_index, key in enumerate(keys)
     }
     return cells, measured, configs
 
@@ -323,7 +334,7 @@ def watch(
 ) -> CanariesPayload:
     """Run the canaries on every GPU, compare them with the nights before, and mark rows that drift made stale.
 
-    A canary that moved and ran only once runs again: one odd run is no verdict. May be killed and called again.
+    A canary that moved and ran only once runs again: one odd run is not a verdict. May be killed and called again.
 
     Args:
         measure: runs `(kind, configs, shares)` as a job of the cycle; returns its id, or None where the time was up.
@@ -401,7 +412,7 @@ def _accepted_failures(earlier: Sequence[Cycle]) -> set[str]:
 
 
 def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
-    """Return the canary jobs that are no history: those of sick nights, and all before accepted new labels."""
+    """Return the canary jobs that do not count as history: those of sick nights, and all before accepted new labels."""
     accepted = [place for place, cycle in enumerate(earlier) if cycle.settings.get("canaries") == ACCEPT]
     from_here = len(earlier) if accept else accepted[-1] if accepted else 0
     forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or _was_sick(cycle)]

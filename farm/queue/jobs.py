@@ -10,12 +10,13 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from conf.errors import UsageError, unknown_name
-from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile, Submission
+from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile
 from farm.queue.queue_values import (
     JOB_COLUMNS,
     MIXED_FAMILY,
@@ -41,7 +42,7 @@ MAX_ATTEMPTS = 3
 BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
 MAX_BACKOFF_S = 600.0
 SUBMIT_CHUNK = 2000  # tasks per transaction of `submit`
-ERROR_CHARACTERS = 2000  # of an error kept in the queue; the whole of it lands with the run
+ERROR_CHARACTERS = 2000  # characters of an error kept in the queue; the whole of it lands with the run
 
 _AT = "job_seq = ? AND task_index = ?"
 _HELD = f"{_AT} AND attempt = ? AND state = 'leased'"
@@ -80,7 +81,7 @@ class Queue:
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         *,
         max_attempts: int = MAX_ATTEMPTS,
         backoff_s: float = BACKOFF_S,
@@ -88,7 +89,7 @@ class Queue:
     ) -> Queue:
         """Open the file, creating it if there is none. Its folder has to exist.
 
-        Raises `UsageError` for a file that is no queue, or one written by a newer version.
+        Raises `UsageError` for a file that is not a queue, or one written by a newer version.
         """
         if max_attempts < 1:
             raise UsageError(f"max_attempts must be >= 1, got {max_attempts}")
@@ -100,28 +101,25 @@ class Queue:
     def __enter__(self) -> Queue:
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
     # Submitting
 
-    def submit(
-        self,
-        job: Job,
-        configs: Iterable[tuple[int, str]],
-        now: float,
-        on_interrupt: Callable[[], None] = lambda: None,
-    ) -> Added:
+    def submit(self, job: Job, configs: Iterable[tuple[int, str]], now: float) -> Added:
         """Add the job and the tasks `(index, config JSON)` that it does not hold yet.
 
         The same submission again adds nothing; a larger n adds the difference; cancelled tasks are revived. Killed
-        in the middle, it leaves the tasks of whole chunks, and the same call completes it. After Ctrl-C it leaves the
-        queue as it was before, but for tasks that were started meanwhile; `on_interrupt` is called first. `configs` is
-        read lazily and may start at `next_index`.
+        in the middle, it leaves the tasks of whole chunks, and the same call completes it. Ctrl-C takes out what it
+        added behind the job's earlier tasks, except for tasks that have started since. `configs` is read lazily and
+        may start at `next_index`.
         """
         with self._file.transaction(durable=True):
-            submission = Submission(self._file, job.job_id)
+            before = self._file.one(
+                "SELECT n, priority, complete, cancelled_at FROM jobs WHERE job_id = ?", (job.job_id,)
+            )
             seq = self._upsert_job(job)
+            (first,) = self._file.only("SELECT coalesce(max(task_index) + 1, 0) FROM tasks WHERE job_seq = ?", (seq,))
             revived = self._file.change(
                 "UPDATE tasks SET state = 'queued', attempt = 0, due = NULL, error = NULL, error_at = NULL "
                 "WHERE job_seq = ? AND state = 'cancelled'",
@@ -133,10 +131,9 @@ class Queue:
         try:
             while chunk := list(islice(pairs, SUBMIT_CHUNK)):
                 with self._file.transaction(durable=True):
-                    # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
+                    # Cancelled since by another command? Then the rest is cancelled, too.
                     (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                     state = "queued" if runs else "cancelled"
-                    submission.adds([index for index, _ in chunk])
                     new = self._file.many(
                         "INSERT INTO tasks (job_seq, task_index, state) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                         [(seq, index, state) for index, _ in chunk],
@@ -155,8 +152,7 @@ class Queue:
                     (seq,),
                 )
         except KeyboardInterrupt:
-            on_interrupt()
-            submission.undo()
+            self._take_out(seq, first, before or (0, job.priority, 1, now))
             raise
         return Added(added=added, existing=existing, revived=revived)
 
@@ -167,34 +163,59 @@ class Queue:
         )
         defined = (job.family, job.space_json, job.seed, job.policy, job.settings_json, job.device)
         if row is None:
-            seq = self._new_seq(job.job_id)
             self._file.change(
-                "INSERT INTO jobs (family, space_json, seed, policy, settings_json, device, "
-                "seq, job_id, n, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*defined, seq, job.job_id, job.n, job.priority, job.submitted_at),
+                "INSERT INTO jobs (family, space_json, seed, policy, settings_json, device, job_id, n, priority, "
+                "submitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*defined, job.job_id, job.n, job.priority, job.submitted_at),
             )
-            return seq
+            return self._seq(job.job_id)
         if tuple(row[1:]) != defined:
             raise UsageError(f"job {job.job_id} exists with another space, seed, policy, settings or device")
         self._file.change(
             "UPDATE jobs SET complete = complete AND n >= ?, n = max(n, ?), priority = ? WHERE seq = ?",
             (job.n, job.n, job.priority, row[0]),
         )
-        return row[0]
+        return int(row[0])
 
-    def _new_seq(self, job_id: str) -> int:
-        """Return a number for a new job that no other has or had; a removed job gets its own number again."""
-        (highest,) = self._file.only("SELECT coalesce(max(seq), 0) FROM jobs")
-        if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
-            return highest + 1
-        own = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
-        (removed,) = self._file.only("SELECT coalesce(max(seq), 0) FROM removed_jobs")
-        return max(highest, removed) + 1 if own is None else own[0]
+    def _take_out(self, seq: int, first: int, job_before: Sequence[Any]) -> None:
+        """Delete the tasks from `first` on that were never started, restore the job's columns, and shrink the file.
+
+        The row of a job without tasks stays, unlisted, so that no other gets its number: other processes know it.
+        """
+        added = "job_seq = ? AND task_index >= ? AND attempt = 0 AND state IN ('queued', 'cancelled')"
+        with self._file.transaction(durable=True):
+            self._file.change(
+                "DELETE FROM configs WHERE (job_seq, task_index) IN "
+                f"(SELECT job_seq, task_index FROM tasks WHERE {added})",
+                (seq, first),
+            )
+            self._file.change(f"DELETE FROM tasks WHERE {added}", (seq, first))
+            self._file.change(
+                "UPDATE jobs SET (n, priority, complete, cancelled_at) = (max(?, (SELECT count(*) FROM tasks "
+                "WHERE job_seq = seq)), ?, ?, coalesce(cancelled_at, ?)) WHERE seq = ?",
+                (*job_before, seq),
+            )
+            self._file.change(
+                "UPDATE tasks SET state = 'cancelled', due = NULL WHERE job_seq = ? AND state IN ('queued', 'waiting') "
+                "AND (SELECT cancelled_at FROM jobs WHERE seq = job_seq) IS NOT NULL",
+                (seq,),
+            )
+            self._file.change("DELETE FROM tallies WHERE job_seq = ?", (seq,))
+            self._file.change(
+                "INSERT INTO tallies SELECT job_seq, state, coalesce(status, ''), count(*) FROM tasks "
+                "WHERE job_seq = ? GROUP BY 2, 3",
+                (seq,),
+            )
+        (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
+        if 2 * free > pages:
+            with contextlib.suppress(QueueError, ValueError):  # a process reads: later tasks reuse the room
+                self._file.all("VACUUM")
+                self._file.all("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def next_index(self, job_id: str) -> int:
         """Return the index from which a submission continues: one past the job's highest, 0 for a new job.
 
-        Also 0 where some below are missing, as after two submissions at once of which one was interrupted.
+        Also 0 where some below are missing, as after two submissions at once of which one was killed.
         """
         of_job = "WHERE job_seq = (SELECT seq FROM jobs WHERE job_id = ?)"
         (following,) = self._file.only(f"SELECT coalesce(max(task_index) + 1, 0) FROM tasks {of_job}", (job_id,))
@@ -226,11 +247,11 @@ class Queue:
     ) -> list[Task | UnreadableTask]:
         """Lease up to `limit` tasks to `worker` until now + lease_s: highest priority, oldest job, lowest index.
 
-        Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those whose index leaves the
-        rest r when it is divided by k. `held`: tasks that the caller still works on. They stay its own where their
-        lease has run out, because a clock was set or the caller was slow.
+        Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those with index % k == r.
+        `held`: tasks that the caller still works on. They stay its own where their lease has run out, because a clock
+        was set or the caller was slow.
         """
-        rest, shares = share or (0, 1)
+        remainder, shares = share or (0, 1)
         only = None if job_id is None else self._seq(job_id)
         tasks: list[Task | UnreadableTask] = []
         with self._file.transaction():
@@ -247,7 +268,7 @@ class Queue:
                 rows = self._file.all(
                     _TASKS.format("attempt + 1", "tasks_queued")
                     + "WHERE job_seq = ? AND state = 'queued' AND task_index % ? = ? ORDER BY task_index LIMIT ?",
-                    (seq, shares, rest, wanted),
+                    (seq, shares, remainder, wanted),
                 )
                 if len(rows) < wanted and shares == 1:
                     self._file.change("UPDATE jobs SET ready = 0 WHERE seq = ?", (seq,))
@@ -348,7 +369,7 @@ class Queue:
         )
 
     def _backoff_s(self, task: Lease) -> float:
-        return min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
+        return min(self.backoff_s * 2.0 ** (task.attempt - 1), MAX_BACKOFF_S)
 
     def expired(
         self, now: float, device: str | None = None, held: Collection[Lease] = ()
@@ -383,17 +404,20 @@ class Queue:
 
     def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
         """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not yet."""
-        seq, done = self._seq(job_id), 0
+        seq, marked = self._seq(job_id), 0
         with self._file.transaction():
             for index, status in statuses.items():
                 changed = self._file.change(_FINISH, (status, None, None, None, seq, index))
                 if changed and doubts and index in doubts:
                     self._tally(seq, doubts[index])
-                done += changed
-        return done
+                marked += changed
+        return marked
 
-    def bound_waits(self, now: float) -> int:
-        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number."""
+    def cap_waits(self, now: float) -> int:
+        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number.
+
+        The first condition on the state is the one of the partial index `tasks_due`.
+        """
         return self._file.change(
             "UPDATE tasks INDEXED BY tasks_due SET due = ? "
             "WHERE state IN ('waiting', 'leased') AND state = 'waiting' AND due > ?",
@@ -470,7 +494,7 @@ class Queue:
 
     def jobs(self) -> list[Job]:
         """Return all jobs, oldest first."""
-        rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")
+        rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs WHERE n > 0 ORDER BY submitted_at, seq")
         return [job_of(row) for row in rows]
 
     def job(self, job_id: str) -> Job:
@@ -509,12 +533,12 @@ class Queue:
     def progress(self, now: float, job_id: str | None = None, window_s: float = 300.0) -> list[JobProgress]:
         """Return the progress of every job (or one), oldest first, with the rate over the last `window_s` seconds."""
         only = None if job_id is None else self._seq(job_id)
-        tallies: dict[int, list[tuple]] = {}
+        tallies: dict[int, list[tuple[Any, ...]]] = {}
         for seq, *tally in self._tallies(only, None):
             tallies.setdefault(seq, []).append(tuple(tally))
         jobs = self._file.all(
             f"SELECT seq, complete, cancelled_at IS NOT NULL, {JOB_COLUMNS} FROM jobs "
-            "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq",
+            "WHERE n > 0 AND (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq",
             (only,),
         )
         progress = []
@@ -530,7 +554,7 @@ class Queue:
             progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
         return progress
 
-    def _tallies(self, seq: int | None, device: str | None) -> list[tuple]:
+    def _tallies(self, seq: int | None, device: str | None) -> list[tuple[Any, ...]]:
         return self._file.all(
             f"SELECT job_seq, state, status, count FROM tallies JOIN jobs ON seq = job_seq WHERE count > 0 AND {_OF}",
             (seq, device),
@@ -569,7 +593,7 @@ class Queue:
         if job_id not in self._seqs:  # a job keeps its number, so this never goes stale
             row = self._file.one("SELECT seq FROM jobs WHERE job_id = ?", (job_id,))
             if row is None:
-                known = [name for (name,) in self._file.all("SELECT job_id FROM jobs")]
+                known = [name for (name,) in self._file.all("SELECT job_id FROM jobs WHERE n > 0")]
                 if not known:
                     raise UsageError(f"unknown job {job_id!r}; there are no jobs yet")
                 raise unknown_name("job", job_id, known)

@@ -2,7 +2,7 @@
 
 Start reading at `sweep_leftovers`. A process is ended only with proof that it is ours: it runs as this user, and either
 its environment holds `SESSION_VARIABLE` with the identity of a dispatcher that runs no more, or that dispatcher wrote
-its identity into a folder that only this user can write to. What a data folder says is no proof.
+its identity into a folder that only this user can write to. What a data folder says proves nothing.
 
 A temporary folder `gpufarm-trial-*`, `gpufarm-ray-*` or `gpufarm-child-*` holds a file `owner` with the identity of the
 process that made it; it is deleted once that process is dead. That of Ray also holds a file `processes`: Ray's agents
@@ -84,13 +84,13 @@ def _ours() -> Marker:
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-", FOLDER_PREFIX)
 _OWNER_BYTES = 256
 _PROCESSES_FILE = "processes"
-_PROCESSES_BYTES = 1 << 20  # of a record that is read: some ten thousand processes
+_PROCESSES_BYTES = 1 << 20  # largest record that is read: some ten thousand processes
 _SOCKET_PATH_BYTES = 107  # the kernel's limit
 _SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
-_UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for so long
+_UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for this long
 
 
-def make_folder(prefix: str, base: str | os.PathLike | None = None) -> Path:
+def make_folder(prefix: str, base: str | os.PathLike[str] | None = None) -> Path:
     """Make a temporary folder (mode 0700) that `sweep_folders` deletes once this process is dead."""
     assert prefix in PREFIXES, prefix
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -110,7 +110,8 @@ def make_ray_folder() -> Path | None:
 
 
 def record_processes(folder: Path, processes: list[str]) -> None:
-    """Record the identities of processes that are to end with this one. A full disk is no error: it is only a help."""
+    """Record the identities of processes that are to end with this one. A full disk is not an error: it is only a
+    help."""
     with contextlib.suppress(OSError):
         (folder / _PROCESSES_FILE).write_text(json.dumps(processes))
 
@@ -130,13 +131,15 @@ def recorded_processes() -> set[str]:
             begun = parse_marker(owner)
             if begun is not None and has_ended(owner):
                 markers = {text: parse_marker(text) for text in _recorded_in(descriptor)}
-                recorded |= {text for text, one in markers.items() if one and one.start_ticks >= begun.start_ticks}
+                recorded |= {
+                    text for text, process in markers.items() if process and process.start_ticks >= begun.start_ticks
+                }
         finally:
             os.close(descriptor)
     return recorded
 
 
-def sweep_folders(bases: Iterable[str | os.PathLike] | None = None, now: float | None = None) -> list[Path]:
+def sweep_folders(bases: Iterable[str | os.PathLike[str]] | None = None, now: float | None = None) -> list[Path]:
     """Delete the temporary folders of ended processes; return their paths.
 
     Only folders of this user go, never a link or what a link leads to. One without an `owner`, or whose owner ran
@@ -169,7 +172,7 @@ def delete_folder(path: Path) -> bool:
     return False
 
 
-def _folders(bases: Iterable[str | os.PathLike]) -> list[Path]:
+def _folders(bases: Iterable[str | os.PathLike[str]]) -> list[Path]:
     folders = []
     for base in dict.fromkeys(map(os.path.realpath, bases)):
         with contextlib.suppress(OSError):
@@ -275,13 +278,13 @@ def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
     try:
         if set(process.uids()) != {os.geteuid()}:
             return False
-        own = identity(process.pid)
+        marker_now = identity(process.pid)
         marker = process.environ().get(SESSION_VARIABLE)
     except (psutil.Error, OSError):  # gone, or not ours to look at
         return False
-    return own in recorded or (has_ended(marker) and _began_after(own, marker))
+    return marker_now in recorded or (has_ended(marker) and _began_after(marker_now, marker))
 
 
-def _began_after(own: str, dispatcher: str | None) -> bool:
-    process, begun = parse_marker(own), parse_marker(dispatcher)
+def _began_after(process_marker: str, dispatcher: str | None) -> bool:
+    process, begun = parse_marker(process_marker), parse_marker(dispatcher)
     return process is not None and begun is not None and process.start_ticks >= begun.start_ticks

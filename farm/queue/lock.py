@@ -12,7 +12,7 @@ from conf.files.identity import alive
 from farm.queue.leftovers import parse_marker, session_marker, sweep_leftovers
 from warehouse.files.plain_file import is_held, open_lock, read_lock
 
-_LIMIT_BYTES = 4096  # of a lock that is read: one line
+_LIMIT_BYTES = 4096  # largest lock that is read: one line
 
 
 class DispatcherBusy(EnvironmentProblem):
@@ -22,7 +22,7 @@ class DispatcherBusy(EnvironmentProblem):
 class DispatcherLock:
     """One dispatcher for a data folder: an advisory lock that the kernel drops with the process, however it ends.
 
-    The file says who holds it, for messages only: whoever may write to the folder may write anything there.
+    The file says who holds it, for messages only: any process that may write to the folder may write anything there.
     """
 
     def __init__(self, path: Path):
@@ -58,7 +58,7 @@ class DispatcherLock:
     def __exit__(self, *_: object) -> None:
         assert self._file is not None, "the lock is held"
         with self._file:
-            sweep_leftovers()  # of workers that were killed, as Ray's are at the end
+            sweep_leftovers()  # left by workers that were killed, as Ray's are at the end
 
 
 def dispatcher_of(path: Path) -> int | None:
@@ -78,7 +78,7 @@ def _holder_of(path: Path) -> str | None:
     """Return the marker in the lock; None if it holds no complete marker of a dispatcher."""
     try:
         content = json.loads(read_lock(path, _LIMIT_BYTES))
-    except (ValueError, RecursionError):  # ValueError: also of bytes that are no UTF-8
+    except (ValueError, RecursionError):  # ValueError: also of bytes that are not UTF-8
         return None
     marker = content.get("dispatcher") if isinstance(content, dict) else None
     return marker if isinstance(marker, str) and parse_marker(marker) else None

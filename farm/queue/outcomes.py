@@ -18,14 +18,14 @@ from warehouse.tables.run import Run
 EXIT_ALL_FAILED = 1
 MEASURED = ("ok", "oom")  # statuses of trials that measured something
 _REASONS_KEPT = 1000  # different ones of a job
-_CHARACTERS = 300  # of a reason that is shown
+_CHARACTERS = 300  # characters of a reason that are shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedJob:
     """A job without a single measured trial.
 
-    trials  of the job that ended, by status; reason: the commonest, `count` trials have it (`of` trials were looked at)
+    trials  the job's ended trials, by status; reason: the commonest, of `count` trials (`of` were looked at)
     """
 
     job_id: str

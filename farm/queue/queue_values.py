@@ -25,7 +25,7 @@ from workers.task import Lease, Task
 JOB_COLUMNS = "job_id, family, space_json, n, seed, policy, priority, settings_json, device, submitted_at"
 
 
-MIXED_FAMILY = "mixed"  # of a job whose tasks are of several; each run lands under its own config's
+MIXED_FAMILY = "mixed"  # a job whose tasks are of several families; each run lands under its own config's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Counts:
     """Tasks by state; `by_status` are the done ones by their run's status, only those that occur."""
 
     queued: int = 0  # those that wait for their next attempt included
-    waiting: int = 0  # of the queued ones: in backoff
+    waiting: int = 0  # those of the queued ones that are in backoff
     leased: int = 0  # those included whose attempts are exhausted and whose run is not landed yet
     done: int = 0
     cancelled: int = 0
@@ -141,7 +141,7 @@ def job_id_for(
     return f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def job_of(row: Sequence) -> Job:
+def job_of(row: Sequence[Any]) -> Job:
     return Job(**dict(zip(JOB_COLUMNS.split(", "), row, strict=True)))
 
 
@@ -234,13 +234,13 @@ def configs_of_text(text: str) -> tuple[TrialConfig, ...]:
 
     Their names of code are data. Raises `UsageError`.
     """
-    with _refusing(text, "is no trial config"):
+    with _refusing(text, "is not a trial config"):
         mapping = json.loads(text)
         if TOGETHER not in mapping:
             return (config_from_mapping(mapping),)
         members = mapping[TOGETHER]
         if mapping.keys() != {TOGETHER} or not isinstance(members, list) or not 2 <= len(members) <= MOST_TOGETHER:
-            raise UsageError(f"{shown(text)} is no group of 2 to {MOST_TOGETHER} trial configs")
+            raise UsageError(f"{shown(text)} is not a group of 2 to {MOST_TOGETHER} trial configs")
         configs = tuple(map(config_from_mapping, members))
         if any(config.ranks > 1 for config in configs):
             raise UsageError(f"{shown(text)}: a trial of several ranks cannot be in a group")
@@ -248,7 +248,7 @@ def configs_of_text(text: str) -> tuple[TrialConfig, ...]:
 
 
 def config_hash_of_text(text: str) -> str | None:
-    """Return the hash of the config that a text of the queue holds; None for one that is no JSON object."""
+    """Return the hash of the config that a text of the queue holds; None for one that is not a JSON object."""
     mapping = _mapping_of(text)
     return None if mapping is None else mapping_hash(mapping)
 
@@ -261,7 +261,7 @@ def text_of_settings(settings: TrialSettings) -> str:
 @functools.lru_cache(maxsize=256)  # the tasks of a job share one text
 def settings_of_text(text: str) -> TrialSettings:
     """Return the settings that `text_of_settings` wrote. Raises `UsageError`."""
-    with _refusing(text, "are no trial settings"):
+    with _refusing(text, "are not trial settings"):
         return TrialSettings(**json.loads(text))
 
 
@@ -273,7 +273,7 @@ def device_key(choice: DeviceChoice) -> str:
 @functools.lru_cache(maxsize=256)
 def device_from_key(key: str) -> DeviceChoice:
     """Return the device that `device_key` wrote. Raises `UsageError`."""
-    with _refusing(key, "is no device"):
+    with _refusing(key, "is not a device"):
         fields = json.loads(key)
         return DeviceChoice(backend=fields.pop("backend"), **fields)
 

@@ -77,7 +77,7 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
     """Move damaged files aside, repair listings, and queue the tasks of damaged or missing runs again.
 
     Takes the dispatcher's lock and the compaction's. With nothing changed, raises `DispatcherBusy` beside a dispatcher,
-    `EnvironmentProblem` beside a compaction, and `UsageError` for a folder that is no data folder.
+    `EnvironmentProblem` beside a compaction, and `UsageError` for a folder that is not a data folder.
     """
     folder.open()
     with DispatcherLock(folder.dispatcher_lock), compaction_lock(folder) as got_it:

@@ -1,6 +1,9 @@
-"""The settings of `farm.replay`, and the replays: a trace under every policy, estimator and seed, summed up.
+"""The settings of `farm.replay`, its policies, and the replays: a trace under every policy, estimator and seed.
 
-Start reading at `ReplaySettings` and `run_crossing`.
+Start reading at `ReplaySettings` and `run_crossing`; `make_policy` makes who may join whom, and
+`simulator.PlacementPolicy` is what a policy keeps. All policies take idle GPUs first and serve jobs in order of
+arrival. The policies of the literature, their threshold of SM activity and their margin of free memory are those of
+CARMA (Yousefzadeh-Asl-Miandoab et al., arXiv:2508.19073).
 """
 
 from __future__ import annotations
@@ -9,16 +12,197 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from conf.cli.settings import Checked, data_key, format_key, group, key
-from farm.replaying.policies import LOOKAHEAD, POLICIES, make_policy
-from farm.replaying.simulator import ClusterRules, Contention, ReplayResult, replay
-from farm.replaying.traces import ESTIMATORS, GENERATORS, ClusterTrace, generate_trace, read_trace
+from farm.replaying.simulator import ClusterRules, Contention, GpuPool, PlacementPolicy, ReplayResult, replay
+from farm.replaying.traces import (
+    ESTIMATORS,
+    GENERATORS,
+    ClusterTrace,
+    JobType,
+    estimated_mib,
+    generate_trace,
+    read_trace,
+)
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.timing.shared_gpu import SHARING
 from learn.commands.estimate import described_device
-from learn.sharing.learned import default_slowdowns
+from learn.sharing.slowdowns import NoUtilization, SlowdownEstimator, default_slowdowns, packaged_slowdowns
 from workers.devices.steadiness import student_t
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
+SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job
+MARGIN_MIB = 2048.0  # memory that must stay free beyond an estimate
+LEAST_GAIN = 0.1  # in jobs at full speed, that another job must add to a GPU
+LOOKAHEAD = 32  # waiting jobs that `ours` looks at
+PATIENCE_S = 1800.0  # after which GPUs run empty for the head of the queue
+_LOOKED_AT = 32  # GPUs that `ours` compares: those whose jobs have the least estimated SM activity
+
+
+class ExclusivePolicy:
+    """A GPU for each job."""
+
+    name, shares, lookahead, patience_s = "exclusive", False, 1, math.inf
+
+    def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
+        return None
+
+    def may_join(self, kind: int) -> bool:
+        return False
+
+
+class _FittingPolicy:
+    """Takes GPUs with enough measured free memory for the estimate."""
+
+    name = ""
+    shares, lookahead, patience_s = True, 1, math.inf
+
+    def __init__(self, needs_mib: Sequence[float]) -> None:
+        self.needs_mib = needs_mib
+
+    def fitting(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None) -> NDArray[np.intp]:
+        """Return the GPUs that may take the job by their memory, ascending."""
+        room = pool.memory_mib - self.needs_mib[kind]
+        if room < 0:
+            return np.empty(0, dtype=int)
+        if among is None:
+            return np.flatnonzero(pool.open & (pool.ready_s <= now_s) & (pool.used_mib <= room))
+        few = [gpu for gpu in among if pool.open[gpu] and pool.ready_s[gpu] <= now_s and pool.used_mib[gpu] <= room]
+        return np.array(few, dtype=int)
+
+    def may_join(self, kind: int) -> bool:
+        return self.needs_mib[kind] < math.inf
+
+
+class QuietGpuPolicy(_FittingPolicy):
+    """Takes the GPU that a rule picks among the fitting ones below `SMACT_LIMIT`.
+
+    Args:
+        needs_mib: what each job type needs.
+        name: the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
+            the least utilized one.
+    """
+
+    def __init__(self, needs_mib: Sequence[float], name: str) -> None:
+        super().__init__(needs_mib)
+        self.name, self._last = name, -1
+
+    def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
+        fitting = self.fitting(kind, pool, now_s, among)
+        quiet = fitting[pool.activity[fitting] < SMACT_LIMIT]
+        if not len(quiet):
+            return None
+        if self.name == "round_robin":
+            place = np.searchsorted(quiet, self._last, side="right") % len(quiet)
+        else:
+            place = np.argmin((pool.used_mib if self.name == "magm" else pool.activity)[quiet])
+        self._last = int(quiet[place])
+        return self._last
+
+
+class ExpectedSpeedPolicy(_FittingPolicy):
+    """The GPU whose jobs, with the newcomer, are expected to gain the most speed together.
+
+    How long jobs run is not known, so the makespan that is expected to be the shortest is that of the placement with
+    the most work done a second. A job waits where no GPU would gain `LEAST_GAIN`, or where a job is expected to become
+    slower than `most_slowdown`.
+
+    Args:
+        needs_mib: what each job type needs at the accepted risk.
+        types: job types; `estimated` is read, and `truth` for an oracle.
+        estimator: estimates slowdowns.
+    """
+
+    name = "ours"
+
+    def __init__(
+        self,
+        needs_mib: Sequence[float],
+        types: Sequence[JobType],
+        *,
+        oracle: bool,
+        estimator: SlowdownEstimator,
+        most_slowdown: float,
+        lookahead: int,
+    ) -> None:
+        super().__init__(needs_mib)
+        self.profiles = [job.truth if oracle else job.estimated for job in types]
+        self.estimator, self.most_slowdown = estimator, most_slowdown
+        self.lookahead, self.patience_s = lookahead, PATIENCE_S
+        self._speed: dict[tuple[int, ...], float] = {(): 0.0}
+
+    def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
+        fitting = self.fitting(kind, pool, now_s, among)
+        if len(fitting) > _LOOKED_AT:
+            fitting = fitting[np.argsort(pool.activity[fitting], kind="stable")[:_LOOKED_AT]]
+        best, most = None, LEAST_GAIN
+        for gpu in fitting.tolist():
+            gain = self._gain(pool.kinds[gpu], kind)
+            if gain > most:
+                best, most = gpu, gain
+        return best
+
+    def _gain(self, kinds: tuple[int, ...], kind: int) -> float:
+        return self._total(tuple(sorted((*kinds, kind)))) - max(0.0, self._total(kinds))
+
+    def _total(self, kinds: tuple[int, ...]) -> float:
+        """Return the expected speeds of a group, summed up; -infinity for a group that must not be."""
+        total = self._speed.get(kinds)
+        if total is None:
+            try:
+                slowdowns = self.estimator.slowdowns([self.profiles[kind] for kind in kinds])
+            except NoUtilization:
+                slowdowns = []
+            slow = not slowdowns or max(slowdown.median for slowdown in slowdowns) > self.most_slowdown
+            total = self._speed[kinds] = -math.inf if slow else sum(1.0 / slowdown.median for slowdown in slowdowns)
+        return total
+
+
+def make_policy(
+    name: str,
+    estimator: str,
+    types: Sequence[JobType],
+    *,
+    risk: float = 0.01,
+    most_slowdown: float = math.inf,
+    lookahead: int = LOOKAHEAD,
+    slowdowns: SlowdownEstimator | None = None,
+) -> PlacementPolicy:
+    """Return a policy with an estimator of memory.
+
+    Args:
+        name: one of `POLICIES`.
+        estimator: one of `farm.replaying.traces.ESTIMATORS`; `exclusive` asks none.
+        types: the job types of the trace.
+        risk: risk of running out of memory that `ours` accepts for a placement, where the estimator has a distribution:
+            `ours_bound`. With other estimators the margin must stay free.
+        most_slowdown: largest slowdown that `ours` expects of any job.
+        lookahead: how many waiting jobs `ours` looks at.
+        slowdowns: estimator of slowdowns that `ours` asks; by default the packaged one, learned from measured pairs.
+    """
+    if name == "exclusive":
+        return ExclusivePolicy()
+    margins = [estimated_mib(job, estimator) + MARGIN_MIB for job in types]
+    if name != "ours":
+        return QuietGpuPolicy(margins, name)
+    if estimator == "ours_bound":
+        margins = [math.inf if job.need is None else job.need.mib(1.0 - risk) for job in types]
+    return ExpectedSpeedPolicy(
+        margins,
+        types,
+        oracle=estimator == "oracle",
+        estimator=slowdowns or packaged_slowdowns(),
+        most_slowdown=most_slowdown,
+        lookahead=lookahead,
+    )
+
 
 _CARMA_GPUS, _OTHER_GPUS = 4, 64
 MOST_SEEDS = 1000
@@ -41,18 +225,16 @@ class ReplaySettings(Checked):
     written to DATA/replays as well.
     """
 
-    device: DeviceSpec | None = group(
-        None, "GPU model, whose memory and power count, by default A100-SXM4-40GB", described_device
-    )
+    device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
     trace: str = key("carma", "carma, philly or alibaba, or the file of a trace")
-    policy: str | tuple[str, ...] = key(POLICIES, f"of {', '.join(POLICIES)}", "text | list of text", POLICIES)
+    policy: str | tuple[str, ...] = key(POLICIES, f"which of {', '.join(POLICIES)}", "text | list of text", POLICIES)
     estimator: str | tuple[str, ...] = key(
         tuple(name for name in ESTIMATORS if name != "none"),
-        f"of {', '.join(ESTIMATORS)}",
+        f"which of {', '.join(ESTIMATORS)}",
         "text | list of text",
         tuple(ESTIMATORS),
     )
-    seeds: tuple[int, ...] = key(tuple(range(10)), "of the trace, its job types and the noise of slowdowns")
+    seeds: tuple[int, ...] = key(tuple(range(10)), "seeds of the trace, its job types and the noise of slowdowns")
     n: int | None = key(
         None, "jobs; default 90 for carma, 1000 for other generators, all of a file", "int 1 to 1000000"
     )
@@ -137,7 +319,7 @@ class Standing:
 
     @property
     def crashes(self) -> int:
-        """Crashes for want of memory, of all seeds."""
+        """Crashes for lack of memory, of all seeds."""
         return sum(result.crashes for result in self.results)
 
     def interval(self, figure: Callable[[ReplayResult], float]) -> Interval:
@@ -179,11 +361,11 @@ def run_crossing(
         for nth, (policy, estimator) in enumerate(combinations):
             total = len(combinations) * len(settings.seeds)
             progress(f"{policy} {estimator}, seed {seed}", place * len(combinations) + nth, total)
-            results[policy, estimator].append(_replayed(settings, rules, trace, policy, estimator, seed))
+            results[policy, estimator].append(_replay(settings, rules, trace, policy, estimator, seed))
         if ("exclusive", NO_ESTIMATOR) in results:
             baselines.append(results["exclusive", NO_ESTIMATOR][-1].makespan_s)
         else:
-            baselines.append(_replayed(settings, rules, trace, "exclusive", NO_ESTIMATOR, seed).makespan_s)
+            baselines.append(_replay(settings, rules, trace, "exclusive", NO_ESTIMATOR, seed).makespan_s)
     assert first is not None
     standings = tuple(
         Standing(
@@ -191,7 +373,7 @@ def run_crossing(
             estimator=estimator,
             results=tuple(of_pair),
             over_exclusive=tuple(
-                one.makespan_s / base if base else math.nan for one, base in zip(of_pair, baselines, strict=True)
+                result.makespan_s / base if base else math.nan for result, base in zip(of_pair, baselines, strict=True)
             ),
         )
         for (policy, estimator), of_pair in results.items()
@@ -216,7 +398,7 @@ def _trace(settings: ReplaySettings, seed: int) -> ClusterTrace:
     return read_trace(settings.trace, settings.n, seed)
 
 
-def _replayed(
+def _replay(
     settings: ReplaySettings, rules: ClusterRules, trace: ClusterTrace, policy: str, estimator: str, seed: int
 ) -> ReplayResult:
     placed = make_policy(

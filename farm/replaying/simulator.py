@@ -84,7 +84,7 @@ class GpuPool:
         self.idle_count = count
 
     def idle_gpus(self, count: int) -> list[int] | None:
-        """Return the first so many idle GPUs, None where there are fewer. They stay idle until a job is added."""
+        """Return the first idle GPUs, this many, None where there are fewer. They stay idle until a job is added."""
         if self.idle_count < count:
             return None
         taken: list[int] = []
@@ -180,7 +180,7 @@ class ClusterRules:
 
     gpus, memory_mib   GPUs, and what a job can use of each
     idle_w, limit_w    power of a GPU without a job, and at an SM activity of 1; between the two it rises evenly
-    warmup_s           from a job's start until it has allocated its memory, or crashes for want of it
+    warmup_s           from a job's start until it has allocated its memory, or crashes for lack of it
     window_s           from a placement on a GPU until the next one there, as the monitor needs figures of the newcomer
     most_jobs          on one GPU
     """
@@ -199,10 +199,10 @@ class ReplayResult:
     """The outcome of a trace. Sequences have one entry a job, NaN for jobs that never ran to their end.
 
     makespan_s      from the first arrival until the last job's end
-    waiting_s       of each job, from its arrival until the start of the run that it finished
-    completion_s    of each job, from its arrival until its end
-    slowdown        of each job: time of that run over its time alone
-    crashes         for want of memory; failed: jobs that fit on no GPU of their own, or need more GPUs than there are
+    waiting_s       each job's time from its arrival until the start of the run that it finished
+    completion_s    each job's time from its arrival until its end
+    slowdown        each job's time of that run over its time alone
+    crashes         crashes for lack of memory; failed: jobs that fit on no GPU alone, or need more GPUs than there are
     smact           mean SM activity of all GPUs over the makespan; used: mean share of GPUs with a job
     """
 
@@ -245,8 +245,8 @@ class _Simulation:
         self.crashed = [False] * count
         self.crashes = self.failed = self.collocated = 0
         self.now = self.active_s = self.used_s = 0.0
-        self.refused: set[int] = set()  # types that no GPU took
-        self.changed: set[int] = set()  # GPUs that changed since
+        self.refused: set[int] = set()  # job types that no GPU could take at the last look
+        self.changed: set[int] = set()  # GPUs that changed since then
         self.reserved_for = -1
 
     def run(self) -> ReplayResult:
@@ -321,7 +321,7 @@ class _Simulation:
         gpu = self.policy.gpu_for(kind, self.pool, self.now, among)
         if gpu is None:
             tried.add(kind)
-        else:  # of the types that were refused before, this one alone has been asked about all that changed
+        else:  # among the types that were refused before, this one alone has been asked about all that changed
             tried.clear()
         return gpu
 

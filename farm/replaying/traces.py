@@ -1,7 +1,7 @@
 """Jobs of a replay: their types, and traces that say which jobs arrive when, for how long, on how many GPUs.
 
 Start reading at `read_trace` for files of public formats, `generate_trace` for traces drawn from what was published,
-and `load_catalogue` for what is true of each job type, and what each estimator says of it. `carma_published.csv` holds
+and `load_catalogue` for what is true of each job type, and each estimator's figures for it. `carma_published.csv` holds
 what CARMA's authors published of their jobs; `carma_jobs.csv`, which `infra/build_replay_jobs.py` writes, what this
 project computes of the same jobs without a GPU.
 """
@@ -24,7 +24,7 @@ from typing import Any
 from conf.errors import UsageError, shown
 from conf.plain_text import printable
 from learn.sharing.admitting import MemoryNeed
-from learn.sharing.profile import JobProfile
+from learn.sharing.slowdowns import JobProfile
 
 PUBLISHED_FILE = Path(__file__).with_name("carma_published.csv")
 JOBS_FILE = Path(__file__).with_name("carma_jobs.csv")
@@ -45,14 +45,14 @@ class JobType:
     """One kind of job, alone on a GPU.
 
     weight       light, medium or heavy, as CARMA's authors group their jobs
-    gpus         that it takes
-    minutes      of one epoch; epochs: the numbers of epochs that jobs of this type train
+    gpus         GPUs that it takes
+    minutes      minutes of one epoch; epochs: the numbers of epochs that jobs of this type train
     memory_mib   true peak of each of its GPUs, as published
-    busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: of the GPU over all time.
+    busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: the GPU's, over all time.
                  Simulated: the traced step's, scaled by how much of the published time the traced steps fill
     estimates    estimator -> MiB; an estimator without a figure is left out
-    need         what the default estimator says of its memory, as a distribution; None where it has no figure
-    estimated    what the default estimator says of the job alone; utilizations are None where it has no figure
+    need         the default estimator's distribution of its memory; None where it has no figure
+    estimated    the default estimator's figures of the job alone; utilizations are None where it has no figure
     """
 
     name: str
@@ -86,7 +86,7 @@ class JobType:
 
 @cache
 def load_catalogue() -> tuple[JobType, ...]:
-    """Return the job types that come along, in the order of the published table."""
+    """Return the packaged job types, in the order of the published table."""
     computed = {row["name"]: row for row in _rows(JOBS_FILE)}
     published = _rows(PUBLISHED_FILE)
     usual = _usual_shares(published, computed)
@@ -163,7 +163,7 @@ _TASK_COLUMNS = (
     "gpu_type",
 )
 _TIME = "%Y-%m-%d %H:%M:%S"
-_LARGEST = 1e12  # of a figure: seconds, or GPUs
+_LARGEST = 1e12  # the largest figure: seconds, or GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ def read_trace(path: str, n: int | None, seed: int) -> ClusterTrace:
 
     Args:
         path: the file.
-        n: the first so many jobs; None: all.
+        n: how many jobs, the first ones; None: all.
         seed: draws the job types.
 
     Raises:
@@ -265,7 +265,7 @@ def _read_philly(path: Path) -> tuple[list[_TraceRow], int]:
     """Read a list of jobs with `submitted_time` and `attempts`; the last attempt with both times is the job."""
     jobs = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise UsageError(f"{path.name} is no list of jobs, as Philly's cluster_job_log is")
+        raise UsageError(f"{path.name} is not a list of jobs, as Philly's cluster_job_log is")
     rows = [row for job in jobs if (row := _philly_row(job)) is not None]
     return rows, len(jobs) - len(rows)
 
@@ -282,7 +282,7 @@ def _philly_row(job: dict[str, Any]) -> _TraceRow | None:
 
 
 def _mappings(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _philly_time(text: object) -> float | None:
@@ -337,7 +337,7 @@ _PHILLY_GPUS = {1: 0.70, 2: 0.10, 4: 0.15, 8: 0.05}
 _PHILLY_LONG, _PHILLY_SHORT_LOG, _PHILLY_LONG_LOG = 0.2, (1.5, 3.0), (3.0, 4.0)
 # Alibaba: median 23 minutes, nine tenths below 4.5 hours (Weng et al., NSDI 2022); one GPU a job is assumed.
 _ALIBABA_MEDIAN_MIN, _ALIBABA_P90_MIN = 23.0, 270.0
-_P90 = 1.2816  # of the standard normal distribution
+_P90 = 1.2816  # quantile of the standard normal distribution
 
 GENERATORS = ("carma", "philly", "alibaba")
 CARMA_JOBS, OTHER_JOBS = 90, 1000
@@ -352,7 +352,7 @@ def generate_trace(name: str, *, n: int | None, gpus: int, load: float, seed: in
         gpus: GPUs of the cluster; with `load` it sets how fast Philly's and Alibaba's jobs arrive.
         load: GPU time that arrives, over what the cluster has. CARMA's arrivals are those published, `load` times
             as fast.
-        seed: of all that is drawn.
+        seed: seed of everything that is drawn.
     """
     drawn = random.Random(f"{name} {seed}")
     types = load_catalogue()

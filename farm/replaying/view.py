@@ -55,7 +55,7 @@ _NAMED = 4  # policies of which none stands out
 
 def lines(done: CrossedReplays) -> list[str]:
     """Return the terminal's lines."""
-    table = table_lines(HEADS, [cells(one) for one in done.standings])
+    table = table_lines(HEADS, [cells(standing) for standing in done.standings])
     return [title(done), *table, f"shortest makespan: {verdict(done)}", *notes(done)]
 
 
@@ -63,11 +63,11 @@ def leading(done: CrossedReplays) -> list[Standing]:
     """Return the standings that may be the best, the shortest mean makespan first.
 
     A standing is out where the interval of another one lies below its own, and the other one crashed no more jobs. One
-    seed has no interval, and tells nothing apart.
+    seed has no interval, and separates nothing.
     """
-    known = [one for one in done.standings if not math.isnan(Interval.of(one.over_exclusive).mean)]
-    ordered = sorted(known, key=lambda one: Interval.of(one.over_exclusive).mean)
-    return [one for one in ordered if not any(_is_better(other, one) for other in ordered)]
+    known = [standing for standing in done.standings if not math.isnan(Interval.of(standing.over_exclusive).mean)]
+    ordered = sorted(known, key=lambda standing: Interval.of(standing.over_exclusive).mean)
+    return [standing for standing in ordered if not any(_is_better(other, standing) for other in ordered)]
 
 
 def _is_better(first: Standing, other: Standing) -> bool:
@@ -79,7 +79,7 @@ def _is_better(first: Standing, other: Standing) -> bool:
 
 def verdict(done: CrossedReplays) -> str:
     """Return which policy has the shortest makespan, or which ones may have it, with how many jobs crashed."""
-    names = [f"{one.name} ({one.crashes:,} out of memory)" for one in leading(done)]
+    names = [f"{standing.name} ({standing.crashes:,} out of memory)" for standing in leading(done)]
     if not names:
         return "not known, as no job ran"
     if len(names) == 1:
@@ -103,7 +103,7 @@ def notes(done: CrossedReplays) -> list[str]:
         texts.append(
             f"{count_of(done.left_out, 'job')} of the file left out: they ran on no GPU, or their times are missing"
         )
-    if failed := max(result.failed for one in done.standings for result in one.results):
+    if failed := max(result.failed for standing in done.standings for result in standing.results):
         texts.append(f"up to {count_of(failed, 'job')} of a replay did not run: too large for a GPU or for the cluster")
     return [*texts, CAVEAT]
 
@@ -163,20 +163,20 @@ def as_mapping(done: CrossedReplays) -> dict[str, Any]:
         "load": settings.load,
         "seeds": list(settings.seeds),
         "source": "simulated",
-        "replays": [_standing(one) for one in done.standings],
-        "best": [one.name for one in leading(done)],
+        "replays": [_standing(standing) for standing in done.standings],
+        "best": [standing.name for standing in leading(done)],
         "notes": notes(done),
     }
 
 
-def _standing(one: Standing) -> dict[str, Any]:
-    figures = {name: _interval(one.interval(figure)) for name, figure in FIGURES.items()}
+def _standing(standing: Standing) -> dict[str, Any]:
+    figures = {name: _interval(standing.interval(figure)) for name, figure in FIGURES.items()}
     return {
-        "policy": one.policy,
-        "estimator": one.estimator,
+        "policy": standing.policy,
+        "estimator": standing.estimator,
         **figures,
-        "makespan_over_exclusive": _interval(Interval.of(one.over_exclusive)),
-        "by_seed": [_result(result) for result in one.results],
+        "makespan_over_exclusive": _interval(Interval.of(standing.over_exclusive)),
+        "by_seed": [_result(result) for result in standing.results],
     }
 
 
@@ -198,7 +198,7 @@ def _result(result: ReplayResult) -> dict[str, Any]:
 
 _ROW = 20.0  # pixels
 _MARGINS = Margins(height=300.0, left=52.0, top=16.0, bottom=46.0)
-_POINTS = 200  # of a curve at most
+_POINTS = 200  # most points of a curve
 
 
 def makespan_svg(rows: Sequence[tuple[str, str, Interval]], unit: str) -> Svg:
@@ -292,13 +292,16 @@ def _tiles(done: CrossedReplays) -> list[Block]:
 
 
 def _from_to(standings: Sequence[Standing], figure: Callable[[ReplayResult], float], digits: int) -> str:
-    means = [one.interval(figure).mean for one in standings]
+    means = [standing.interval(figure).mean for standing in standings]
     return f"{min(means):.{digits}f} to {max(means):.{digits}f}"
 
 
 def _makespans(done: CrossedReplays) -> tuple[Block, ...]:
-    rows = [(one.name, _COLOURS[one.policy], one.interval(FIGURES["makespan_h"])) for one in done.standings]
-    used = {one.policy: _COLOURS[one.policy] for one in done.standings}
+    rows = [
+        (standing.name, _COLOURS[standing.policy], standing.interval(FIGURES["makespan_h"]))
+        for standing in done.standings
+    ]
+    used = {standing.policy: _COLOURS[standing.policy] for standing in done.standings}
     return (
         Lead("Hours from the first arrival to the end of the last job: mean over the seeds, and its 95 % interval."),
         Drawn(makespan_svg(rows, "hours")),
@@ -307,10 +310,10 @@ def _makespans(done: CrossedReplays) -> tuple[Block, ...]:
 
 
 def _distributions(done: CrossedReplays) -> tuple[Block, ...]:
-    shown = _shown(done.standings)
-    names = {one.name: _COLOURS[one.policy] for one in shown}
-    waiting = {one.name: (_COLOURS[one.policy], _minutes(one, "waiting_s")) for one in shown}
-    completion = {one.name: (_COLOURS[one.policy], _minutes(one, "completion_s")) for one in shown}
+    shown = _choose_shown(done.standings)
+    names = {standing.name: _COLOURS[standing.policy] for standing in shown}
+    waiting = {standing.name: (_COLOURS[standing.policy], _minutes(standing, "waiting_s")) for standing in shown}
+    completion = {standing.name: (_COLOURS[standing.policy], _minutes(standing, "completion_s")) for standing in shown}
     return (
         Lead("Share of the jobs of all seeds below a time. One estimator of each policy is drawn; the table has all."),
         Charts(
@@ -326,18 +329,20 @@ def _distributions(done: CrossedReplays) -> tuple[Block, ...]:
     )
 
 
-def _shown(standings: Sequence[Standing]) -> list[Standing]:
+def _choose_shown(standings: Sequence[Standing]) -> list[Standing]:
     """Return one standing of each policy: with the first estimator of `_PREFERRED` that was replayed."""
     order = [*_PREFERRED, NO_ESTIMATOR]
     chosen: dict[str, Standing] = {}
-    for one in sorted(standings, key=lambda one: order.index(one.estimator) if one.estimator in order else len(order)):
-        chosen.setdefault(one.policy, one)
+    for standing in sorted(
+        standings, key=lambda standing: order.index(standing.estimator) if standing.estimator in order else len(order)
+    ):
+        chosen.setdefault(standing.policy, standing)
     return [chosen[policy] for policy in _COLOURS if policy in chosen]
 
 
-def _minutes(one: Standing, name: str) -> list[float]:
-    return [value / 60 for result in one.results for value in getattr(result, name)]
+def _minutes(standing: Standing, name: str) -> list[float]:
+    return [value / 60 for result in standing.results for value in getattr(result, name)]
 
 
 def _all(done: CrossedReplays) -> Block:
-    return table(HEADS, [cells(one) for one in done.standings], words=2)
+    return table(HEADS, [cells(standing) for standing in done.standings], words=2)

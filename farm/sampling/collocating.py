@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
 
 SIZES = {"pairs": 2, "triples": 3, "quads": 4}
-POOL = 96  # configs that groups are made of; whatever n is, so that a larger n goes on with the same groups
-BEYOND_MEMORY_EVERY = 20  # one group in so many is drawn without regard to memory: running out of it is a label, too
-_CELLS = 5  # of each member's SM activity
-_ROOM = 0.9  # of the device's memory that the members' forecasts may fill
+POOL = 96  # configs that groups are made of; whatever n is, so that a larger n continues with the same groups
+BEYOND_MEMORY_EVERY = 20  # every n-th group ignores memory: running out of it is a label, too
+_CELLS = 5  # cells of each member's SM activity
+_ROOM = 0.9  # share of the device's memory that the members' forecasts may fill
 _TRIED = 200  # draws for one group, of which the one with the least used members is taken
 
 Progress = Callable[[int, int], None]
@@ -47,7 +47,7 @@ class Groups:
         pool: Configs to choose from.
         size: Members of a group.
         memory_mib: What the device has; None: memory is not looked at, as where it is the host's.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Raises:
         UsageError: No group of the pool fits the device.
@@ -59,7 +59,7 @@ class Groups:
         self._drawn = random.Random(f"groups of {size}, seed {seed}")
         self._used: Counter[int] = Counter()
         self._cells: Counter[tuple[int, ...]] = Counter()
-        smallest = sorted(one.memory_mib for one in pool)[:size]
+        smallest = sorted(member.memory_mib for member in pool)[:size]
         if len(smallest) < size or not self._fits(smallest):
             raise UsageError(
                 f"no {size} sampled configurations fit on the device together: the smallest take "

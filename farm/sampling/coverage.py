@@ -9,23 +9,29 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from conf.errors import UsageError
 from featurize.configs.trial import TrialConfig, config_of_row, problem_of
 from featurize.device.device_spec import same_device
-from learn.rows.data import named
-from learn.rows.targets import (
+from learn.rows.data import (
     LEVELS,
     MIB_PER_GB,
     TARGETS,
     UTILIZATION_EDGES,
     default_bin_gb,
     get_target,
+    named,
     utilization_bins,
 )
 from warehouse.tables.schema import ENVIRONMENT
+
+if TYPE_CHECKING:
+    import os
+
+    from warehouse.files.folder import DataFolder
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Known:
 
 
 def known_runs(
-    data,
+    data: DataFolder | str | os.PathLike[str] | None,
     device_name: str,
     *,
     source: str = "measured",
@@ -105,7 +111,7 @@ def known_runs(
         try:
             config = config_of_row(row["config"])
             problem = problem_of(config)
-        except UsageError as error:  # of a family or a field that this version does not have, or no config at all
+        except UsageError as error:  # a family or a field that this version does not have, or no config at all
             problem = str(error)
         if problem is not None:
             left_out.setdefault(problem, []).append(row["run_id"])
@@ -128,7 +134,7 @@ def known_runs(
 
 
 def thinned(known: Known, at_most: int, seed: int = 0) -> Known:
-    """Keep at most so many rows: all rows of rare kinds, and equally many of each common kind.
+    """Keep at most this many rows: all rows of rare kinds, and equally many of each common kind.
 
     Kinds are families by octave of memory and tenth of `smact`; out of memory is one of its own. What was measured
     stays measured.
@@ -179,7 +185,7 @@ class Map:
         capacity_mib: float,
     ) -> Map:
         """`figures`: target -> (n,) in the target's unit, NaN where there is none; `parameters` (n,) of the networks.
-        Memory of the device's `capacity_mib` or more is one cell: what such runs tell is that they do not fit."""
+        Memory of the device's `capacity_mib` or more is one cell: such runs show only that they do not fit."""
         families = [config.family for config in configs]
         cells = {"memory": _memory_cells(families, figures["memory"], capacity_mib)}
         for name in UTILIZATION_EDGES:
@@ -197,7 +203,7 @@ class Map:
     def cell(self, row: int, dimension: str) -> str:
         """Return a cell's name, such as `cnn 8-16 GB`."""
         column = DIMENSIONS.index(dimension)
-        return self.names[dimension][self.codes[row, column]]
+        return self.names[dimension][int(self.codes[row, column])]
 
     def counts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the number of rows in each cell, by dimension."""
@@ -280,6 +286,6 @@ def _memory_cells(families: Sequence[str], memory_mib: np.ndarray, capacity_mib:
 def _level_cells(families: Sequence[str], values: np.ndarray, target: str) -> list[str]:
     level = utilization_bins(get_target(target)).classify(values, families)
     return [
-        f"{family} {target} {LEVELS[at] if value == value else NO_FIGURE}"
-        for family, at, value in zip(families, level.tolist(), values.tolist(), strict=True)
+        f"{family} {target} {LEVELS[bin_index] if value == value else NO_FIGURE}"
+        for family, bin_index, value in zip(families, level.tolist(), values.tolist(), strict=True)
     ]

@@ -20,7 +20,7 @@ from featurize.configs.trial import canonical_json, code_fields
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
-_LARGEST = 2**63 - 1  # of integers, which the queue and the warehouse keep in 64 bits
+_LARGEST = 2**63 - 1  # the largest integer: the queue and the warehouse keep 64 bits
 AUTO_LOG_RATIO = 100  # `scale: auto` is `log` from this high / low on
 
 Scalar = bool | int | float | str | None
@@ -109,15 +109,15 @@ class Range:
         step = self._grid_step
         if step is None:
             if self.scale == "log":
-                return min(max(self.low * (self.high / self.low) ** u, float(self.low)), float(self.high))
+                return min(max(self.low * math.pow(self.high / self.low, u), float(self.low)), float(self.high))
             return min(self.low + u * (self.high - self.low), float(self.high))
         count = self._count(step)
         if self.scale == "log":
             # One step past the top, so that the highest value has a cell of its own to be rounded down from.
-            at = int((self.low * ((self.low + count * step) / self.low) ** u - self.low) / step)
+            step_index = int((self.low * ((self.low + count * step) / self.low) ** u - self.low) / step)
         else:
-            at = int(u * count)
-        return self.at(min(max(at, 0), count - 1))
+            step_index = int(u * count)
+        return self.at(min(max(step_index, 0), count - 1))
 
     def spec(self) -> Any:
         spec = {"low": self.low, "high": self.high, "scale": self.scale}
@@ -223,7 +223,8 @@ def default_space(family: str) -> dict[str, Any] | None:
 
     values = OmegaConf.to_container(OmegaConf.create(file.read_text()))
     assert isinstance(values, dict), file
-    return values["space"]
+    space: dict[str, Any] | None = values["space"]
+    return space
 
 
 def _dimension(name: str, spec: Any, problems: list[str]) -> Dimension | None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from farm.sampling.dimensions import Choice, Scalar, Space
 from featurize import families
 from featurize.configs.trial import TrialConfig, named_by_user
 from featurize.job.layers import rough_memory_mib, totals
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 PointsOf = Callable[[Space, bytes, range], list[list[float]]]  # (space, key, indices) -> their points
 _DIGITS = 32  # binary digits of a stratified coordinate
@@ -41,7 +44,8 @@ def uniform_point(space: Space, key: bytes, index: int, attempt: int) -> list[fl
     """Return independent coordinates in [0, 1), one for each varied dimension."""
     digest = hashlib.blake2b(f"{index} {attempt}".encode(), key=key, digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    return generator.random(len(space.varied)).tolist()
+    point: list[float] = generator.random(len(space.varied)).tolist()
+    return point
 
 
 def _uniform_points(space: Space, key: bytes, indices: range) -> list[list[float]]:
@@ -57,10 +61,11 @@ def _stratified_points(space: Space, key: bytes, indices: range) -> list[list[fl
     keys = np.frombuffer(digests, "<u8").astype(np.uint64)
     index = np.arange(indices.start, indices.stop, dtype=np.uint64)
     points = (_stratified_digits(keys, index) + 0.5) / 2**_DIGITS  # the middle of the cell
-    sizes = {at: len(d.choices) for at, d in enumerate(space.varied) if isinstance(d, Choice)}
-    for at, places in _choice_places(sizes, keys, index).items():
-        points[at] = (places + 0.5) / sizes[at]
-    return points.T.tolist()
+    sizes = {axis: len(d.choices) for axis, d in enumerate(space.varied) if isinstance(d, Choice)}
+    for axis, places in _choice_places(sizes, keys, index).items():
+        points[axis] = (places + 0.5) / sizes[axis]
+    of_index: list[list[float]] = points.T.tolist()
+    return of_index
 
 
 def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -> dict[int, np.ndarray]:
@@ -90,25 +95,26 @@ def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -
             period = _MANY * size
         shared = math.gcd(period, size)
         joint = period // shared * size
-        at = index % np.uint64(min(total, _MANY))
-        block, place = (at % np.uint64(joint)) // np.uint64(size), at % np.uint64(size)
-        shift = (at // np.uint64(joint)) % np.uint64(shared)
+        turn_index = index % np.uint64(min(total, _MANY))
+        block, place = (turn_index % np.uint64(joint)) // np.uint64(size), turn_index % np.uint64(size)
+        shift = (turn_index // np.uint64(joint)) % np.uint64(shared)
         of_block = _mix(_mix(keys[row] ^ _mix(turn)) ^ block)
         kind, rest = place % np.uint64(shared), place // np.uint64(shared)
-        kind = _permuted(of_block, kind, shared) + _permuted(_mix(of_block), shift, shared)
+        kind = _permute(of_block, kind, shared) + _permute(_mix(of_block), shift, shared)
         place = kind % np.uint64(shared) + np.uint64(shared) * rest
-        places[row] = _permuted(_mix(keys[row] + turn), place, size)
+        places[row] = _permute(_mix(keys[row] + turn), place, size)
         period *= size
     return places
 
 
-def _permuted(keys: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
+def _permute(keys: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
     """Return where a random permutation of `size` places puts each `place`; keys [N] and place [N] -> [N]."""
     if size == 1:
         return place
     drawn = _mix(keys[:, None] ^ _mix(np.arange(size, dtype=np.uint64)))
     mine = np.take_along_axis(drawn, place.astype(np.int64)[:, None], axis=1)
-    return (drawn < mine).sum(axis=1).astype(np.uint64)
+    smaller: np.ndarray = (drawn < mine).sum(axis=1)
+    return smaller.astype(np.uint64)
 
 
 def _stratified_digits(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -144,8 +150,9 @@ def _stratified_digits(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
     return prefix
 
 
-def _mix(words: np.ndarray) -> np.ndarray:
-    """One step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words that looks random."""
+def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return one step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words that looks
+    random."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -158,7 +165,7 @@ POLICIES: dict[str, PointsOf] = {
 }
 
 
-# Part of a job's identity: grows whenever the same seed would give other configs. A job of an older version goes on
+# Part of a job's identity: grows whenever the same seed would draw other configs. A job of an older version continues
 # with what its queue holds; submitted again, it is a new job. 3: lists are drawn evenly, small spaces without repeats.
 SAMPLER_VERSION = 3
 MAX_ATTEMPTS = 1000  # points tried for one index before the space is called empty
@@ -170,7 +177,7 @@ _POINTS_AT_ONCE = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Checked, section="limits"):
-    """Ceilings that a config must stay under, computed from its layer plan; None is no limit."""
+    """Ceilings that a config must stay under, computed from its layer plan; None: no limit."""
 
     max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
     max_memory_mib: float | None = key(
@@ -222,18 +229,18 @@ def sample_range(
     rejections: Counter[str] | None = None,
     batch_sizes: Sequence[int] | None = None,
 ) -> Iterator[TrialConfig]:
-    """Yield the configs of the indices `start` <= i < `stop`, as `sample` gives them one by one.
+    """Yield the configs of the indices `start` <= i < `stop`, as `sample` draws them one by one.
 
-    A space of no more than `SMALL_SPACE` points gives no config twice while it has others.
+    A space of no more than `SMALL_SPACE` points draws no config twice while it has others.
 
-    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space says of batch
-    sizes: the very same trial but for that. A point is taken only if its configs are valid at all of them.
+    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space sets for batch
+    sizes: the same trial except for that. A point is taken only if its configs are valid at all of them.
     `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
     config drawn.
     """
     sizes = tuple(batch_sizes or ())
     k = max(1, len(sizes))
-    first, last = start // k, -(-stop // k)  # of points
+    first, last = start // k, -(-stop // k)  # first and last point
     groups = _configs(space, key_of(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
     skipped = start - first * k
     return itertools.islice(itertools.chain.from_iterable(groups), skipped, skipped + max(0, stop - start))
@@ -251,7 +258,7 @@ def _configs(
 ) -> Iterator[list[TrialConfig]]:
     """Yield each point's config, or its configs at every batch size.
 
-    What a small space gave before an index is drawn again first, from the last multiple of its number of points on.
+    What a small space drew before an index is drawn again first, from the last multiple of its number of points on.
     """
     family = families.get_family(space.family)
     drawn = _drawn_before(space)
@@ -268,7 +275,7 @@ def _configs(
 
 
 class _Drawn:
-    """Values and configs that a space of so many points gave so far; empty again once all points were drawn."""
+    """Values and configs so far of a space with this many points; empty again once all points were drawn."""
 
     def __init__(self, points: int) -> None:
         self.points = points
@@ -284,7 +291,7 @@ class _Drawn:
         return len(self.values) > before
 
     def gives(self, configs: list[TrialConfig]) -> bool:
-        """Return whether no other values gave these configs, and record them."""
+        """Return whether no other values led to these configs, and record them."""
         before = len(self.configs)
         self.configs.add(tuple(configs))
         return len(self.configs) > before
@@ -313,7 +320,7 @@ def _configs_at(
     drawn: _Drawn | None,
 ) -> list[TrialConfig]:
     """Return the configs (one a batch size) at `point`, or at the first of its substitutes that is valid and new."""
-    rejected: list[tuple[dict, list[_Breach]]] = []
+    rejected: list[tuple[dict[str, Any], list[_Breach]]] = []
     for attempt, drawn_values in enumerate(_tries(space, key, index, point, searched=drawn is not None)):
         if drawn is not None and not drawn.is_new(drawn_values):
             continue
@@ -366,11 +373,11 @@ def _search(
     values = space.values(point)
     searched = [d for d in space.varied if d.name not in kept]
     points = math.prod(dimension.count or 1 for dimension in searched)
-    at, stride = int(draw("start") * points), int(draw("stride") * points) + 1
+    cell, stride = int(draw("start") * points), int(draw("stride") * points) + 1
     while math.gcd(stride, points) != 1:
         stride += 1
     for _ in range(points):
-        at, rest = (at + stride) % points, at
+        cell, rest = (cell + stride) % points, cell
         for dimension in searched:
             rest, place = divmod(rest, dimension.count or 1)
             values[dimension.name] = dimension.at(place)
@@ -387,7 +394,7 @@ class _Breach:
     needed: int | None = None
 
 
-def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
+def _build(family: ModuleType, values: dict[str, Any], limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
     """Return the config and no breaches, or None and every rule that it breaks."""
     missing = missing_fields(family, values)
     if missing:  # not a matter of luck: no other point of this space can help
@@ -430,9 +437,9 @@ def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> lis
     return breaches
 
 
-def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict, list[_Breach]]]) -> str:
+def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict[str, Any], list[_Breach]]]) -> str:
     counts: Counter[str] = Counter()
-    examples: dict[str, tuple[str, dict]] = {}
+    examples: dict[str, tuple[str, dict[str, Any]]] = {}
     smallest: dict[str, int] = {}
     for values, breaches in rejected:
         for breach in breaches:

@@ -5,7 +5,7 @@ Start reading at `Forecaster.look`. torch is never needed for it, except where s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")
 WAYS = ("fast", "trace", "plan")  # how a config's figures were found, the better ones first
-_FAR, _RARE = 3.0, 0.01  # of the table: where numbers are cut off; the share from which on a word has a column
+_FAR, _RARE = 3.0, 0.01  # where the table cuts numbers off; the share from which on a word has a column
 _AT_ONCE = 512  # configs worked on together
 _WORTH_WORKERS = 8_000  # configs from which on other processes start sooner than one is done
 
@@ -71,8 +71,8 @@ class Forecaster:
     def look(
         self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = lambda done, of: None
     ) -> Outlook:
-        """An outlook on all configs together: tables of two calls do not compare. Raises `UsageError` where there is
-        nothing to look at."""
+        """Return an outlook on all configs together: tables of two calls do not compare. Raises `UsageError` where
+        there is nothing to look at."""
         if not configs:
             raise UsageError("there are no configs to forecast")
         families: dict[str, list[int]] = {}
@@ -86,7 +86,7 @@ class Forecaster:
         }
         parts = [
             rows[i : i + _AT_ONCE] for rows in families.values() for i in range(0, len(rows), _AT_ONCE)
-        ]  # of one family each
+        ]  # rows of one family each
         n = len(configs)
         figures = {name: np.full(n, np.nan) for name in TARGETS}
         parameters = np.zeros(n)
@@ -113,7 +113,9 @@ class Forecaster:
 
         return fast_problem(config, self.device, self.data) is None
 
-    def _described(self, parts: list[list[int]], configs: Sequence[TrialConfig]):
+    def _described(
+        self, parts: list[list[int]], configs: Sequence[TrialConfig]
+    ) -> Iterator[tuple[list[int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]]:
         jobs = [([configs[i] for i in places], self.device, self.data) for places in parts]
         if self.workers == 0 or len(configs) < _WORTH_WORKERS:
             yield from ((places, described(job)) for places, job in zip(parts, jobs, strict=True))
@@ -128,7 +130,9 @@ class Forecaster:
                 raise EnvironmentProblem(f"configs cannot be described: {known.reason}")
             yield parts[index], known
 
-    def _trace(self, configs: list[TrialConfig], places: np.ndarray, figures, ways) -> None:
+    def _trace(
+        self, configs: list[TrialConfig], places: np.ndarray, figures: Mapping[str, np.ndarray], ways: np.ndarray
+    ) -> None:
         from learn.job.training_job import Case
         from learn.rows.step_store import StepStore
 
@@ -168,7 +172,7 @@ def _columns(n: int, features: Sequence[tuple[list[int], Mapping[str, np.ndarray
             if column.dtype == object:
                 for word in set(column.tolist()) - {None}:
                     words.setdefault((name, word), np.zeros(n, dtype=np.float32))[places] = column == word
-            elif not name.startswith("log_"):  # of a number that has a column of its own
+            elif not name.startswith("log_"):  # a number that has a column of its own
                 numbers.setdefault(name, np.zeros(n, dtype=np.float32))[places] = np.nan_to_num(column)
     logged = [np.sign(column) * np.log1p(np.abs(column)) for _, column in sorted(numbers.items())]
     return np.stack(logged, axis=1), np.stack([column for _, column in sorted(words.items())], axis=1)
@@ -176,7 +180,7 @@ def _columns(n: int, features: Sequence[tuple[list[int], Mapping[str, np.ndarray
 
 def _table(standardized: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Numbers around 0 with a spread of 1, cut off at 3: one odd config must not be all that is far away. Words as they
-    are, so that a rare one is no farther off than a common one; those of fewer than 1 % of the configs tell nothing."""
+    are, so that a rare one is no farther off than a common one; those of fewer than 1 % of the configs mean nothing."""
     centre, spread = standardized.mean(0, dtype=np.float64), standardized.std(0, dtype=np.float64)
     varied = spread > 1e-6
     standardized = np.clip((standardized[:, varied] - centre[varied]) / spread[varied], -_FAR, _FAR)

@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from conf.errors import CommandError, UsageError
-from farm.sampling.coverage import Known
+from farm.sampling.coverage import DIMENSIONS, Known, Map, fill
 from farm.sampling.dimensions import Space
 from farm.sampling.draws import NO_LIMITS, Limits, sample_range
 from featurize.configs.trial import TrialConfig, config_hash, problem_of
 from featurize.families import get_family
-from learn.estimators.protocol import to_space
-from learn.rows.targets import get_target
+from learn.estimators.protocol import from_space, to_space
+from learn.rows.data import get_target
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from farm.sampling.forecast import Outlook
 
 
@@ -45,7 +47,7 @@ class CandidateForecaster(Protocol):
 class CandidatePool:
     """Candidates of one or more spaces: config, its hash, and its index in its family's sequence, in one order.
 
-    next_index  family -> where its sequence goes on after all of these
+    next_index  family -> where its sequence continues after all of these
     """
 
     configs: tuple[TrialConfig, ...]
@@ -61,11 +63,11 @@ class CandidatePool:
 class Chosen:
     """One candidate to run, with the reasons.
 
-    index         in its family's sequence
+    index         index in its family's sequence
     bins          dimension -> the cell that it probably falls into (`farm.sampling.coverage.DIMENSIONS`)
     rows          dimension -> rows that were known of that cell before this choice
-    uncertainty   of `active`: 1 is the candidates' mean; disagreement: of it, in the logarithm of memory
-    distance      of `active`: to the nearest row known or chosen before, in standard deviations of features
+    uncertainty   for `active`: 1 is the candidates' mean; disagreement: its own, in the logarithm of memory
+    distance      for `active`: distance to the nearest row known or chosen before, in standard deviations of features
     figures       target -> what is expected, in the target's unit
     """
 
@@ -81,7 +83,7 @@ class Chosen:
 
     @property
     def why(self) -> str:
-        """Return the reason in words: the cell with the fewest rows, the region, and the doubt if asked for."""
+        """Return the reason in words: the cell with the fewest rows, the region, and any uncertainty."""
         emptiest = min((name for name in self.rows if name != "region"), key=lambda name: self.rows[name])
         reason = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
         return reason if self.uncertainty is None else f"{reason}; {self.uncertainty:.1f} x as uncertain as the mean"
@@ -92,7 +94,8 @@ class Selection:
     """The candidates that `choose` took, in the order in which they will run.
 
     pool, measured, repeated  candidates; of them left out as measured already, and as copies of one another
-    next_index  family -> where its sequence goes on: what a policy has not looked at comes again, what it has does not
+    next_index  family -> where its sequence continues: what a policy has not looked at comes again, what it has does
+                not
     gained      dimension -> cell -> (rows known, rows chosen), the cells that gain
     ways        how the figures were found (`farm.sampling.forecast.WAYS`) -> candidates chosen
     """
@@ -119,7 +122,7 @@ def candidates(
 ) -> CandidatePool:
     """Return `count` configs of the space's sequence from index `start` on, where the last night ended.
 
-    `uniform` draws independent points; every other policy goes on with the low-discrepancy sequence. Errors as in
+    `uniform` draws independent points; every other policy continues with the low-discrepancy sequence. Errors as in
     `farm.sampling.draws.sample_range`.
     """
     points = "uniform" if policy == "uniform" else "stratified"
@@ -154,7 +157,7 @@ def choose(
 
     uniform, stratified  the first of the sequence
     coverage  those whose label bins and feature regions have the fewest rows (`farm.sampling.coverage.fill`)
-    active    drawn at random, the likelier the less the known rows tell of them and the rarer their bins
+    active    drawn at random, the likelier the less the known rows cover them and the rarer their bins
               (`worth`); while fewer than 20 rows are known, as `coverage`
 
     Candidates whose `config_hash` is in `known.measured` are left out, copies within the pool, and those whose network
@@ -175,19 +178,19 @@ def choose(
     new, old = np.arange(len(asked)), len(asked) + np.arange(len(known.configs))
     figures = _with_labels(outlook, known, old)
     notes = [f"left out: {fresh.cannot_be_built()}"] if fresh.unbuildable else []
-    doubts: dict = {}
+    doubts: dict[str, Doubts] = {}
     if policy == "active":
         doubts = _doubts(outlook, known, new, old, seed)
         if not doubts:
             notes.append("too few rows are known to tell where the estimator is unsure: chosen by coverage")
         for target, doubt in doubts.items():
-            figures[target][new] = _shifted(outlook.figures[target][new], doubt.shift, target)
-    from farm.sampling.coverage import Map, fill
-
+            figures[target][new] = _shift(outlook.figures[target][new], doubt.shift, target)
     cells = Map.of([*asked, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
     distances: np.ndarray | None = None
     if doubts:
-        places, distances = _drawn(cells, outlook, doubts, figures["memory"], new, old, n, estimator.capacity_mib, seed)
+        places, distances = _draw_places(
+            cells, outlook, doubts, figures["memory"], new, old, n, estimator.capacity_mib, seed
+        )
     elif policy in _LOOKING:
         places = fill(cells, old, new, n, seed)
     else:
@@ -200,7 +203,7 @@ def choose(
         measured=fresh.measured,
         repeated=fresh.repeated,
         next_index=next_index,
-        gained=_gained(cells, old, places),
+        gained=_count_gained(cells, old, places),
         ways=dict(sorted(Counter(outlook.ways[places].tolist()).items())),
         notes=tuple(notes),
     )
@@ -251,7 +254,13 @@ def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Net
     return _Fresh(places, measured, repeated, unbuildable, looked)
 
 
-def _look(estimator: CandidateForecaster, fresh: _Fresh, pool: CandidatePool, known: Known, progress) -> Outlook:
+def _look(
+    estimator: CandidateForecaster,
+    fresh: _Fresh,
+    pool: CandidatePool,
+    known: Known,
+    progress: Callable[[int, int], None],
+) -> Outlook:
     """Return the outlook on the fresh candidates, then the known rows. Raises `UsageError` if none is fresh."""
     if fresh.places:
         return estimator.look([*(pool.configs[i] for i in fresh.places), *known.configs], progress)
@@ -278,8 +287,7 @@ def _with_labels(outlook: Outlook, known: Known, old: np.ndarray) -> dict[str, n
     return figures
 
 
-def _doubts(outlook: Outlook, known: Known, new, old, seed: int) -> dict:
-
+def _doubts(outlook: Outlook, known: Known, new: np.ndarray, old: np.ndarray, seed: int) -> dict[str, Doubts]:
     by_target = {}
     for target in _UNSURE_OF:
         labels = known.labels.get(target)
@@ -295,17 +303,22 @@ def _doubts(outlook: Outlook, known: Known, new, old, seed: int) -> dict:
     return by_target
 
 
-def _shifted(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
-    from learn.estimators.protocol import from_space, to_space
-    from learn.rows.targets import get_target
-
+def _shift(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
     space = get_target(target).space
     return from_space(to_space(figures, space) + shift, space)
 
 
-def _drawn(cells, outlook: Outlook, doubts: dict, memory, new, old, n, capacity, seed) -> tuple[np.ndarray, np.ndarray]:
-    from farm.sampling.coverage import DIMENSIONS
-
+def _draw_places(
+    cells: Map,
+    outlook: Outlook,
+    doubts: Mapping[str, Doubts],
+    memory: np.ndarray,
+    new: np.ndarray,
+    old: np.ndarray,
+    n: int,
+    capacity: float,
+    seed: int,
+) -> tuple[np.ndarray, np.ndarray]:
     scores = {target: doubt.score for target, doubt in doubts.items()}
     of_target = {target: cells.codes[new, DIMENSIONS.index(target)] for target in doubts}
     fits = np.ones(len(new))
@@ -315,20 +328,27 @@ def _drawn(cells, outlook: Outlook, doubts: dict, memory, new, old, n, capacity,
     return places, nearest_distances(outlook.table[places], outlook.table[old])
 
 
-def _chosen(pool: CandidatePool, fresh, places, cells, old, figures, doubts: dict, distances) -> tuple[Chosen, ...]:
-    from farm.sampling.coverage import DIMENSIONS
-
+def _chosen(
+    pool: CandidatePool,
+    fresh: Sequence[int],
+    places: np.ndarray,
+    cells: Map,
+    old: np.ndarray,
+    figures: Mapping[str, np.ndarray],
+    doubts: Mapping[str, Doubts],
+    distances: np.ndarray | None,
+) -> tuple[Chosen, ...]:
     before = cells.counts(old)
     score = np.mean([doubt.score for doubt in doubts.values()], axis=0) if doubts else None
     memory = doubts.get("memory")
     chosen = []
     for rank, place in enumerate(places.tolist()):
-        at = fresh[place]
+        candidate = fresh[place]
         chosen.append(
             Chosen(
-                index=pool.indices[at],
-                config=pool.configs[at],
-                config_hash=pool.hashes[at],
+                index=pool.indices[candidate],
+                config=pool.configs[candidate],
+                config_hash=pool.hashes[candidate],
                 bins={name: cells.cell(place, name) for name in DIMENSIONS},
                 rows={name: int(before[k][cells.codes[place, k]]) for k, name in enumerate(DIMENSIONS)},
                 figures={name: float(column[place]) for name, column in figures.items()},
@@ -340,7 +360,7 @@ def _chosen(pool: CandidatePool, fresh, places, cells, old, figures, doubts: dic
     return tuple(chosen)
 
 
-def _gained(cells, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:
+def _count_gained(cells: Map, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:
     before, added = cells.tally(old), cells.tally(places)
     return {
         name: {cell: (before[name].get(cell, 0), n) for cell, n in sorted(of_cell.items())}
@@ -368,7 +388,7 @@ class Networks:
 
 LEAST_ROWS = 20  # with a label: fewer teach nothing about doubt
 MEMBERS, TREES = 8, 8  # forests that are each grown on a sample of the rows of their own, and the trees of each
-_POWER = 1.5  # of the doubt
+_POWER = 1.5  # exponent of the doubt
 _LOG_ERROR = 0.15  # at least, of a memory figure: standard deviation of its logarithm
 _FITTING_AT_LEAST = 0.1  # so that figures that are wrong about what does not fit are found out
 _BLOCK = 512  # rows whose distances to all chosen ones are held together
@@ -391,7 +411,8 @@ class Doubts:
     def score(self) -> np.ndarray:
         """Return (n,) around 1: the mean of both disagreements, each divided by its own mean."""
         both = (self.disagreement, self.of_label)
-        return np.mean([disagreement / max(float(disagreement.mean()), 1e-12) for disagreement in both], axis=0)
+        shares = [disagreement / max(float(disagreement.mean()), 1e-12) for disagreement in both]
+        return np.asarray(np.mean(shares, axis=0))
 
 
 def estimate_doubts(
@@ -439,9 +460,11 @@ def _committee(known: np.ndarray, taught: np.ndarray, asked: np.ndarray, seed: i
     return predictions.mean(0), predictions.std(0)
 
 
-def worth(scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fits: np.ndarray) -> np.ndarray:
-    """(n,) > 0, what a run of each candidate is worth: doubt ** 1.5 / root of the candidates in the same bin, times the
-    chance that it fits (`fits`): out of memory there is no figure to learn from.
+def worth(
+    scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fits: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return (n,) > 0, how much a run of each candidate is worth: doubt ** 1.5 / root of the candidates in the same
+    bin, times the chance that it fits (`fits`): out of memory there is no figure to learn from.
 
     scores  target -> (n,); cells: target -> (n,) int, the bin that it is expected in. Memory counts as much as all
             other targets together: it is one question, and how the GPU is driven is one.
@@ -463,7 +486,7 @@ def chance_to_fit(memory_mib: np.ndarray, disagreement: np.ndarray, capacity_mib
     from scipy.special import ndtr
 
     error = np.maximum(disagreement, _LOG_ERROR)
-    return ndtr((np.log(capacity_mib) - np.log(np.maximum(memory_mib, 1.0))) / error)
+    return np.asarray(ndtr((np.log(capacity_mib) - np.log(np.maximum(memory_mib, 1.0))) / error))
 
 
 def draw(worth: np.ndarray, n: int, seed: int) -> np.ndarray:
@@ -478,7 +501,7 @@ def draw(worth: np.ndarray, n: int, seed: int) -> np.ndarray:
 
 def nearest_distances(chosen: np.ndarray, known: np.ndarray) -> np.ndarray:
     """Return (n,) distances of each chosen row's features to the nearest row known or chosen before; inf if none."""
-    nearest = np.full(len(chosen), np.inf)
+    nearest: NDArray[np.float64] = np.full(len(chosen), np.inf)
     rows = chosen.astype(np.float64)
     square = (rows**2).sum(1)
     for start in range(0, len(known), _BLOCK):

@@ -29,6 +29,7 @@ from farm.serving.bodies import (
     AdmitRequest,
     BatchAnswer,
     BatchRequest,
+    ClientQuestion,
     DeviceFields,
     DevicesAnswer,
     EstimateAnswer,
@@ -39,15 +40,8 @@ from farm.serving.bodies import (
     Pending,
     PlanAnswer,
     PlanRequest,
-    ProblemDocument,
-)
-from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
-from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, ServiceMetrics, wait_asked
-from farm.serving.kubernetes import reviewed
-from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
-from farm.serving.questions import (
-    ClientQuestion,
     Policy,
+    ProblemDocument,
     ServiceState,
     config_at,
     device_at,
@@ -55,8 +49,12 @@ from farm.serving.questions import (
     fit_question,
     plan_question,
 )
+from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
+from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, ServiceMetrics, wait_asked
+from farm.serving.kubernetes import reviewed
+from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_store import DONE, FAILED, LocalQuestions, QuestionLimits, Traced, TraceStore
+from farm.serving.trace_store import DONE, FAILED, LocalQuestions, QuestionLimits, QuestionRow, TraceStore
 from learn.estimation.job_estimate import Estimate
 from warehouse.files.folder import DataFolder
 
@@ -114,13 +112,13 @@ def make_application(settings: ServeSettings, questions: LocalQuestions | None =
     limits = settings.limits
     hosts = {"localhost", "127.0.0.1", "[::1]", settings.host.lower()} if not settings.tokens else set()
     rules = GateRules(
-        settings.tokens,
-        frozenset(hosts),
-        1024 * limits.body_kib,
-        limits.inline_s,
-        limits.wait_s,
-        READERS - 1,
-        settings.open_metrics,
+        tokens=settings.tokens,
+        hosts=frozenset(hosts),
+        body_bytes=1024 * limits.body_kib,
+        inline_s=limits.inline_s,
+        wait_s=limits.wait_s,
+        pages=READERS - 1,
+        open_metrics=settings.open_metrics,
     )
     return Gate(app, rules, service.working, service.log, service.metrics)
 
@@ -178,9 +176,9 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
         """Return the GPU models that are described."""
         from featurize.device.device_spec import describe_device, device_names
 
-        specs = sorted(map(describe_device, device_names()), key=lambda one: (one.memory_mib, one.name))
+        specs = sorted(map(describe_device, device_names()), key=lambda spec: (spec.memory_mib, spec.name))
         fields = [
-            DeviceFields(name=one.name, memory_mib=one.memory_mib, vendor=one.architecture.vendor) for one in specs
+            DeviceFields(name=spec.name, memory_mib=spec.memory_mib, vendor=spec.architecture.vendor) for spec in specs
         ]
         return DevicesAnswer(devices=fields)
 
@@ -223,7 +221,7 @@ def _add_problems(app: FastAPI) -> None:
         detail = "The service cannot use its data folder; its operator can see why."
         return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
 
-    @app.exception_handler(Exception)  # whose traceback the gate logs
+    @app.exception_handler(Exception)  # the gate logs its traceback
     async def of_failure(request: Request, _error: Exception) -> Response:
         detail = "The service failed on this request; its log has the reason."
         return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
@@ -239,8 +237,8 @@ _LOOK_EVERY_S, _LOOK_SELDOM_S = 0.05, 0.5
 _FORGET_EVERY_S = 10.0
 _LARGEST_QUESTION = 320 * 1024  # characters of JSON: questions are stored
 _TOGETHER = 32  # jobs of a batch at a time: others have their turns in between
-_CONFIG_WAIT_S = 5.0  # in which most trial configs are traced: without `Prefer`, a request waits so long for one
-_REVIEW_WAIT_S = 1.0  # of the two seconds that Kubernetes gives the webhook
+_CONFIG_WAIT_S = 5.0  # most trial configs are traced in this time; without `Prefer`, a request waits this long
+_REVIEW_WAIT_S = 1.0  # part of the two seconds that Kubernetes gives the webhook
 _OLD_PULSE_S = 10.0
 
 
@@ -286,7 +284,7 @@ class EstimationService:
             return _json(await self._fast(question))
         if caller.wait_s is None and question.config is not None:
             caller = replace(caller, wait_s=_CONFIG_WAIT_S)
-        return await self._traced(question, caller)
+        return await self._queue_and_wait(question, caller)
 
     async def batch(self, jobs: list[dict[str, Any]], caller: Caller) -> Response:
         """Return one result for each job. Works on few at a time: others have their turns in between."""
@@ -301,21 +299,23 @@ class EstimationService:
 
     async def fit(self, request: FitRequest, caller: Caller) -> Response:
         """Return what fits, or where it will be. Raises `Problem`."""
-        return await self._traced(fit_question(request, self.policy), caller)
+        return await self._queue_and_wait(fit_question(request, self.policy), caller)
 
     async def plan(self, request: PlanRequest, caller: Caller) -> Response:
         """Return the layouts, or where they will be. Raises `Problem`."""
-        return await self._traced(plan_question(request, self.policy), caller)
+        return await self._queue_and_wait(plan_question(request, self.policy), caller)
 
     async def admit(self, request: AdmitRequest, caller: Caller) -> Response:
         """Return whether the job may join. Raises `Problem`, also for a job whose trace takes its time."""
         from learn.sharing.admitting import GpuState, admit
-        from learn.sharing.profile import JobProfile
+        from learn.sharing.slowdowns import JobProfile
 
         device = device_at(request.gpu.device, "/gpu/device")
         given = [request.job, *request.gpu.jobs]
         questions = []
-        for job, pointer in zip(given, ["/job", *(f"/gpu/jobs/{at}" for at in range(len(given) - 1))], strict=True):
+        for job, pointer in zip(
+            given, ["/job", *(f"/gpu/jobs/{place}" for place in range(len(given) - 1))], strict=True
+        ):
             if job.config is not None:
                 config_at(job.config, f"{pointer}/config", self.policy.trust)
                 asked = EstimateRequest.model_validate({"config": job.config, "device": device.name})
@@ -338,8 +338,8 @@ class EstimationService:
         """
 
         async def answer(request: EstimateRequest) -> Estimate:
-            (done,) = await self._known([estimate_question(request, Policy())], replace(caller, wait_s=_REVIEW_WAIT_S))
-            return done
+            (state,) = await self._known([estimate_question(request, Policy())], replace(caller, wait_s=_REVIEW_WAIT_S))
+            return state
 
         return _json(await reviewed(review, answer))
 
@@ -349,9 +349,9 @@ class EstimationService:
         ends = time.monotonic() + (caller.wait_s or 0.0)
         estimates = []
         for asked in rows:
-            row = await self._settled(asked, replace(caller, wait_s=max(ends - time.monotonic(), 0.0)))
+            row = await self._wait_for_row(asked, replace(caller, wait_s=max(ends - time.monotonic(), 0.0)))
             if row.state == FAILED:
-                raise _failed(row)
+                raise _describe_failure(row)
             if row.answer is None:
                 detail = "The job is not yet known: it is being traced. Ask again in a second."
                 raise Problem(HTTPStatus.CONFLICT, "not-yet-known", detail, headers={"retry-after": "1"})
@@ -362,8 +362,8 @@ class EstimationService:
         """Return a traced question's answer, or 202. Raises `Problem`."""
         row = await self.questions.get(key)
         if row is None:
-            raise Problem(HTTPStatus.NOT_FOUND, "not-found", "There is no question of this id, or it was long ago.")
-        return await self._waited(kind, row, caller)
+            raise Problem(HTTPStatus.NOT_FOUND, "not-found", "No question has this id; it may have expired.")
+        return await self._respond(kind, row, caller)
 
     async def health(self) -> Health:
         """Return whether this process can answer all that it takes."""
@@ -388,7 +388,7 @@ class EstimationService:
             await asyncio.sleep(_FORGET_EVERY_S)
             try:
                 await self.questions.forget(self._question_limits)
-            except Exception as error:  # a full disk, or a deployment of Ray Serve that is started anew
+            except Exception as error:  # a full disk, or a deployment of Ray Serve that is restarted
                 self.log.event("forget", problem=str(error))
 
     def close(self) -> None:
@@ -417,14 +417,14 @@ class EstimationService:
 
         values, config = question.values, question.config
         assert config is not None
-        done = await self._in_thread(
+        answer = await self._in_thread(
             lambda: estimate(
                 config, device=values["device"], machine=values["machine"], data=self.data, method="fast"
             ).to_mapping()
         )
         self.metrics.answered("fast")
         key = question.key(self._state.text)
-        return {"id": key, "status": "done", "method": "fast", "estimate": self.scrubber.values(done)}
+        return {"id": key, "status": "done", "method": "fast", "estimate": self.scrubber.values(answer)}
 
     async def _of_batch(self, job: dict[str, Any], place: int, caller: Caller) -> dict[str, Any]:
         try:
@@ -437,12 +437,12 @@ class EstimationService:
                 return await self._fast(question)
             row = await self._ask(question, caller)
             if row.state == FAILED:
-                raise _failed(row)
+                raise _describe_failure(row)
             return _done("estimate", row) if row.state == DONE else _pending("estimate", row)
         except Problem as problem:
             return problem.document()
 
-    async def _ask(self, question: ClientQuestion, caller: Caller) -> Traced:
+    async def _ask(self, question: ClientQuestion, caller: Caller) -> QuestionRow:
         if len(question.text) > _LARGEST_QUESTION:
             detail = f"A question for a trace has at most {_LARGEST_QUESTION // 1024} KiB of JSON."
             raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body-too-large", detail)
@@ -450,41 +450,41 @@ class EstimationService:
         row = await self.questions.ask(key, question.text, caller.client, self._question_limits)
         if row is None:
             raise busy("Your share of the questions that wait for a trace is used up; try again later.", 30)
-        if row.is_over:
+        if row.is_finished:
             self.metrics.answered("cache")
         return row
 
-    async def _traced(self, question: ClientQuestion, caller: Caller) -> Response:
-        return await self._waited(question.kind, await self._ask(question, caller), caller)
+    async def _queue_and_wait(self, question: ClientQuestion, caller: Caller) -> Response:
+        return await self._respond(question.kind, await self._ask(question, caller), caller)
 
-    async def _settled(self, row: Traced, caller: Caller) -> Traced:
-        """Return the row when it is over, or when the caller's time is; at once beyond its share of those who wait."""
+    async def _wait_for_row(self, row: QuestionRow, caller: Caller) -> QuestionRow:
+        """Return the row when it is finished, or when the caller's time is up; at once if it has too many waiting."""
         client = caller.client
-        if row.is_over or not caller.wait_s or not self.waiting.take(client):
+        if row.is_finished or not caller.wait_s or not self.waiting.take(client):
             return row
         self.working.give_back(client)
         try:
-            return await self._over(row, caller.wait_s)
+            return await self._poll(row, caller.wait_s)
         finally:
             self.waiting.give_back(client)
-            self.working.hold(client)  # the gate gives it back
+            self.working.hold(client)  # over the share if need be; the gate gives it back
 
-    async def _waited(self, kind: str, row: Traced, caller: Caller) -> Response:
+    async def _respond(self, kind: str, row: QuestionRow, caller: Caller) -> Response:
         """Return the answer, or where it will be."""
-        row = await self._settled(row, caller)
+        row = await self._wait_for_row(row, caller)
         if row.state == FAILED:
-            raise _failed(row)
+            raise _describe_failure(row)
         if row.state == DONE:
             return _json(_done(kind, row))
         pending = _pending(kind, row)
         headers = {"location": pending["url"], "retry-after": "1"}
         return _json(pending, HTTPStatus.ACCEPTED, headers)
 
-    async def _over(self, row: Traced, wait_s: float) -> Traced:
-        """Return the row when it is over, or as it is after the time."""
+    async def _poll(self, row: QuestionRow, wait_s: float) -> QuestionRow:
+        """Look at the row until it is finished or the time is up; return it."""
         began = time.monotonic()
-        current: Traced | None = row
-        while current is not None and not current.is_over and (waited_s := time.monotonic() - began) < wait_s:
+        current: QuestionRow | None = row
+        while current is not None and not current.is_finished and (waited_s := time.monotonic() - began) < wait_s:
             row = current
             await asyncio.sleep(min(max(_LOOK_EVERY_S, waited_s / 10), _LOOK_SELDOM_S))
             current = await self.questions.get(row.key)
@@ -496,7 +496,7 @@ class EstimationService:
         except CommandError as error:
             raise invalid(self.scrubber.text(str(error)), "") from error
         except (ArithmeticError, ValueError) as error:
-            raise invalid("the job's sizes are beyond what can be counted", "") from error
+            raise invalid("the job's sizes are too large to compute with", "") from error
 
 
 _BODY: TypeAdapter[EstimateRequest] = TypeAdapter(EstimateRequest)
@@ -514,16 +514,16 @@ def invalid_body(errors: Any, prefix: str) -> Problem:
     return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid-request", detail, tuple(fields))
 
 
-def _failed(row: Traced) -> Problem:
+def _describe_failure(row: QuestionRow) -> Problem:
     detail = row.problem or "the trace failed"
     return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "not-answerable", detail)
 
 
-def _done(kind: str, row: Traced) -> dict[str, Any]:
+def _done(kind: str, row: QuestionRow) -> dict[str, Any]:
     return {"id": row.key, "status": "done", "method": "full", kind: row.answer}
 
 
-def _pending(kind: str, row: Traced) -> dict[str, Any]:
+def _pending(kind: str, row: QuestionRow) -> dict[str, Any]:
     return {"id": row.key, "status": row.state, "url": f"/v1/{kind}s/{row.key}", "retry_after_s": 1.0}
 
 

@@ -24,7 +24,7 @@ _BACKLOG = 1024
 _ACCEPTED_AT_ONCE = 64
 _LOOK_EVERY_S = 1.0
 _NO_DESCRIPTOR_S = 0.1  # a pause of accepting where the process has no file descriptor left
-_OTHER_FILES = 256  # that a process has open beside its connections
+_OTHER_FILES = 256  # files that a process has open beside its connections
 _MOST_HEADERS = 100
 _MOST_PIPELINED = 16
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -58,7 +58,7 @@ class GuardedServer(uvicorn.Server):
 
 
 class Listener:
-    """Accepts one process's connections, at most so many in all and from one peer."""
+    """Accepts one process's connections, up to a limit in all and from one peer."""
 
     def __init__(self, server: uvicorn.Server, listening: socket.socket, limits: LimitSettings) -> None:
         self.server, self.limits = server, limits
@@ -143,7 +143,7 @@ class Listener:
 
     def _end_late_ones(self) -> None:
         now = self._loop.time()
-        for connection in [one for one in self._open if one.is_late(now)]:
+        for connection in [connection for connection in self._open if connection.is_late(now)]:
             connection.end()
         self._timer = self._loop.call_later(_LOOK_EVERY_S, self._end_late_ones)
 
@@ -168,7 +168,7 @@ class GuardedConnection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def dispensability(self) -> tuple[bool, float]:
-        """Return what grows with how little is lost without this connection: idle ones first, then by their wait."""
+        """Return a sort key, largest for the connection that is cheapest to drop: idle first, then longest waiting."""
         return self._awaited is _Awaited.REQUEST, -self._since
 
     def is_late(self, now: float) -> bool:
@@ -241,7 +241,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Give the client its time anew: it may have waited for the answer."""
+        """Give the client its full time again: it may have waited for the answer."""
         self._since = self.loop.time()
         super().on_response_complete()
 

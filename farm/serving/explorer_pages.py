@@ -138,7 +138,7 @@ class ExplorerPages:
         except TooLong as error:
             return self.problem(HTTPStatus.SERVICE_UNAVAILABLE, "The query took too long", error)
         except UsageError as error:
-            return self.problem(HTTPStatus.BAD_REQUEST, "That is no page", error)
+            return self.problem(HTTPStatus.BAD_REQUEST, "That is not a page", error)
         except CommandError as error:
             return self.problem(HTTPStatus.INTERNAL_SERVER_ERROR, "The data folder cannot be read", error)
 
@@ -156,7 +156,7 @@ class ExplorerPages:
         if len(sql) > _LONGEST_SQL:
             raise UsageError(f"a query of at most {_LONGEST_SQL:,} characters is wanted")
         table, has_more = run_limited(self._folder, sql, kind, limits, ends)
-        return _scrubbed(table, self._scrubber), has_more
+        return _scrub(table, self._scrubber), has_more
 
     def _sql(self, sql: str, ends: Ends) -> Response:
         answer, problem, status = None, None, HTTPStatus.OK
@@ -229,8 +229,8 @@ class ExplorerPages:
                     known[place] = config
             except (CommandError, ArithmeticError, ValueError):
                 continue
-        for place, done in self._each(known, name, _machine_of(runs[0])).items():
-            estimates[place] = {target: getattr(done, target) for target in (*_BESIDE, BOUND)}
+        for place, estimate in self._each(known, name, _machine_of(runs[0])).items():
+            estimates[place] = {target: getattr(estimate, target) for target in (*_BESIDE, BOUND)}
         return estimates
 
     def _each(self, configs: Mapping[int, TrialConfig], device: str, machine: str | None) -> dict[int, Estimate]:
@@ -262,23 +262,23 @@ class ExplorerPages:
             config = config_of_row(run["config"])
             if problem := fast_problem(config, describe_device(device), self._folder):
                 return [], [f"No estimate at once: {problem}. {trace}"]
-            (done,) = self._fast([config], device, _machine_of(run))
+            (estimate,) = self._fast([config], device, _machine_of(run))
         except (CommandError, ArithmeticError, ValueError) as error:
             return [], [f"No estimate: {self._scrubber.text(str(error))}"]
         rows = []
         for name in _BESIDE:
-            estimated, known = getattr(done, name), run[name]
+            estimated, known = getattr(estimate, name), run[name]
             rows.append((name, estimated, known, _difference(name, estimated, known)))
-        rows.insert(1, ("99 % bound of memory, MiB", done.upper_mib, run["peak_memory_mib"], ""))
+        rows.insert(1, ("99 % bound of memory, MiB", estimate.upper_mib, run["peak_memory_mib"], ""))
         by_text: dict[str, list[str]] = defaultdict(list)
         for name, text in _other_loops(run["source"]).items():
             if run[name] is not None:
                 by_text[text].append(name)
-        notes = [*done.warnings, *(f"{', '.join(names)}: {text}" for text, names in by_text.items())]
+        notes = [*estimate.warnings, *(f"{', '.join(names)}: {text}" for text, names in by_text.items())]
         return rows, notes
 
 
-def _scrubbed(table: pa.Table, scrubber: Scrubber) -> pa.Table:
+def _scrub(table: pa.Table, scrubber: Scrubber) -> pa.Table:
     """Return a table without paths of the server in its texts."""
     for place, field in enumerate(table.schema):
         column = table.column(place)
@@ -366,14 +366,14 @@ def _other_loops(source: str) -> dict[str, str]:
         LEGEND,
         loop_of_source,
     )
-    from learn.rows.targets import get_target
+    from learn.rows.data import get_target
 
-    own = loop_of_source(source)
-    text = f"Not the same loop. In these runs, {LEGEND[own]}; in the estimate, {{}}."
+    own_loop = loop_of_source(source)
+    text = f"Not the same loop. In these runs, {LEGEND[own_loop]}; in the estimate, {{}}."
     return {
         get_target(name).column: text.format(LEGEND[loop])
         for name, loop in FAST_LOOPS.items()
-        if loop != own and name != "memory"
+        if loop != own_loop and name != "memory"
     }
 
 
@@ -422,10 +422,12 @@ def _route(method: str, path: str, route: Mapping[str, Any], schemas: Mapping[st
         yield Lead(Code(parameter["name"]), f" ({parameter['in']}): {parameter.get('description') or 'text'}")
     body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     if body is not None:
-        schema = _resolved(body, schemas)
+        schema = _resolve(body, schemas)
         yield from _fields("Fields of the body", schema, schemas)
         if examples := _examples(schema):
-            shown = "\n".join(f"curl -X {method} .../{path.lstrip('/')} --json '{json.dumps(one)}'" for one in examples)
+            shown = "\n".join(
+                f"curl -X {method} .../{path.lstrip('/')} --json '{json.dumps(example)}'" for example in examples
+            )
             yield Fold("Examples", (Preformatted(shown),))
     rows = []
     for status, answer in route["responses"].items():
@@ -450,7 +452,7 @@ def _fields(title: str, schema: Mapping[str, Any], schemas: Mapping[str, Any]) -
         yield from _fields(f"Fields of {name}", schemas[name], schemas)
 
 
-def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
     return schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
@@ -469,12 +471,12 @@ def _references(value: Any) -> Iterator[str]:
 def _type(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     """Return a schema's type in words: `integer 1 to 16384`, `list of text`, `one of full, fast`."""
     if "$ref" in schema:
-        return schema["$ref"].rpartition("/")[2]
+        return str(schema["$ref"]).rpartition("/")[2]
     if choices := schema.get("enum"):
         more = ", ..." if len(choices) > _LONGEST_CHOICE else ""
         return f"one of {', '.join(map(str, choices[:_LONGEST_CHOICE]))}{more}"
     if options := schema.get("anyOf"):
-        return " or ".join(dict.fromkeys(_type(one, schemas) for one in options))
+        return " or ".join(dict.fromkeys(_type(option, schemas) for option in options))
     kind = schema.get("type", "any")
     if kind == "array":
         return f"list of {_type(schema.get('items', {}), schemas)}"

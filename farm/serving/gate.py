@@ -35,8 +35,8 @@ from farm.serving.problems import PROBLEM_TYPE, Problem, busy
 def is_within_share(held: float, wanted: float, held_by_all: float, limit: float) -> bool:
     """Return whether a client that holds `held` of `limit` may hold `wanted` more.
 
-    A client leaves as much free as it holds: one alone gets half, n busy ones get 1/(n + 1) each, and whoever comes
-    next finds a place.
+    A client leaves as much free as it holds: one alone gets half, n busy ones get 1/(n + 1) each, and a client that
+    comes next finds a place.
     """
     return not wanted or held + 2 * wanted <= limit - held_by_all + 1
 
@@ -76,13 +76,13 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-CLIENT = "gpufarm.client"  # of a scope: who asks
+CLIENT = "gpufarm.client"  # key of a scope: who asks
 
 OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token and never wait
 _API, _METRICS, _WEBHOOK = "/v1/", "/metrics", "/v1/kubernetes/mutate"
 _UNCOUNTED = (*OPEN_PATHS, _METRICS)
 _NO_TOKEN = "webhook"  # API servers without a token: they are one client, with few places
-_WEBHOOK_SHARE = 16  # one place of so many
+_WEBHOOK_SHARE = 16  # the share of a webhook: one place in 16
 _CLIENT_GONE = 499  # in log and metrics, as nginx has it
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JSON = "application/json"
@@ -111,7 +111,7 @@ class _ClientGone(Exception):
 class Gate:
     """Lets requests through to `inner`, and answers with a problem document what may not pass.
 
-    `scope[CLIENT]` tells `inner` who asks; the request holds one of that client's `places`.
+    `scope[CLIENT]` names the client to `inner`; the request holds one of that client's `places`.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ async def _whole_body(receive: Receive, most_bytes: int) -> bytes:
 
 
 def _handing_on(body: bytes, gone: asyncio.Future[Message]) -> Receive:
-    """Return what gives the application the body that was read, and then that the client is gone."""
+    """Return a `receive` that passes the application the body that was read, and then that the client is gone."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def hand_on() -> Message:
@@ -372,7 +372,7 @@ _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 
 
 class ServiceMetrics:
-    """Counts requests and answers of this process; `text` gives the figures of all."""
+    """Counts requests and answers of this process; `text` returns the figures of all."""
 
     def __init__(self) -> None:
         import prometheus_client

@@ -29,7 +29,7 @@ PEAK, UPPER, FITS, PROBLEM = f"{PREFIX}peak-memory-mib", f"{PREFIX}upper-mib", f
 KAI, HAMI, KOORDINATOR = DIALECTS = ("kai", "hami", "koordinator")
 KAI_MEMORY, HAMI_MEMORY, KOORDINATOR_MEMORY = "gpu-memory", "nvidia.com/gpumem", "koordinator.sh/gpu-memory"
 _GPU_LIMITS = ("nvidia.com/gpu", "koordinator.sh/gpu", "koordinator.sh/gpu-core", "koordinator.sh/gpu-shared")
-_PRODUCT_LABEL = "nvidia.com/gpu.product"  # of GPU feature discovery
+_PRODUCT_LABEL = "nvidia.com/gpu.product"  # label that GPU feature discovery sets
 _API_VERSION = "admission.k8s.io/v1"
 _LONGEST = 250  # characters of a problem
 
@@ -46,7 +46,7 @@ async def reviewed(review: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
         answer: Returns the estimate of a request that is known; raises `Problem`.
 
     Raises:
-        Problem: It is no AdmissionReview of version v1.
+        Problem: It is not an AdmissionReview of version v1.
     """
     request = review.get("request")
     if review.get("apiVersion") != _API_VERSION or not isinstance(request, Mapping) or "uid" not in request:
@@ -68,17 +68,17 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
         dialect = annotations.get(WRITE)
         if dialect is not None and dialect not in DIALECTS:
             raise Problem(422, "invalid-request", str(unknown_name(WRITE, dialect, DIALECTS)))
-        done = await answer(job_request(text, device_of(pod)))
+        estimate = await answer(job_request(text, device_of(pod)))
     except Problem as problem:
         return annotated(annotations, {PROBLEM: problem.detail[:_LONGEST]})
-    fits = "unknown" if done.fits_device is None else str(done.fits_device).lower()
-    needed = math.ceil(done.needed_mib)
-    notes = {PEAK: str(math.ceil(done.peak_memory_mib)), UPPER: str(needed), FITS: fits, DEVICE: done.device}
+    fits = "unknown" if estimate.fits_device is None else str(estimate.fits_device).lower()
+    needed = math.ceil(estimate.needed_mib)
+    notes = {PEAK: str(math.ceil(estimate.peak_memory_mib)), UPPER: str(needed), FITS: fits, DEVICE: estimate.device}
     if dialect == KAI and KAI_MEMORY not in annotations:
         notes[KAI_MEMORY] = str(needed)
     patch = annotated(annotations, notes)
     if dialect in (HAMI, KOORDINATOR):
-        patch += _limited(pod, dialect, needed)
+        patch += _limit(pod, dialect, needed)
     return patch
 
 
@@ -115,22 +115,22 @@ def annotated(present: Mapping[str, Any], notes: Mapping[str, str]) -> Patch:
     """Return the patch that sets annotations; what of another pod's life is there already is replaced."""
     if not present:
         return [{"op": "add", "path": "/metadata/annotations", "value": dict(notes)}]
-    return [{"op": "add", "path": f"/metadata/annotations/{_escaped(name)}", "value": notes[name]} for name in notes]
+    return [{"op": "add", "path": f"/metadata/annotations/{_escape(name)}", "value": notes[name]} for name in notes]
 
 
-def _limited(pod: Mapping[str, Any], dialect: str, needed: int) -> Patch:
+def _limit(pod: Mapping[str, Any], dialect: str, needed: int) -> Patch:
     """Return the patch that limits memory of the containers that ask for a GPU, unless they limit it themselves."""
     name = HAMI_MEMORY if dialect == HAMI else KOORDINATOR_MEMORY
     value = str(needed) if dialect == HAMI else f"{needed}Mi"
     patch: Patch = []
-    for at, container in enumerate(value_at(pod, "spec.containers", list)):
+    for place, container in enumerate(value_at(pod, "spec.containers", list)):
         limits = value_at(container, "resources.limits", dict)
         if name in limits or not any(gpu in limits for gpu in _GPU_LIMITS):
             continue
-        base = f"/spec/containers/{at}/resources"
-        patch.append({"op": "add", "path": f"{base}/limits/{_escaped(name)}", "value": value})
+        base = f"/spec/containers/{place}/resources"
+        patch.append({"op": "add", "path": f"{base}/limits/{_escape(name)}", "value": value})
         if dialect == KOORDINATOR and isinstance(value_at(container, "resources", dict).get("requests"), dict):
-            patch.append({"op": "add", "path": f"{base}/requests/{_escaped(name)}", "value": value})
+            patch.append({"op": "add", "path": f"{base}/requests/{_escape(name)}", "value": value})
     return patch
 
 
@@ -154,5 +154,5 @@ def value_at(owner: object, path: str, kind: type[Shape], odd: list[str] | None 
     return kind()
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")

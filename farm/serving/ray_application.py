@@ -12,10 +12,10 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from conf.cli.overrides import load_settings
+from conf.cli.overrides import flat, load_settings
 from conf.errors import UsageError
 from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.server import only_service
@@ -26,7 +26,7 @@ from warehouse.files.folder import DataFolder
 
 TRACES, ESTIMATIONS = "Traces", "Estimations"
 _OF_RAY = ("host", "port", "certificate", "private_key")  # Ray Serve's proxies listen
-_MORE_REQUESTS = 64  # than the gate takes, so that the gate refuses and Ray does not hold back
+_MORE_REQUESTS = 64  # more than the gate takes, so that the gate refuses and Ray does not hold back
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
@@ -45,7 +45,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     settings = settings_of(arguments)
     folder = DataFolder.resolve(settings.data)
     if not folder.root.exists():
-        raise UsageError(f"data={settings.data} is no data folder; name one that every node has")
+        raise UsageError(f"data={settings.data} is not a data folder; name one that every node has")
     traces = serve.deployment(Traces).options(
         name=TRACES,
         num_replicas=1,
@@ -102,13 +102,6 @@ def settings_of(arguments: Mapping[str, Any]) -> ServeSettings:
         raise UsageError("token_file=FILE is missing: Ray Serve's proxies may listen to other machines")
     if not arguments.get("data"):
         raise UsageError("data=FOLDER is missing: every node must have it under the same path")
-    return load_settings(ServeSettings, "serve", [f"{name}={value}" for name, value in _flat(arguments)])
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield keys and values as a command line has them: `serve run` gives text, a YAML file typed values."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield before + name, value if isinstance(value, str) else json.dumps(value)
+    # `serve run` gives text, a YAML file typed values.
+    texts = ((name, value if isinstance(value, str) else json.dumps(value)) for name, value in flat(arguments))
+    return load_settings(ServeSettings, "serve", [f"{name}={text}" for name, text in texts])

@@ -35,7 +35,7 @@ from warehouse.files.plain_file import open_lock
 _STOP_S = 10  # for requests that are being answered
 _KEEP_ALIVE_S = 30
 _SWITCH_S = 0.001  # between the thread that computes and the one that answers
-_SETTLED_S = 30.0  # a process that ended sooner is started anew after a pause
+_SETTLED_S = 30.0  # a process that ended sooner is restarted after a pause
 _LONGEST_PAUSE_S = 10.0
 _FAILED_STARTS = 5  # in a row, and the service gives up
 
@@ -97,7 +97,7 @@ def _raise_file_limit() -> None:
 
 
 class _Answering:
-    """The processes that answer, each started anew when it ends."""
+    """The processes that answer, each restarted when it ends."""
 
     def __init__(self, settings: ServeSettings, listening: socket.socket, log: RequestLog) -> None:
         self._settings, self._listening, self._log = settings, listening, log
@@ -136,7 +136,7 @@ class _Answering:
         self._processes[process] = time.monotonic()
 
     def _replace_ended(self) -> None:
-        for process in [one for one in self._processes if not one.is_alive()]:
+        for process in [process for process in self._processes if not process.is_alive()]:
             lived_s = time.monotonic() - self._processes.pop(process)
             self._log.event("process_ended", ended=process.pid, exit_code=process.exitcode, lived_s=round(lived_s, 1))
             self._failed_starts = (

@@ -17,27 +17,27 @@ LOOPBACK_NAME = "localhost"
 class LimitSettings(Checked, section="limits"):
     """The `limits` key: what one request, and all of them together, may take."""
 
-    body_kib: int = key(1024, "of a request's body", "int >= 1")
-    batch: int = key(1000, "jobs of one batch", "int >= 1")
-    inline_s: float = key(10.0, "an answer without a trace may take", "number > 0")
+    body_kib: int = key(1024, "largest request body, KiB", "int >= 1")
+    batch: int = key(1000, "most jobs of one batch", "int >= 1")
+    inline_s: float = key(10.0, "longest time for an answer without a trace, s", "number > 0")
     concurrent: int = key(256, "requests that one process works on; beyond its share, a client gets 429", "int >= 1")
     queued: int = key(1000, "questions that wait for a trace; beyond its share, a client gets 429", "int >= 1")
-    stored_mib: int = key(64, "of questions and answers in the data folder; the oldest answers go first", "int >= 4")
-    trace_s: float = key(600.0, "a trace may take; its process is killed then", "number > 0")
-    trace_gib: float = key(8.0, "memory that a trace may take; its process is killed beyond", "number > 0")
-    wait_s: float = key(60.0, "a client may wait for a trace within a request, by `Prefer: wait=N`", "number > 0")
-    rows: int = key(10_000, "rows of a query in the explorer", "int >= 1")
-    download_rows: int = key(1_000_000, "rows of a download from the explorer", "int >= 1")
-    query_s: float = key(8.0, "a query in the explorer may take", "number > 0")
-    connections: int = key(1000, "open connections of one process; the longest idle one makes room", "int >= 1")
-    peer_connections: int = key(400, "of them from one address, or one /64 of IPv6", "int >= 1")
-    head_kib: int = key(64, "of a request's line and headers", "int >= 1")
-    head_s: float = key(10.0, "from a connection or a request's first byte to the end of its headers", "number > 0")
-    body_s: float = key(30.0, "the rest of a request may take to arrive", "number > 0")
-    unread_s: float = key(30.0, "a client may read nothing of an answer", "number > 0")
-    query_gib: float = key(1.0, "memory that a query in the explorer may take", "number > 0")
-    answer_mib: int = key(16, "of a query's rows in the explorer", "int >= 1")
-    download_mib: int = key(128, "of a download from the explorer", "int >= 1")
+    stored_mib: int = key(64, "stored questions and answers, MiB; the oldest answers go first", "int >= 4")
+    trace_s: float = key(600.0, "longest time for one trace, s; its process is then killed", "number > 0")
+    trace_gib: float = key(8.0, "most memory for one trace, GiB; its process is then killed", "number > 0")
+    wait_s: float = key(60.0, "longest `Prefer: wait=N` that is granted for a trace, s", "number > 0")
+    rows: int = key(10_000, "most rows of an explorer query", "int >= 1")
+    download_rows: int = key(1_000_000, "most rows of an explorer download", "int >= 1")
+    query_s: float = key(8.0, "longest time for an explorer query, s", "number > 0")
+    connections: int = key(1000, "open connections of one process; then the longest idle closes", "int >= 1")
+    peer_connections: int = key(400, "open connections from one address, or one /64 of IPv6", "int >= 1")
+    head_kib: int = key(64, "largest request line with its headers, KiB", "int >= 1")
+    head_s: float = key(10.0, "longest time from a connection or first byte to the end of the headers, s", "number > 0")
+    body_s: float = key(30.0, "longest time for a request body to arrive, s", "number > 0")
+    unread_s: float = key(30.0, "longest time for an answer to stay unread, s", "number > 0")
+    query_gib: float = key(1.0, "most memory for an explorer query, GiB", "number > 0")
+    answer_mib: int = key(16, "largest answer of an explorer query, MiB", "int >= 1")
+    download_mib: int = key(128, "largest explorer download, MiB", "int >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class ServeSettings(Checked):
 
     host: str = key("127.0.0.1", "address to listen on; any but this machine's own needs token_file=")
     port: int = key(8350, "0 takes a free one", "int 0 to 65535")
-    processes: int = key(2, "that answer requests", "int >= 1")
+    processes: int = key(2, "processes that answer requests", "int >= 1")
     traces: int = key(2, "child processes that trace at the same time; one client has at most all but one", "int >= 1")
     data: str | None = data_key()
     token_file: str | None = key(None, "tokens that clients send as `Authorization: Bearer TOKEN`, one a line", "path")
@@ -74,7 +74,7 @@ class ServeSettings(Checked):
     )
     scripts: bool = key(False, "true: clients may send training scripts, which run with this service's rights")
     explorer: bool = key(True, "false: no pages, only the API")
-    cache_s: float = key(3600.0, "an answer is reused that long for the same question", "number > 0")
+    cache_s: float = key(3600.0, "how long an answer is reused for the same question, s", "number > 0")
     log: str = key("stderr", "where requests are logged, a JSON object a line: stderr, none, or a file", "new path")
     limits: LimitSettings = section(LimitSettings)
 
@@ -119,7 +119,7 @@ def _token_problems(path: str) -> list[str]:
     try:
         tokens = _tokens(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         return [f"token_file={path} cannot be read: {reason}"]
     if not tokens:
         return [f"token_file={path} holds no token; write one a line"]

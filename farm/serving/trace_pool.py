@@ -40,11 +40,11 @@ _RECEIVE_BYTES = 1 << 18
 
 
 class TracePool:
-    """Threads that lease questions and give each to a child process; a context manager.
+    """Threads that lease questions and pass each to a child process; a context manager.
 
     Args:
         store: The questions. What ran when the service last ended is asked again.
-        limits: Of one trace.
+        limits: Limits of one trace.
         size: Children at the same time. One of several is kept from a client that has all the others.
         log: Is called with an event's name and fields.
     """
@@ -61,7 +61,7 @@ class TracePool:
         self._threads.append(threading.Thread(target=self._beat, name="pulse"))
 
     def __enter__(self) -> TracePool:
-        sweep_leftovers()  # of children that were killed together with the service
+        sweep_leftovers()  # left by children that were killed together with the service
         self._store.recover()
         self._store.beat()
         for thread in self._threads:
@@ -93,14 +93,14 @@ class TracePool:
             key, question = leased
             began = time.monotonic_ns()
             try:
-                outcome = self._traced(key, question)
+                outcome = self._run_question(key, question)
             except EnvironmentProblem as error:  # the answer cannot be stored
                 outcome = str(error)
                 with contextlib.suppress(EnvironmentProblem):
                     self._store.interrupted(key, outcome)
             self._log("trace", key=key, outcome=outcome, seconds=round((time.monotonic_ns() - began) / 1e9, 3))
 
-    def _traced(self, key: str, question: str) -> str:
+    def _run_question(self, key: str, question: str) -> str:
         """Run one question in a child and store what came of it. Returns that in a word or two, for the log."""
         started = self._started(question)
         if started is None:
@@ -164,7 +164,7 @@ class TracePool:
         reply = b""
         while not reply.endswith(b"\n") and not self._ended.is_set():
             if wait([channel], _LOOK_EVERY_S):
-                data = _received(channel)
+                data = _receive(channel)
                 if not data:
                     break
                 reply += data
@@ -183,7 +183,7 @@ class TracePool:
         return None if limit is None else f"the trace took {limits[limit]}"
 
 
-def _received(channel: socket.socket) -> bytes:
+def _receive(channel: socket.socket) -> bytes:
     try:
         return channel.recv(_RECEIVE_BYTES)
     except ConnectionResetError:
@@ -205,9 +205,16 @@ class TraceLimits:
 
 
 def prepare() -> None:
-    """Import what traces need, in the process that they are forked from."""
+    """Import what traces need, in the process that they are forked from. It runs no operator and starts no thread."""
     search_working_folder()
-    import learn.planning.preloaded  # noqa: F401
+    from featurize.trace.light_imports import without_compiler
+
+    without_compiler()
+    import learn.estimation.estimating
+    import learn.planning.plans  # noqa: F401
+    from featurize.training.training_step import preload
+
+    preload()
 
 
 def answer_question(limits: dict[str, Any], channel: int) -> None:
@@ -244,9 +251,11 @@ def _estimate(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any
 
     if "script" in question:
         return _of_script(question, limits)
-    done = estimate(_job(question, limits), _inputs(question), device=question["device"], **_options(question, limits))
+    estimated = estimate(
+        _job(question, limits), _inputs(question), device=question["device"], **_options(question, limits)
+    )
     notes = (Note("hf-config", INFO, text) for text in question.get("notes", ()))
-    return replace(done, notes=(*done.notes, *notes)).to_mapping()
+    return replace(estimated, notes=(*estimated.notes, *notes)).to_mapping()
 
 
 def _fit(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
@@ -256,7 +265,7 @@ def _fit(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     options = {**_options(question, limits), "by": question["by"]}
     if question["find"] == "devices":
         fits = devices_that_fit(job, inputs, devices=question["devices"], **options)
-        return {"find": "devices", "devices": [one.to_mapping() for one in fits]}
+        return {"find": "devices", "devices": [device_fit.to_mapping() for device_fit in fits]}
     return {"find": "largest_batch", **largest_batch(job, inputs, device=question["device"], **options).to_mapping()}
 
 
@@ -266,7 +275,7 @@ def _plan(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     training = {name: value for name, value in question["training"].items() if name != "checkpointing"}
     job = _job(question, limits)
     assert not isinstance(job, Mapping)
-    done = plan(
+    planned = plan(
         job,
         _inputs(question),
         gpus=question["gpus"],
@@ -280,7 +289,7 @@ def _plan(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
         data=limits.data,
         **training,
     )
-    return done.to_mapping()
+    return planned.to_mapping()
 
 
 def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
@@ -290,7 +299,7 @@ def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, An
         Path(folder, _SCRIPT).write_text(question["script"], encoding="utf-8")
         os.chdir(folder)
         how = {name: question[name] for name in ("coverage", "machine", "loop", "allocator", "workspaces")}
-        done = estimate_script(
+        estimated = estimate_script(
             ["python", _SCRIPT, *question["script_arguments"]],
             device=question["device"],
             data=limits.data,
@@ -299,7 +308,7 @@ def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, An
             **how,
         )
     os.chdir("/")
-    return done.to_mapping()
+    return estimated.to_mapping()
 
 
 def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:

@@ -16,20 +16,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from conf.errors import EnvironmentProblem
 from farm.serving.gate import is_within_share
 
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
-MOST_ATTEMPTS = 3  # of a question whose child process, or whose service, was killed
+MOST_ATTEMPTS = 3  # attempts at a question whose child process, or whose service, was killed
 _BUSY_S = 10.0
-_LEAST_KEPT_S = 600.0  # an answer, for whoever asked for it
-_WANTED_EVERY_S = 30.0  # that somebody asks for a question is noted
+_LEAST_KEPT_S = 600.0  # an answer is kept at least this long for its client
+_WANTED_EVERY_S = 30.0  # how often a question's last use is noted
 _WAL_BYTES = 4 * 2**20
-_FREE_PAGES = 256  # that the file keeps for the next questions
-_GIVEN_BACK_PAGES = 4096  # at a time: others wait meanwhile
-_VERSION = 2  # of the file: another one's questions are forgotten
+_FREE_PAGES = 256  # free pages that the file keeps for the next questions
+_GIVEN_BACK_PAGES = 4096  # at a time: others wait
+_VERSION = 2  # version of the file: another one's questions are forgotten
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS questions (
     key TEXT PRIMARY KEY, client TEXT NOT NULL, question TEXT NOT NULL, state TEXT NOT NULL,
@@ -46,7 +46,7 @@ CREATE TABLE IF NOT EXISTS pulse (place INTEGER PRIMARY KEY CHECK (place = 0), a
 
 @dataclass(frozen=True)
 class QuestionLimits:
-    """waiting: questions; stored_bytes: of questions and answers; fresh_s: an answer is reused for so long."""
+    """waiting: questions; stored_bytes: of questions and answers; fresh_s: how long an answer is reused."""
 
     waiting: int
     stored_bytes: int
@@ -59,7 +59,7 @@ class QuestionLimits:
 
 
 @dataclass(frozen=True)
-class Traced:
+class QuestionRow:
     """A question's row. answer: of state `done`; problem: of `failed`, in words; times are seconds since 1970.
 
     wanted_at   when somebody last asked for it, give or take half a minute
@@ -75,7 +75,7 @@ class Traced:
     problem: str | None
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether there is an answer, or a reason why there is none."""
         return self.state in (DONE, FAILED)
 
@@ -88,7 +88,7 @@ class TraceStore:
         clock: Seconds since 1970.
 
     Raises:
-        EnvironmentProblem: The file cannot be opened or written, or is no database.
+        EnvironmentProblem: The file cannot be opened or written, or is not a database.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -102,7 +102,7 @@ class TraceStore:
             self._db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
             self._db.executescript(_SCHEMA)
 
-    def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
+    def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
         """Return the question's row, added where it is new, or where its answer is too old.
 
         Returns None where the client's share of what may wait is used up.
@@ -110,7 +110,7 @@ class TraceStore:
         now = self._clock()
         with self._transaction():
             row = self._row(key)
-            if row is not None and not (row.is_over and now - (row.ended_at or 0.0) > limits.fresh_s):
+            if row is not None and not (row.is_finished and now - (row.ended_at or 0.0) > limits.fresh_s):
                 self._want(row, client, now)
                 return row
             if not self._has_share(client, len(question), limits):
@@ -122,7 +122,7 @@ class TraceStore:
             )
             return self._row(key)
 
-    def get(self, key: str) -> Traced | None:
+    def get(self, key: str) -> QuestionRow | None:
         """Return the question's row, or None."""
         with self._guard, self._explained():
             row = self._row(key)
@@ -233,7 +233,7 @@ class TraceStore:
         ).rowcount
 
     def _begin_anew(self) -> None:
-        """Make the file one that gives space back, without what a file of another version holds."""
+        """Make the file one that frees space, without what a file of another version holds."""
         self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("DROP TABLE IF EXISTS questions")
@@ -245,13 +245,13 @@ class TraceStore:
             "SELECT client, count(*), sum(bytes) FROM questions WHERE state IN (?, ?) GROUP BY client",
             (QUEUED, RUNNING),
         ).fetchall()
-        own, own_bytes = next((row[1:] for row in rows if row[0] == client), (0, 0))
+        waiting, own_bytes = next((row[1:] for row in rows if row[0] == client), (0, 0))
         n, n_bytes = sum(row[1] for row in rows), sum(row[2] for row in rows)
-        return is_within_share(own, 1, n, limits.waiting) and is_within_share(
+        return is_within_share(waiting, 1, n, limits.waiting) and is_within_share(
             own_bytes, size, n_bytes, limits.stored_bytes
         )
 
-    def _want(self, row: Traced, client: str, now: float) -> None:
+    def _want(self, row: QuestionRow, client: str, now: float) -> None:
         """Note that somebody asks for the row. A client with fewer questions takes it over: its turn comes sooner."""
         if now - row.wanted_at > _WANTED_EVERY_S:
             self._db.execute("UPDATE questions SET wanted_at = ? WHERE key = ?", (now, row.key))
@@ -263,14 +263,14 @@ class TraceStore:
                 {"queued": QUEUED, "client": client, "key": row.key},
             )
 
-    def _row(self, key: str) -> Traced | None:
+    def _row(self, key: str) -> QuestionRow | None:
         columns = "key, state, asked_at, wanted_at, started_at, ended_at, answer, problem"
         row = self._db.execute(f"SELECT {columns} FROM questions WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
         key, state, asked_at, wanted_at, started_at, ended_at, answer, problem = row
         parsed = None if answer is None else json.loads(answer)
-        return Traced(key, state, asked_at, wanted_at, started_at, ended_at, parsed, problem)
+        return QuestionRow(key, state, asked_at, wanted_at, started_at, ended_at, parsed, problem)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -297,11 +297,11 @@ class LocalQuestions:
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
-    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
+    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
         """Return the question's row, added where it is new; None where the client's share is used up."""
         return self._store.ask(key, question, client, limits)
 
-    async def get(self, key: str) -> Traced | None:
+    async def get(self, key: str) -> QuestionRow | None:
         """Return the question's row, or None."""
         return self._store.get(key)
 
@@ -328,20 +328,20 @@ class RemoteQuestions(LocalQuestions):
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> Traced | None:
-        return await self._handle.ask.remote(key, question, client, limits)
+    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
+        return cast("QuestionRow | None", await self._handle.ask.remote(key, question, client, limits))
 
-    async def get(self, key: str) -> Traced | None:
-        return await self._handle.get.remote(key)
+    async def get(self, key: str) -> QuestionRow | None:
+        return cast("QuestionRow | None", await self._handle.get.remote(key))
 
     async def forget(self, limits: QuestionLimits) -> None:
         await self._handle.forget.remote(limits)
 
     async def counts(self) -> dict[str, int]:
-        return await self._handle.counts.remote()
+        return cast("dict[str, int]", await self._handle.counts.remote())
 
     async def pulse_age_s(self) -> float | None:
-        return await self._handle.pulse_age_s.remote()
+        return cast("float | None", await self._handle.pulse_age_s.remote())
 
     def close(self) -> None:
         """Leave the deployment open, which other replicas ask."""

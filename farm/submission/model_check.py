@@ -36,7 +36,7 @@ PATIENCE_S = 300.0  # for all models of a submission; those that are not checked
 _QUIET_S = 1.0  # a longer check prints a message
 _TRIED_ON = 3  # configs that a model is tried on
 _SHOWN = 3  # problems in a message
-_CHARACTERS = 400  # of a problem
+_CHARACTERS = 400  # characters of a problem
 _FIELD, _ARGUMENTS = "model", "arguments"
 
 Environment = tuple[str, Mapping[str, str]]  # a Python, and variables to set for it
@@ -58,7 +58,7 @@ def require_models_in_any(
 ) -> None:
     """Raise `UsageError` that names each model of the spaces that exists in none of the environments.
 
-    An environment is a Python and variables to set for it. A model that one of them alone lacks is no mistake: a
+    An environment is a Python and variables to set for it. A model that one of them alone lacks is not a mistake: a
     comparison shows it.
     """
     models = [model for space in spaces for model in _models_of(space)]
@@ -104,7 +104,7 @@ def _models_of(space: Space) -> Iterator[dict[str, Any]]:
 
 def _models(space: Space) -> tuple[Any, ...]:
     """Return the distinct values of the space's key `model`; none if the family has no such key."""
-    dimension = next((one for one in space.dimensions if one.name == _FIELD), None)
+    dimension = next((candidate for candidate in space.dimensions if candidate.name == _FIELD), None)
     if isinstance(dimension, Constant):
         return (dimension.fixed,)
     return tuple(dict.fromkeys(dimension.choices)) if isinstance(dimension, Choice) else ()
@@ -112,8 +112,12 @@ def _models(space: Space) -> tuple[Any, ...]:
 
 def _has_own_arguments(space: Space) -> bool:
     """Return whether the models' arguments are those of the family's own space."""
-    own = {one.name: one for one in own_space(space.family).dimensions}
-    return all(one == own.get(one.name) for one in space.dimensions if one.name in ("arguments", "image_size"))
+    own_dimensions = {dimension.name: dimension for dimension in own_space(space.family).dimensions}
+    return all(
+        dimension == own_dimensions.get(dimension.name)
+        for dimension in space.dimensions
+        if dimension.name in ("arguments", "image_size")
+    )
 
 
 def _library(family: str, model: str) -> str:
@@ -124,8 +128,8 @@ def _library(family: str, model: str) -> str:
 def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
     """Return a few configs of the space with this model, spread over the other dimensions."""
     family = get_family(space.family)
-    for at in range(_TRIED_ON):
-        point = space.values([(at + 0.5) / _TRIED_ON] * len(space.varied))
+    for step in range(_TRIED_ON):
+        point = space.values([(step + 0.5) / _TRIED_ON] * len(space.varied))
         values = family.repair({**point, _FIELD: model}, lambda _name: 0.5)
         with contextlib.suppress(UsageError):
             yield config_from_mapping({"family": space.family, **values})
@@ -162,14 +166,14 @@ def _ask(
     which = f"{unchecked} of {len(models)} {'is' if unchecked == 1 else 'are'} queued unchecked"
     if not in_time:
         print(f"checking the models took more than {patience_s:g} s; {which}", file=sys.stderr)
-    elif not started:  # it is no model's fault; the trials say what is missing
+    elif not started:  # not a model's fault; the trials say what is missing
         print(f"{one_line(python)} cannot check models; {which}", file=sys.stderr)
     if ended:
         answers.append("")
     return [*answers, *[None] * (len(models) - len(answers))]
 
 
-def _answer(process: subprocess.Popen, asked: bytes, patience_s: float) -> bytes:
+def _answer(process: subprocess.Popen[bytes], asked: bytes, patience_s: float) -> bytes:
     """Return the child's output. A long check prints a message on a terminal."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.communicate(asked, timeout=min(_QUIET_S, patience_s))[0]
@@ -178,7 +182,7 @@ def _answer(process: subprocess.Popen, asked: bytes, patience_s: float) -> bytes
     return process.communicate(timeout=max(0.0, patience_s - _QUIET_S))[0]
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the child and its processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -231,8 +235,8 @@ def _name_in_timm(config: TrialConfig) -> str | None:
     """Return the name given to `timm:create_model`, since timm itself does not suggest near names."""
     if not getattr(config, _FIELD).startswith("timm:"):
         return None
-    arguments: str = getattr(config, _ARGUMENTS)
-    return json.loads(arguments).get("model_name")
+    name: str | None = json.loads(getattr(config, _ARGUMENTS)).get("model_name")
+    return name
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class DeviceKeys(DeviceChoice):
     """The keys of the files of `conf/device/` that choose a backend."""
 
-    model: str | None = key(None, "the GPU model that is simulated, by its description in this folder")
+    model: str | None = key(None, "the simulated GPU model, by its description in this folder")
 
 
 def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
@@ -50,15 +50,15 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
     values = dict(values)
     if "backend" not in values:
         count = values.pop("count", None)
-        return DeviceChoice(backend="simulated", count=count, spec=_described(device_from_mapping(values)))
-    known = [one.name for one in keys_of(DeviceKeys)]
+        return DeviceChoice(backend="simulated", count=count, spec=_describe(device_from_mapping(values)))
+    known = [key.name for key in keys_of(DeviceKeys)]
     if unknown := sorted(set(values) - set(known)):
         raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     model = values.pop("model", None)
-    return DeviceChoice(**values, spec=None if model is None else _described(load_device(model)))
+    return DeviceChoice(**values, spec=None if model is None else _describe(load_device(model)))
 
 
-def _described(spec: DeviceSpec) -> dict[str, Any]:
+def _describe(spec: DeviceSpec) -> dict[str, Any]:
     """Return a description for the wire: with its interconnect only where that is not the one of its GPU model."""
     from featurize.device.device_spec import device_from_mapping
 
@@ -101,7 +101,7 @@ class SampledSettings(TrialsSettings):
     """The space that is sampled, and how."""
 
     arch: Space | None = added_group(space_within_limits)
-    seed: int = key(0, "with the space, it decides every sampled configuration", "int >= 0")
+    seed: int = key(0, "together with the space decides every configuration", "int >= 0")
     policy: str = key("stratified", "stratified: fills every range evenly for any n", choices=tuple(POLICIES))
 
 
@@ -122,7 +122,7 @@ class SubmitSettings(SampledSettings):
     likely) or a range, as in "arch.space.depth={low: 4, high: 12, scale: log, step: 2}"; arch.space.depth.high=20
     changes one end. A number beyond the family's limits is refused.
 
-    The same command again adds nothing and goes on where it was; a larger n adds the difference. Ctrl-C once finishes
+    The same command again adds nothing and continues where it was; a larger n adds the difference. Ctrl-C once finishes
     what runs and leaves, twice stops at once; nothing is lost either way. While trials are being queued, Ctrl-C removes
     them again. Above a million trials it prints the disk space needed and asks; without a terminal, pass yes=true.
     """
@@ -146,7 +146,7 @@ class SubmitSettings(SampledSettings):
     )
     families: tuple[str, ...] | None = key(
         None,
-        "with collocate: families whose own search spaces trials are drawn from; arch=[cnn,gpt] means the same",
+        "with collocate: families whose search spaces trials are drawn from; arch=[cnn,gpt] means the same",
         "text | list of text | null",
         family_names(),
     )
@@ -233,15 +233,15 @@ def with_layouts(space: Space, given: Any) -> Space:
         given: A layout as `parse_parallel` takes it, or a list of them, of which None is one GPU.
 
     Raises:
-        UsageError: Something that is no layout.
+        UsageError: An invalid layout.
     """
     several = isinstance(given, Sequence) and not isinstance(given, str)
-    layouts = [parse_parallel(one) for one in (given if several else [given])]
+    layouts = [parse_parallel(text) for text in (given if several else [given])]
     if not layouts:
         raise UsageError("parallel: the list of layouts is empty")
     texts = tuple(None if layout is None else layout.text() for layout in layouts)
     dimension: Dimension = Choice(DIMENSION, texts) if several else Constant(DIMENSION, texts[0])
-    others = tuple(one for one in space.dimensions if one.name != DIMENSION)
+    others = tuple(other for other in space.dimensions if other.name != DIMENSION)
     # One GPU is what a space without the dimension means, and its jobs keep their ids.
     return replace(space, dimensions=others if texts == (None,) else (*others, dimension))
 

@@ -68,11 +68,11 @@ def scalar_features(config: TrialConfig) -> dict[str, float | str]:
 def feature_columns(configs: Sequence[TrialConfig]) -> dict[str, np.ndarray]:
     """Return name -> (n,) floats, or words, of n configs of one family. Raises what the family's `layers` does.
 
-    The configs' own fields under their own names (a field that the family lacks, or that is no scalar, is absent; NaN
-    or None in a column where others have it), and
+    The configs' own fields under their own names (a field that the family lacks, or that is not a scalar, is absent;
+    NaN or None in a column where others have it), and
 
     layers, parameters, output_elements, flops    totals of the plan, per sample; `batch_*` for the batch
-    max_*, mean_*                                 of a single layer
+    max_*, mean_*                                 the largest and the mean of a single layer
     count_KIND, elements_KIND, parameters_KIND    for every kind of `KINDS`
     *_mib                                         fp32 mebibytes: weights, optimizer_state, batch_output
     log_*                                         natural logarithm of 1 + x
@@ -119,7 +119,7 @@ def _plan_columns(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.nda
         np.maximum.at(row, place, np.where(count > 0, of_layer, 0.0))
 
     def sums(weights: np.ndarray) -> np.ndarray:
-        """(kinds, n) sums over the layers of each kind."""
+        """Return (kinds, n) sums over the layers of each kind."""
         return np.bincount(kind * n + place, count * weights, len(KINDS) * n).reshape(len(KINDS), n)
 
     of_kinds = {"count": sums(np.ones(len(place))), "elements": sums(elements), "parameters": sums(parameters)}
@@ -159,9 +159,13 @@ def _entries(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]
         of_configs = SimpleNamespace(**{name: column[places] for name, column in of_fields.items()})
         layers = family.block_layers(of_configs, block)
         numbers = np.empty((4, len(layers), len(places)))
-        for at, layer in enumerate(layers):
-            numbers[0, at] = layer.present * block.times
-            numbers[1, at], numbers[2, at], numbers[3, at] = layer.output_elements, layer.parameters, layer.flops
+        for index, layer in enumerate(layers):
+            numbers[0, index] = layer.present * block.times
+            numbers[1, index], numbers[2, index], numbers[3, index] = (
+                layer.output_elements,
+                layer.parameters,
+                layer.flops,
+            )
         kinds = np.repeat([_kind(layer) for layer in layers], len(places))
         yield np.tile(places, len(layers)), kinds, numbers.reshape(4, -1)
 
@@ -174,7 +178,8 @@ def _kind(layer: Layer) -> int:
 def group_key(config: TrialConfig) -> str:
     """Identity of the architecture: equal for configs whose networks have the same layers of the same sizes, whatever
     the batch size, the training settings and the dropout. Near-copies share it, so that a split keeps them together:
-    `FAMILY-` and 16 hex digits. A family whose plan takes long says by `identity` what its networks are told by."""
+    `FAMILY-` and 16 hex digits. A family whose plan takes long defines by `identity` what distinguishes its
+    networks."""
     digest = hashlib.sha256()
     family = get_family(config.family)
     if hasattr(family, "identity"):

@@ -126,10 +126,10 @@ _NAME = re.compile(r"[A-Za-z_0-9][\w.-]{0,127}")
 
 
 def lora_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of peft's `LoraConfig` that an `adapter_config.json` gives, all of them plain data.
+    """Return the fields of peft's `LoraConfig` that an `adapter_config.json` sets, all of them plain data.
 
     Raises:
-        UsageError: It is no LoRA, or has fields that are unknown, not followed, or no plain data; all together.
+        UsageError: It is not a LoRA, or has fields that are unknown, not followed, or no plain data; all together.
     """
     if str(adapter.get("peft_type", "LORA")).upper() != "LORA":
         raise UsageError(f"peft_type must be LORA, got {shown(adapter['peft_type'])}")
@@ -159,7 +159,7 @@ def with_lora(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
 
     Args:
         model: A model of transformers.
-        fields: Of peft's `LoraConfig`, as `lora_of` checked them.
+        fields: Fields of peft's `LoraConfig`, as `lora_of` checked them.
 
     Raises:
         EnvironmentProblem: peft is not installed.
@@ -176,11 +176,11 @@ def with_lora(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
 
 
 def _field_problem(name: str, value: Any, kind: str | tuple[str, ...]) -> str | None:
-    def is_count(one: Any) -> bool:
-        return isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**16
+    def is_count(number: Any) -> bool:
+        return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**16
 
     def are_names(many: Any) -> bool:  # no pattern: peft would search with it
-        return isinstance(many, list) and all(isinstance(one, str) and _NAME.fullmatch(one) for one in many)
+        return isinstance(many, list) and all(isinstance(entry, str) and _NAME.fullmatch(entry) for entry in many)
 
     if isinstance(kind, tuple):
         return None if value in kind else f"{name} must be one of {', '.join(kind)}, got {shown(value)}"
@@ -228,7 +228,7 @@ def quantization_of(quantization: Mapping[str, Any]) -> dict[str, Any]:
     `bnb_4bit_compute_dtype` is left to the training setting `precision`.
 
     Raises:
-        UsageError: Of another method, with unknown fields, or of fields that are not followed; all together.
+        UsageError: Another method, unknown fields, or fields that are not supported; all together.
     """
     method = quantization.get("quant_method", "bitsandbytes")
     if str(getattr(method, "value", method)) != "bitsandbytes":
@@ -272,7 +272,7 @@ def hf_inputs(config: Mapping[str, Any], batch_size: int | None, sequence_length
         sequence_length: Tokens of a sample; of images it is left out.
 
     Raises:
-        UsageError: A size is missing, or the inputs of such a model cannot be told from its configuration.
+        UsageError: A size is missing, or the inputs of such a model do not follow from its configuration.
     """
     if batch_size is None:
         raise UsageError("batch_size is missing: samples of a batch; or give inputs, with a shape for each")
@@ -283,7 +283,7 @@ def hf_inputs(config: Mapping[str, Any], batch_size: int | None, sequence_length
         size = config["image_size"]
         sides = list(size) if isinstance(size, list | tuple) else [size, size]
         channels = config.get("num_channels", 3)
-        if not all(isinstance(one, int) and 0 < one < 2**16 for one in (*sides, channels)) or len(sides) != 2:
+        if not all(isinstance(side, int) and 0 < side < 2**16 for side in (*sides, channels)) or len(sides) != 2:
             raise UsageError(f"image_size must be one or two whole numbers, got {shown(size)}")
         return {"pixel_values": {"shape": [batch_size, channels, *sides], "dtype": "float32"}}
     if sequence_length is None:

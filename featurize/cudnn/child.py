@@ -53,7 +53,7 @@ def main() -> None:
     os.dup2(2, 1)
     opening = json.loads(sys.stdin.readline())
     try:
-        ask, version = _opened(opening["libraries"], opening["device"])
+        ask, version = _open_libraries(opening["libraries"], opening["device"])
     except Exception as error:  # whatever the libraries raise, the parent says that there is no oracle, and why
         _write(answers, {"problem": f"{type(error).__name__}: {error}"})
         return
@@ -70,7 +70,7 @@ def _write(answers: TextIO, content: dict[str, Any]) -> None:
     answers.flush()
 
 
-def _opened(
+def _open_libraries(
     libraries: list[str], device: dict[str, Any]
 ) -> tuple[Callable[[ConvolutionSignature, SearchSettings], OracleAnswer], int]:
     """Load the driver or its stand-in, the libraries in their order, and cuDNN's frontend; describe the device."""
@@ -219,8 +219,8 @@ def driver_stand_in(machine: str) -> bytes:
     header = b"\x7fELF" + bytes((2, 1, 1)) + bytes(9)
     header += struct.pack("<HHIQQQIHHHHHH", 3, number, 1, 0, _HEADER, 0, 0, _HEADER, _PROGRAM_HEADER, 4, 64, 0, 0)
 
-    def segment(kind: int, flags: int, at: int, size: int, align: int) -> bytes:
-        return struct.pack("<IIQQQQQQ", kind, flags, at, at, at, size, size, align)
+    def segment(kind: int, flags: int, address: int, size: int, align: int) -> bytes:
+        return struct.pack("<IIQQQQQQ", kind, flags, address, address, address, size, size, align)
 
     header += segment(_LOAD, _READ_EXECUTE, 0, read_only_end, page)
     header += segment(_LOAD, _READ_WRITE, dynamic_at, len(dynamic), page)

@@ -1,7 +1,7 @@
 """Asks cuDNN in a process of its own, and keeps what it answers on disk.
 
-Start reading at `CudnnOracle.answers`; `oracle_for` gives the one of a GPU model, which `device_properties` describes
-to cuDNN. A crash or a hang of the library costs the query that caused it: the process is started anew for the next one.
+Start reading at `CudnnOracle.answers`; `oracle_for` returns the one of a GPU model, which `device_properties` describes
+to cuDNN. A crash or a hang of the library costs the query that caused it: the process is restarted for the next one.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class CudnnOracle:
 
     def _running(self) -> _CudnnProcess:
         if self._process is not None and self._process.owner != os.getpid():
-            self._process = None  # of the process that this one was forked from
+            self._process = None  # it belongs to the process that this one was forked from
         if self._process is None:
             self._process = _CudnnProcess(self._command, self._libraries, self._properties)
         return self._process
@@ -185,7 +185,7 @@ class _CudnnProcess:
 
         Raises:
             _NoAnswer: It ended, or took longer.
-            ValueError: A line that is no answer.
+            ValueError: A line that is not an answer.
             EnvironmentProblem: Its libraries cannot be loaded.
         """
         if not self._opened:
@@ -244,7 +244,7 @@ def cache_path() -> Path:
 
 class AnswerCache:
     """A file of answers, for all processes of this user: an answer never changes. One that cannot be opened or read is
-    as none. `asked` is all that an answer depends on besides its signature: cuDNN's version, the device
+    as missing. `asked` is everything besides the signature that an answer depends on: cuDNN's version, the device
     and how PyTorch searches."""
 
     def __init__(self, path: Path) -> None:
@@ -255,7 +255,7 @@ class AnswerCache:
         by_key = {_key(asked, signature): signature for signature in signatures}
         answers: dict[ConvolutionSignature, OracleAnswer] = {}
         for key, content in self._disk.read(by_key).items():
-            with contextlib.suppress(ValueError):  # one that is not an answer is asked for anew
+            with contextlib.suppress(ValueError):  # one that is not an answer is asked for again
                 answers[by_key[key]] = answer_of(json.loads(content))
         return answers
 
@@ -282,8 +282,8 @@ class _Multiprocessor(NamedTuple):
 
     fp32_cores: int
     max_blocks: int
-    shared_memory_kib: int  # that a block can opt in to
-    reserved_bytes: int  # of shared memory, of each block
+    shared_memory_kib: int  # the most that a block can opt in to
+    reserved_bytes: int  # shared memory that each block reserves
 
 
 # CUDA C++ Programming Guide 12.9, tables "Technical Specifications per Compute Capability" and "Arithmetic Throughput".

@@ -131,7 +131,7 @@ class OracleAnswer:
 
 
 def answer_of(content: Any) -> OracleAnswer:
-    """Return an answer from what `json.loads` gave. Raises `ValueError` for what is none."""
+    """Return an answer from what `json.loads` returned. Raises `ValueError` for anything else."""
     try:
         plans = tuple(EnginePlan(engine, nbytes) for engine, nbytes in content["plans"])
         problem = content["problem"]

@@ -1,4 +1,4 @@
-"""Descriptions of GPU models, what follows from their architecture, and memory that a machine takes besides.
+"""Descriptions of GPU models, what follows from their architecture, and memory that a machine takes on top.
 
 Start reading at `DeviceSpec`: a data sheet, from conf/device/NAME.yaml, read only when asked. `architecture_of` is the
 home of what differs by vendor. `MachineProfile` has what a process takes outside PyTorch's allocator, for the driver,
@@ -40,15 +40,15 @@ class Architecture:
     Args:
         title: In answers: `compute capability 8.0`, `AMD gfx942`.
         vendor: `NVIDIA` or `AMD`.
-        fp32_lanes: Of a multiprocessor, as the data sheet's rate of vectors counts them.
+        fp32_lanes: FP32 lanes of a multiprocessor, as the data sheet's vector rate counts them.
         warp_size: Lanes that run together: a warp, AMD's wavefront.
         watts_per_tflop: W per TFLOP/s of fp32 that a chip takes at full load, below which its clock falls; None where
             nothing is known of that.
-        blas_workspace_bytes: That PyTorch gives the library of matrix products, for each thread that calls it.
-        blas_fallback_bytes: The same of a second library, for products that the first one cannot do.
+        blas_workspace_bytes: Workspace that PyTorch gives the matrix library, for each thread that calls it.
+        blas_fallback_bytes: The same for a second library, whose products the first one cannot do.
         attention: PyTorch's kernels.
         tf32_convolutions: Whether convolutions of fp32 tensors may run in TF32, where the GPU has it.
-        torch_capability: What `torch.cuda.get_device_capability` says.
+        torch_capability: What `torch.cuda.get_device_capability` returns.
     """
 
     title: str
@@ -78,10 +78,10 @@ def _of_amd(
     Args:
         name: The LLVM target.
         lanes: Such that two FLOP each make up the data sheet's rate of vectors; packed FP32 counts twice on gfx942.
-        blas_mib: Of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a and gfx942), else of hipBLAS
+        blas_mib: Workspace of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a, gfx942), else of hipBLAS
             (CublasHandlePool.cpp).
-        fallback_mib: Of hipBLAS, where hipBLASLt comes first.
-        widest_head: Of AOTriton's kernels, flash and memory-efficient alike (sdp_utils.cpp: from AOTriton 0.9 on).
+        fallback_mib: Workspace of hipBLAS, where hipBLASLt comes first.
+        widest_head: Widest head of AOTriton's kernels, flash or memory-efficient (sdp_utils.cpp: from AOTriton 0.9 on).
         capability: As PyTorch reports it.
     """
     return Architecture(
@@ -135,10 +135,10 @@ def _of_nvidia(capability: tuple[int, int]) -> Architecture:
 
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
-_LARGEST = 1e12  # of any figure, in its unit
-_ARCHITECTURE = ("compute_capability", "llvm_target")  # of which a description has one
+_LARGEST = 1e12  # the largest figure, in its unit
+_ARCHITECTURE = ("compute_capability", "llvm_target")  # a description has one of these
 _OPTIONAL = (*_ARCHITECTURE, "interconnect", "power_cap_w")
-_LEAST_CAP = 0.25  # of a board's own limit: as an A100-SXM4 takes it, 100 of 400 W; what lies below was not measured
+_LEAST_CAP = 0.25  # share of a board's own limit, as an A100-SXM4 takes it: 100 of 400 W; lower ones were not measured
 _ABOVE_IDLE = 1.2  # times idle power is the least limit: below it, nothing is left for kernels
 _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
 
@@ -165,7 +165,7 @@ class PeakTflops:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """Links of a GPU to the others of its node, in GB/s per direction, as data sheets give it.
+    """Links of a GPU to the others of its node, in GB/s per direction, as data sheets state it.
 
     `link_gb_s`: all links of NVLink or Infinity Fabric together, where they join all GPUs of a node. None: the GPUs
     talk over PCIe.
@@ -188,7 +188,7 @@ class DeviceSpec:
     `interconnect` is None where nothing is known; it decides nothing of a job on one GPU, so that neither equality nor
     the mapping that stands for a description in identities has it.
     An NVIDIA GPU has a `compute_capability`, an AMD GPU an `llvm_target` (gfx942), and none has both: PyTorch's
-    numbers for AMD's GPUs are no compute capabilities. Of an AMD GPU, `sm_count` counts compute units, `warps_per_sm`
+    numbers for AMD's GPUs are not compute capabilities. Of an AMD GPU, `sm_count` counts compute units, `warps_per_sm`
     the wavefronts that one holds.
     """
 
@@ -267,7 +267,8 @@ class DeviceSpec:
         return (getattr(rates, math) if math != "fp32" else None) or rates.fp32_matrix or rates.fp32
 
     def to_mapping(self) -> dict[str, Any]:
-        """The description as `device_from_mapping` reads it and a YAML file would hold it, without the interconnect.
+        """Return the description as `device_from_mapping` reads it and a YAML file would hold it, without the
+        interconnect.
 
         The rate of 8-bit floats is left out where it is the described one: identities are older than it.
         """
@@ -282,12 +283,12 @@ class DeviceSpec:
 
 
 def device_names() -> tuple[str, ...]:
-    """The described GPU models, sorted; backend choices (files with the key `backend`) are not among them."""
+    """Return the described GPU models, sorted; backend choices (files with the key `backend`) are not among them."""
     return tuple(sorted(_descriptions()))
 
 
 def load_device(name: str) -> DeviceSpec:
-    """The description of one GPU model, by a name as `conf.device_names.resolve_device` takes it.
+    """Return the description of one GPU model, by a name as `conf.device_names.resolve_device` takes it.
 
     A MIG slice is named by its GPU and profile, as `conf.device_names` says. An unknown name raises `UsageError`
     listing the known ones, an ambiguous beginning its candidates.
@@ -308,14 +309,14 @@ def known_device(name: str | None) -> str | None:
     """Return the name, as `load_device` takes it, of the GPU model or MIG slice that a driver calls so; None without a
     description."""
     parent, profile = split_slice(name) or (name, None)
-    known = next((one for one in device_names() if same_device(one, parent)), None)
+    known = next((listed for listed in device_names() if same_device(listed, parent)), None)
     if known is None or profile is None:
         return known
     return f"{known}:{profile}" if profile in profiles_of(known) else None
 
 
 def describe_device(name: str | DeviceSpec) -> DeviceSpec:
-    """The description of a GPU by a name that `load_device` takes; a description is given back as
+    """Return the description of a GPU by a name that `load_device` takes; a description is returned as
     it is. Unknown and ambiguous names raise `UsageError` listing the choices."""
     return name if isinstance(name, DeviceSpec) else load_device(name)
 
@@ -339,11 +340,11 @@ def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None)
 
 
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
-    """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
+    """Return a description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
 
-    `count`, how many of it the farm is to simulate, is no property of the device and is left out. A mapping without an
-    `interconnect`, as `DeviceSpec.to_mapping` gives it, gets that of the described GPU model of its name; likewise one
-    without a rate of 8-bit floats.
+    `count`, how many of it the farm is to simulate, is not a property of the device and is left out. A mapping without
+    an `interconnect`, as `DeviceSpec.to_mapping` returns it, gets that of the described GPU model of its name; likewise
+    one without a rate of 8-bit floats.
     """
     values = {name: value for name, value in mapping.items() if name != "count"}
     described = _descriptions().get(str(values.get("name")), {})
@@ -390,7 +391,8 @@ def _described_fp8(name: str) -> float | None:
         return None
     described = _descriptions()[parent]
     values = described if profile is None else slice_values(described, profile)
-    return values["peak_tflops"].get("fp8")
+    fp8: float | None = values["peak_tflops"].get("fp8")
+    return fp8
 
 
 def same_device(one: str | None, other: str | None) -> bool:
@@ -443,7 +445,7 @@ def _is_mesh(mesh: object) -> bool:
     if not all(isinstance(count, int) and not isinstance(count, bool) and 0 <= count < _LARGEST for count in counts):
         return False
     return [list(row) for row in mesh] == [list(row) for row in zip(*mesh, strict=False)] and all(
-        mesh[at][at] == 0 < sum(mesh[at]) for at in range(len(mesh))
+        mesh[rank][rank] == 0 < sum(mesh[rank]) for rank in range(len(mesh))
     )
 
 
@@ -456,7 +458,7 @@ def _bound(value: object) -> str:
 
 
 @functools.cache
-def _descriptions() -> dict[str, dict]:
+def _descriptions() -> dict[str, dict[str, Any]]:
     import yaml
 
     try:
@@ -476,7 +478,7 @@ CURRENT, EAGER, DESCRIBED = "current", "eager", "described"
 MACHINES = (CURRENT, DESCRIBED, EAGER)
 # Kernels of a small training step, each loaded when it first runs (the default of CUDA 12); typical, not measured.
 LAZY_KERNELS_MIB, LAZY_CUDNN_MIB = 40.0, 50.0
-# What all of PyTorch's and cuBLAS's kernels take besides, loaded at once: an A100's measured 1,430 MiB less a typical
+# What all of PyTorch's and cuBLAS's kernels take on top, loaded at once: an A100's measured 1,430 MiB less a typical
 # 450 under lazy loading. `CUDNN_MIB` is of such a process, too.
 EAGER_KERNELS_MIB = 1020.0
 # MiB that a process takes more, outside the allocator, once cuDNN has loaded its convolutions: the gap between measured
@@ -499,7 +501,7 @@ class MachineProfile:
         other_mib: What the machine holds without the process: a display, other processes, the driver's reserve.
 
     Raises:
-        UsageError: A figure is no number of at least 0.
+        UsageError: A figure is not a number of at least 0.
     """
 
     name: str
@@ -540,7 +542,7 @@ PARTS = ("context_mib", "kernels_mib", "cudnn_mib", "other_mib")
 
 
 def machine(name: str, spec: DeviceSpec) -> MachineProfile:
-    """Return one of the profiles that come along, for one GPU model.
+    """Return one of the packaged profiles, for one GPU model.
 
     `current` is CUDA 12 with lazy loading of kernels, `eager` a stack that loads all of them at once (CUDA 11, or
     CUDA_MODULE_LOADING=EAGER), `described` what the device's description says: the machine of the measured rows.
@@ -572,4 +574,4 @@ def read_machine(path: Path) -> MachineProfile:
     try:
         return MachineProfile.from_mapping(json.loads(path.read_text(encoding="utf-8"))["machine"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise EnvironmentProblem(f"{path} is no machine profile: {exception_line(error)}") from error
+        raise EnvironmentProblem(f"{path} is not a machine profile: {exception_line(error)}") from error

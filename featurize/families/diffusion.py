@@ -1,4 +1,4 @@
-"""Denoising diffusion networks: a U-Net of residual blocks that are told the timestep, with self-attention.
+"""Denoising diffusion networks: a U-Net of residual blocks that take the timestep, with self-attention.
 
 Start reading at `encoder` and `decoder`, which `blocks` and `build` both follow; the network is that of Ho et al.
 (arXiv 2006.11239), whose attention has one head.
@@ -17,9 +17,9 @@ from featurize.job.training_settings import TrialConfig, at_least
 if TYPE_CHECKING:
     import torch
 
-GROUPS = 32  # of every group norm: all widths are multiples
-TIMESTEPS = 1000  # that the noise is drawn at
-SAMPLED_ONLY = ("use_dropout",)  # of the search space, consumed by `repair`
+GROUPS = 32  # groups of every group norm: all widths are multiples
+TIMESTEPS = 1000  # steps at which the noise is drawn
+SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
 MIN_HEAD = 8  # sampled heads have a multiple of this many channels, as fast attention kernels ask for
 
 
@@ -77,7 +77,7 @@ def widths(config: Config) -> list[int]:
 
 
 def encoder(config: Config) -> list[NetworkBlock]:
-    """From the first convolution's result to the smallest map. The decoder reads what each block gives."""
+    """From the first convolution's result to the smallest map. The decoder reads each block's output."""
     steps, inputs, side = [], config.base_channels, config.image_size
     for level, width in enumerate(widths(config)):
         if level:
@@ -110,7 +110,7 @@ def decoder(config: Config) -> list[NetworkBlock]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass; `joined` is what a block of the decoder reads."""
+    """Return the network in the order of the forward pass; `joined` is what a block of the decoder reads."""
     steps = [NetworkBlock("input", map_out=config.image_size), *encoder(config), *middle(config)]
     for block in decoder(config):
         steps += [block] if block.kind == "double" else [block._replace(kind="joined"), block]
@@ -129,7 +129,7 @@ def _attention(channels: int, side: int) -> list[Layer]:
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     _, inputs, outputs, _, side, _ = block
     base, elements, time = config.base_channels, outputs * side**2, 4 * config.base_channels
     if block.kind == "input":
@@ -206,8 +206,8 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
     return (images, torch.randint(TIMESTEPS, (config.batch_size,), device=device)), noise
 
 
-def loss(config: Config) -> Callable:
-    """The mean squared error of the predicted noise."""
+def loss(config: Config) -> Callable[..., Any]:
+    """Return the mean squared error of the predicted noise."""
     import torch.nn.functional as F
 
     return lambda predicted, noise: F.mse_loss(predicted, noise)  # looked up when called: the trace casts there

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 OPERATORS = ("gcn", "sage", "gat")
-SAMPLED_ONLY = ("use_dropout",)  # of the search space, consumed by `repair`
-MAX_SAMPLED_EDGES = 4_000_000  # of a sampled batch
+SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
+MAX_SAMPLED_EDGES = 4_000_000  # edges of a sampled batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +59,18 @@ def kind(config: Config) -> str:
 
 
 def _matrix(inputs: int, outputs: int, rows: int) -> Layer:
-    """`nn.Linear` without bias."""
+    """Return `nn.Linear` without bias."""
     return Layer("linear", rows * outputs, inputs * outputs, 2 * rows * inputs * outputs)
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass: the convolutions go by their operator."""
+    """Return the network in the order of the forward pass: the convolutions go by their operator."""
     first = NetworkBlock(config.operator, config.features)
     return [first, NetworkBlock(config.operator, config.hidden, times=config.depth - 1), NetworkBlock("head")]
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per graph."""
+    """Return a block's part of the forward pass per graph."""
     nodes, outputs = config.nodes, config.hidden
     if block.kind == "head":
         return [parts.linear(outputs, config.classes, nodes)]

@@ -44,7 +44,7 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what tells the network from others, without building it."""
+    """Return what distinguishes the network from others, without building it."""
     return f"{config.model} {config.image_size}"
 
 
@@ -65,7 +65,7 @@ def _kind(architecture: str) -> str:
 
 
 def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample. Builds the model on the first call for a model and size (tenths of a second).
+    """Return the forward pass per sample. Builds the model on the first call for a model and size (tenths of a second).
 
     Raises `UsageError` if timm is not installed or its release does not know the model, or not at this size.
     """
@@ -86,8 +86,8 @@ def _layers(model: str, image_size: int | None) -> tuple[Layer, ...]:
 def build(config: Config) -> torch.nn.Module:
     """[N, channels, H, W] floats -> [N, classes], of the model's default channels and classes.
 
-    A model without a head gives the mean over its feature map instead. Raises `UsageError` as `layers` does, and for a
-    model that cannot checkpoint its activations where that is asked for.
+    A model without a head returns the mean over its feature map instead. Raises `UsageError` as `layers` does, and for
+    a model that cannot checkpoint its activations where that is asked for.
     """
     import torch
 
@@ -106,7 +106,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Images [N, channels, H, W] float32 and class indices [N]."""
+    """Return images [N, channels, H, W] float32 and class indices [N]."""
     import torch
 
     images = torch.randn(config.batch_size, *_input_shape(config.model, config.image_size), device=device)
@@ -120,7 +120,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 
 
 @lru_cache(maxsize=4096)
-def defaults(name: str):
+def defaults(name: str) -> Any:
     """timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as `layers`."""
     from featurize.nets.vision import import_library
 
@@ -140,12 +140,12 @@ def defaults(name: str):
 def _create(name: str, image_size: int | None) -> torch.nn.Module:
     from featurize.nets.vision import import_library
 
-    timm = import_library("timm")
+    create: Callable[..., torch.nn.Module] = import_library("timm").create_model
     about = defaults(name)
     if image_size is None or not about.fixed_input_size or tuple(about.input_size[1:]) == (image_size,) * 2:
-        return timm.create_model(name)
+        return create(name)
     try:
-        return timm.create_model(name, img_size=image_size)
+        return create(name, img_size=image_size)
     except (TypeError, AssertionError, ValueError) as error:
         raise UsageError(f"timm's model {name!r} takes images of {about.input_size[1]} pixels only") from error
 
@@ -164,8 +164,8 @@ def _checkpoint(model: torch.nn.Module, name: str) -> None:
         raise UsageError(f"timm's model {name!r} has no activation_checkpointing") from error
 
 
-def _as_logits(_model: torch.nn.Module, _inputs: tuple, output):
-    """[N, C] of whatever the model gives: the first tensor, features averaged over places or tokens."""
+def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+    """[N, C] of whatever the model returns: the first tensor, features averaged over places or tokens."""
     import torch
 
     while not isinstance(output, torch.Tensor):

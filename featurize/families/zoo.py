@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
 
 from conf.errors import CommandError, UsageError
 from conf.files.identity import canonical_json
@@ -38,7 +38,7 @@ _TENSOR = re.compile(rf"(?:([A-Za-z_]\w*)=)?({'|'.join(DTYPES)})\[([\d, ]*)\](?:
 
 class Tensors(NamedTuple):
     """One input, or the target: `shape` is a sample's. `bound`: integers are 0 <= x < bound. `value`: all are this one.
-    `name`: of a keyword."""
+    `name`: the keyword, if it is passed as one."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,18 +64,18 @@ class Tensors(NamedTuple):
 
 
 def parse_tensors(text: str) -> tuple[Tensors, ...]:
-    """The tensors of a text that `tensor_problems` finds nothing wrong with."""
+    """Return the tensors of a text that `tensor_problems` finds nothing wrong with."""
     return tuple(_tensor(match) for match in _TENSOR.finditer(text))
 
 
-def _tensor(match: re.Match) -> Tensors:
+def _tensor(match: re.Match[str]) -> Tensors:
     name, dtype, shape, bound, value = match.groups()
     sizes = tuple(int(size) for size in shape.split(",") if size.strip())
     return Tensors(dtype, sizes, None if bound is None else int(bound), None if value is None else int(value), name)
 
 
 def canonical_tensors(text: Any) -> Any:
-    """The same tensors in one spelling; what cannot be read as it is."""
+    """Return the same tensors in one spelling; what cannot be read as it is."""
     if not isinstance(text, str) or _unread(text):
         return text
     return " ".join(map(str, parse_tensors(text)))
@@ -83,12 +83,12 @@ def canonical_tensors(text: Any) -> Any:
 
 def _unread(text: str) -> str:
     """Return the part of the text that is not a list of tensors."""
-    at = 0
-    while at < len(text.rstrip()):
-        match = _TENSOR.match(text, at)
+    position = 0
+    while position < len(text.rstrip()):
+        match = _TENSOR.match(text, position)
         if match is None:
-            return text[at:]
-        at = match.end()
+            return text[position:]
+        position = match.end()
     return ""
 
 
@@ -113,13 +113,13 @@ def tensor_problems(text: Any, single: bool) -> list[str]:
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     if single and names:
         problems.append(f"must have no name, got {text!r}")
-    elif len(set(names)) < len(names) or any(one.name is None for one in tensors[len(tensors) - len(names) :]):
+    elif len(set(names)) < len(names) or any(unnamed.name is None for unnamed in tensors[len(tensors) - len(names) :]):
         problems.append(f"must have each name once, and names only after what has none, got {text!r}")
     return problems
 
 
 def canonical_arguments(value: Any) -> Any:
-    """The same arguments as canonical JSON; what is no mapping as it is."""
+    """Return the same arguments as canonical JSON; anything but a mapping unchanged."""
     arguments = parse_arguments({} if value is None else value)
     try:
         return value if arguments is None else canonical_json(arguments)
@@ -128,7 +128,7 @@ def canonical_arguments(value: Any) -> Any:
 
 
 def parse_arguments(value: Any) -> dict[str, Any] | None:
-    """The mapping that the text or mapping holds; None where it holds none."""
+    """Return the mapping that the text or mapping holds; None where it holds none."""
     arguments = value
     if isinstance(value, str):
         try:
@@ -139,7 +139,7 @@ def parse_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def _yaml(text: str) -> Any:
-    """`{n_layer: 4}`: JSON whose quotes a shell has eaten. Nothing at all is no arguments."""
+    """`{n_layer: 4}`: JSON whose quotes a shell has eaten. An empty text means no arguments."""
     if not text.strip().startswith("{"):  # YAML would take a bare word for a mapping
         return None if text.strip() else {}
     from omegaconf import OmegaConf
@@ -152,10 +152,10 @@ def _yaml(text: str) -> Any:
         return None
 
 
-CODE_FIELDS = ("model",)  # what of a config names code: see `featurize.configs.trial`
-LIBRARIES = ("timm", "torchvision", "transformers")  # whose models `kind` groups; pip install "gpufarm[zoo]"
+CODE_FIELDS = ("model",)  # fields of a config that name code: see `featurize.configs.trial`
+LIBRARIES = ("timm", "torchvision", "transformers")  # libraries whose models `kind` groups; pip install "gpufarm[zoo]"
 _MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
-# What a factory says to arguments or a Python that do not suit it. Memory that runs out is none of these.
+# Errors of a factory whose arguments or Python do not suit it. Running out of memory is not one of these.
 _MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)
 
 
@@ -163,7 +163,7 @@ _MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError,
 class Config(TrialConfig):
     """A model, what one sample looks like, and with which arguments the model is made. All of it is text.
 
-    model      `MODULE:FACTORY`: a class or function that gives a `torch.nn.Module`, as `torchvision.models:resnet50`,
+    model      `MODULE:FACTORY`: a class or function that returns a `torch.nn.Module`, as `torchvision.models:resnet50`,
                `timm:create_model`, `transformers:GPT2LMHeadModel`, or one of your own that can be imported
     inputs     the tensors of one sample, `DTYPE[SIZE,...]`, of integers with a bound: `float32[3,224,224]`,
                `int64[128]<50257`, or one value, `int64[128]=1`. Several are separated by spaces and given in order;
@@ -205,18 +205,18 @@ class Config(TrialConfig):
             return problems
         if self.activation_checkpointing and self.model.startswith("torchvision."):
             problems.append(f"activation_checkpointing must be false for {self.model}: torchvision's models have none")
-        if self.channels_last and any(len(one.shape) > 3 for one in parse_tensors(self.inputs)):
+        if self.channels_last and any(len(tensor.shape) > 3 for tensor in parse_tensors(self.inputs)):
             problems.append(f"channels_last must be false for inputs of more than three dimensions, got {self.inputs}")
         return problems
 
 
 def identity(config: Config) -> str:
-    """Return what tells the network from others, without building it."""
+    """Return what distinguishes the network from others, without building it."""
     return f"{config.model} {config.inputs} {config.arguments}"
 
 
 def refusal(config: Config) -> str | None:
-    """Why nothing is imported for a config that data brought, or None; see `featurize.configs.trial`."""
+    """Return why nothing is imported for a config that data brought, or None; see `featurize.configs.trial`."""
     return library_problem(config.model, config.arguments)
 
 
@@ -251,19 +251,20 @@ def _kind_of_timm(model: str, arguments: Mapping[str, Any]) -> str:
 
 
 def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample. Builds the model on the first call for it (tenths of a second).
+    """Return the forward pass per sample. Builds the model on the first call for it (tenths of a second).
 
     Raises `UsageError` for a library that is not installed, a name that it does not have, a factory that refuses its
-    arguments or gives no module, inputs that the model does not take, or an output that no loss can be taken of.
+    arguments or returns no module, inputs that the model does not take, or an output that no loss can be taken of.
     """
     return list(_reading(config).plan)
 
 
 def build(config: Config) -> torch.nn.Module:
-    """A module that takes the positional inputs of `batch` and gives logits, or an object or a tuple that holds them.
+    """Return a module that takes the positional inputs of `batch` and returns logits, or an object or a tuple that
+    holds them.
 
     It is the library's own module with hooks, so that modules keep their names. Raises `UsageError` as `layers` does,
-    but for the inputs; and for a model that cannot checkpoint its activations where that is asked for.
+    except for the inputs; and for a model that cannot checkpoint its activations where that is asked for.
     """
     import torch
 
@@ -273,24 +274,24 @@ def build(config: Config) -> torch.nn.Module:
         model = _create(config.model, config.arguments)
         if config.activation_checkpointing:
             _checkpoint(model, config.model)
-        return _hooked(model, parse_tensors(config.inputs))
+        return _hook(model, parse_tensors(config.inputs))
 
     # Constructors read small tensors back, which a default device without memory forbids.
     return build_on_meta(make) if torch.get_default_device().type == "meta" else make()
 
 
 def create(model: str, arguments: str) -> torch.nn.Module:
-    """The library's own module, without hooks, on the current default device. Errors as `layers` has them, and
+    """Return the library's own module, without hooks, on the current default device. Errors as `layers` has them, and
     `NotTrusted` for a model or arguments that data may not name."""
     return _create(model, arguments)
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The inputs [N, ...], those with names last, and targets that suit the loss; see `Config`.
+    """Return the inputs [N, ...], those with names last, and targets that suit the loss; see `Config`.
 
     Raises `UsageError` as `layers` does, unless the config says what targets look like.
     """
-    inputs = tuple(one.make(config.batch_size, device) for one in parse_tensors(config.inputs))
+    inputs = tuple(tensor.make(config.batch_size, device) for tensor in parse_tensors(config.inputs))
     (target,) = parse_tensors(config.target or _reading(config).target)
     return inputs, target.make(config.batch_size, device)
 
@@ -313,7 +314,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 # ---- from a config to a module
 
 
-def _load(model: str, arguments: str) -> Callable:
+def _load(model: str, arguments: str) -> Callable[..., Any]:
     """Return what the name stands for. `UsageError` for no such module or attribute, with near names, and for no
     callable; `NotTrusted`, before anything is imported, for code that data names."""
     from featurize.nets.vision import import_library, mending
@@ -350,14 +351,14 @@ def _load(model: str, arguments: str) -> Callable:
     return part
 
 
-def _is_module(value: object) -> bool:
+def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
     from torch import nn
 
     return isinstance(value, nn.Module)
 
 
 def _create(model: str, arguments: str) -> torch.nn.Module:
-    """The model, on the current default device. `UsageError` as `layers` has it."""
+    """Return the model, on the current default device. `UsageError` as `layers` has it."""
     from featurize.nets.vision import mending
 
     factory, given = _load(model, arguments), json.loads(arguments)
@@ -380,7 +381,8 @@ def _create(model: str, arguments: str) -> torch.nn.Module:
 
 
 def _settings(model: str, config_class: type, given: Mapping[str, Any]) -> Any:
-    """An object of a transformers model's configuration, which would take any name: a mistyped one is told here."""
+    """Return an object of a transformers model's configuration, which would take any name: a mistyped one is found
+    here."""
     default = config_class()
     known = sorted(
         {*vars(default), *getattr(default, "attribute_map", {}), *inspect.signature(config_class).parameters}
@@ -408,13 +410,15 @@ def _checkpoint(model: torch.nn.Module, name: str) -> None:
         raise UsageError(f"zoo: {name} has no activation_checkpointing") from error
 
 
-def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
-    """The same module, which takes named inputs by position and gives what a loss can be taken of."""
-    names = [one.name for one in inputs if one.name is not None]
+def _hook(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
+    """Return the same module, which takes named inputs by position and returns what a loss can be taken of."""
+    names = [tensor.name for tensor in inputs if tensor.name is not None]
     if names:
         plain = len(inputs) - len(names)
 
-        def by_name(_model: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def by_name(
+            _model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return args[:plain], {**kwargs, **dict(zip(names, args[plain:], strict=True))}
 
         model.register_forward_pre_hook(by_name, with_kwargs=True)
@@ -422,7 +426,7 @@ def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Mod
     return model
 
 
-def _as_logits(_model: torch.nn.Module, _inputs: tuple, output: Any) -> Any:
+def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
     """Return a mapping's `out`, where it has no logits, or else its first tensor; return others as they are."""
     import torch
 
@@ -457,16 +461,16 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
     tensors = parse_tensors(inputs)
 
     class Fed(nn.Module):
-        """Takes as many numbers as there are samples, and gives the model inputs of its own kind."""
+        """Takes as many numbers as there are samples, and passes the model inputs of its own kind."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.model = build_on_meta(lambda: _hooked(_create(model, arguments), tensors))
+            self.model = build_on_meta(lambda: _hook(_create(model, arguments), tensors))
             self.targets = ""
             self.given: list[torch.Tensor] | None = None
 
         def forward(self, samples: torch.Tensor) -> Any:
-            given = self.given or [one.make(len(samples), "meta") for one in tensors]
+            given = self.given or [tensor.make(len(samples), "meta") for tensor in tensors]
             output = self.model(*given)
             self.targets = target or _targets_of(output)
             return output
@@ -476,7 +480,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
                 return plan_of_module(self, ())
             except Exception:  # it may read its inputs back, or run an operator that only CUDA's rules allow on meta
                 recorder = Recorder(self.model)
-                self.given = [one.make(SAMPLES, "meta") for one in tensors]
+                self.given = [tensor.make(SAMPLES, "meta") for tensor in tensors]
                 recorder.values.learn(self.given, default=1)
                 with fused_kernels(), recorder.modules(), recorder.watched():
                     return plan_of_module(self, ())
@@ -493,7 +497,8 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
 
 
 def _targets_of(output: Any) -> str:
-    """One sample's targets of cross entropy: classes below their number, where the output has logits for them."""
+    """Return one sample's targets of cross entropy: classes below their number, where the output has logits for
+    them."""
     import torch
 
     from featurize.training.training_step import targets_for

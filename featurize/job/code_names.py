@@ -64,10 +64,11 @@ class TrustedName(str):
 
 
 def parse_trust(value: object) -> tuple[str, ...]:
-    """The modules of a `trust=` option: a name, or several. `UsageError` for what is no name of a module."""
+    """Return the modules of a `trust=` option: a name, or several. Raises `UsageError` for anything that is not a
+    module's name."""
     given = () if value is None else (value,) if isinstance(value, str) else value
     names = tuple(given) if isinstance(given, Sequence) else (given,)
-    wrong = [one for one in names if not isinstance(one, str) or not _MODULE_NAME.fullmatch(one)]
+    wrong = [name for name in names if not isinstance(name, str) or not _MODULE_NAME.fullmatch(name)]
     if wrong:
         raise UsageError(f"trust must name modules, as in trust=[mypackage.nets], got {shown(wrong[0])}")
     return names
@@ -81,11 +82,13 @@ def granted_model(model: str, trust: Sequence[str]) -> str:
         return model
     if colon and model in trust:
         return CodeName(model)
-    return TrustedName(model) if any(module == one or module.startswith(f"{one}.") for one in trust) else model
+    return (
+        TrustedName(model) if any(module == trusted or module.startswith(f"{trusted}.") for trusted in trust) else model
+    )
 
 
 def library_problem(model: str, arguments: str, *, advice: str | None = None) -> str | None:
-    """Return why data may not name this model with these arguments (a JSON object), as far as texts tell, or None.
+    """Return why data may not name this model with these arguments (a JSON object), as far as texts show, or None.
 
     `advice`: what the reader can do where the module is nobody's; default: what helps at a command line.
     """
@@ -107,7 +110,7 @@ def library_problem(model: str, arguments: str, *, advice: str | None = None) ->
 
 
 def arguments_problem(model: str, arguments: str) -> str | None:
-    """Why these arguments are more than plain data: numbers, words of a few known keys, and lists of them."""
+    """Return why these arguments are more than plain data: numbers, words of a few known keys, and lists of them."""
     if len(arguments) > MOST_CHARACTERS:
         return f"{model}: arguments of {len(arguments):,} characters are too long for data"
     given = json.loads(arguments)
@@ -145,7 +148,7 @@ def require_settings(model: str, settings: Any) -> None:
 
 
 def _foreign_problem(model: str, factory: Any) -> str | None:
-    """Why `factory`, which the trusted module holds, is not called; None: the module itself defines it."""
+    """Return why `factory`, which the trusted module holds, is not called; None: the module itself defines it."""
     from torch import nn
 
     module = model.partition(":")[0]
@@ -173,7 +176,7 @@ def _value_problem(name: str, value: Any, depth: int) -> str | None:
             return f"more than {MOST_REPEATS} of them"
         return None
     if isinstance(value, list) and depth < 3:
-        return next((problem for one in value if (problem := _value_problem(name, one, depth + 1))), None)
+        return next((problem for item in value if (problem := _value_problem(name, item, depth + 1))), None)
     if isinstance(value, str):
         if (
             len(name) <= _LONGEST_KEY
@@ -184,7 +187,7 @@ def _value_problem(name: str, value: Any, depth: int) -> str | None:
             return None
         return f"a text ({shown(value)})"
     if isinstance(value, dict) and depth < 3 and _NESTED.fullmatch(name):
-        parts = (_value_problem(inner, one, depth + 1) for inner, one in value.items())
+        parts = (_value_problem(inner, item, depth + 1) for inner, item in value.items())
         return next((problem for problem in parts if problem), None)
     return "a mapping"
 
@@ -213,7 +216,7 @@ def _is_a_model(model: str, factory: Any) -> bool:
 
 
 def _download(model: str, factory: Any, given: Mapping[str, Any]) -> str | None:
-    """Why the call would fetch weights by a default of the library's, or name none of timm's models."""
+    """Return why the call would fetch weights by a default of the library's, or name none of timm's models."""
     import importlib
 
     if "model_name" in given:
@@ -232,8 +235,8 @@ def _download(model: str, factory: Any, given: Mapping[str, Any]) -> str | None:
 
 
 def _fetches(settings: Any, depth: int) -> bool:
-    own = vars(settings) if hasattr(settings, "__dict__") else {}
-    if own.get("use_pretrained_backbone"):
+    attributes = vars(settings) if hasattr(settings, "__dict__") else {}
+    if attributes.get("use_pretrained_backbone"):
         return True
-    nested = (value for value in own.values() if hasattr(value, "model_type"))
+    nested = (value for value in attributes.values() if hasattr(value, "model_type"))
     return depth < 3 and any(_fetches(value, depth + 1) for value in nested)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own file of settings (ds_config.json): what it says of ZeRO, and of the training. Torch-free.
+"""DeepSpeed's own file of settings (ds_config.json): its settings of ZeRO and of the training. Torch-free.
 
 Start reading at `read_deepspeed`. Names and defaults are of DeepSpeed 0.19 (deepspeed/runtime/config.py,
 deepspeed/runtime/zero/config.py); "auto" is what Hugging Face's Trainer fills in
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from conf.errors import UsageError, shown
 
@@ -128,7 +128,7 @@ _KNOWN_OF_ZERO = frozenset(
         "offload_param",
     }
 )
-# DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW unless it is told otherwise.
+# DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW unless set otherwise.
 _OPTIMIZERS = {
     "adam": "adamw",
     "adamw": "adamw",
@@ -165,12 +165,12 @@ class DeepSpeedFile:
 def read_deepspeed(
     given: Mapping[str, Any] | str | Path, *, ranks: int, hidden_size: Callable[[], int | None] | None = None
 ) -> DeepSpeedFile:
-    """Return what DeepSpeed's settings say of a job.
+    """Return a job's settings from DeepSpeed's.
 
     Args:
         given: The settings, or the path of their JSON file.
         ranks: GPUs of the job.
-        hidden_size: Gives that of the model, from which Hugging Face computes buckets where they are "auto"; asked only
+        hidden_size: Returns the model's, from which Hugging Face computes buckets where they are "auto"; asked only
             there. None leaves them open.
 
     Raises:
@@ -192,11 +192,11 @@ def hidden_size_of(config: object) -> int | None:
     Args:
         config: With `hidden_size`, `hidden_sizes`, or a `text_config` that has either.
     """
-    for one in (config, getattr(config, "text_config", None)):
-        if isinstance(size := getattr(one, "hidden_size", None), int):
+    for part in (config, getattr(config, "text_config", None)):
+        if isinstance(size := getattr(part, "hidden_size", None), int):
             return size
-        if isinstance(sizes := getattr(one, "hidden_sizes", None), list | tuple) and sizes:
-            return max(sizes)
+        if isinstance(sizes := getattr(part, "hidden_sizes", None), list | tuple) and sizes:
+            return int(max(sizes))
     return None
 
 
@@ -213,7 +213,7 @@ def settings_of(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"deepspeed: {shown(str(given))} is no JSON: {error}") from error
+        raise UsageError(f"deepspeed: {shown(str(given))} is not JSON: {error}") from error
     if not isinstance(content, Mapping):
         raise UsageError(f"deepspeed: {shown(str(given))} holds no settings by name")
     return content
@@ -263,13 +263,13 @@ class _Reader:
             self.problems.append("bf16 and fp16 exclude each other: enable either")
         if enabled:
             self.zero["param_dtype"] = enabled[0]
-        own = enabled[0] if enabled else "fp32"
+        enabled_type = enabled[0] if enabled else "fp32"
         for key, value in {
             "data_types.grad_accum_dtype": self._block("data_types").get("grad_accum_dtype"),
             "communication_data_type": self._given.get("communication_data_type"),
         }.items():
-            if value not in (None, AUTO, own):
-                self.problems.append(f"{key}={value} is not estimated beside a model in {own}; leave it out")
+            if value not in (None, AUTO, enabled_type):
+                self.problems.append(f"{key}={value} is not estimated beside a model in {enabled_type}; leave it out")
 
     def _read_zero(self, block: Mapping[str, Any]) -> None:
         stage = block.get("stage", 0)
@@ -310,7 +310,7 @@ class _Reader:
             self.problems.append(f"{_ZERO}.{name}.device={shown(device)} is not estimated; known: none, cpu")
         if value.get("ratio", 1) != 1 or value.get("super_offload"):
             self.problems.append(f"{_ZERO}.{name}: a part of it (ratio, super_offload) is not estimated")
-        return device == "cpu"
+        return bool(device == "cpu")
 
     def _read_optimizer(self, block: Mapping[str, Any]) -> None:
         name = self._value(block, "type", "optimizer")
@@ -363,7 +363,7 @@ class _Reader:
 
     def _number(self, name: str) -> float | None:
         value = self._value(self._given, name, "")
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+        if value is None or is_finite(value):
             return value
         self.problems.append(f"{name} must be a number or auto, got {shown(value)}")
         return None
@@ -374,6 +374,11 @@ class _Reader:
             return None if value is None else int(value)
         self.problems.append(f"{name} must be a whole number >= 1, got {shown(value)}")
         return None
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_off(value: object) -> bool:

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from conf.errors import UsageError, shown
-from featurize.job.deepspeed_config import COUNTS, ZERO_STAGES, DeepSpeedFile, read_deepspeed
+from featurize.job.deepspeed_config import COUNTS, ZERO_STAGES, DeepSpeedFile, is_finite, read_deepspeed
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
-WRAPPED = ("ddp", "fsdp", "tp")  # of these, those that real ranks run in
+WRAPPED = ("ddp", "fsdp", "tp")  # those among them that real ranks run in
 EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
 EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
-EXPERT_REPLICAS = "eddp"  # that of the replicas of these shards, the same ranks as ddp's in groups of their own
+EXPERT_REPLICAS = "eddp"  # the axis of the replicas of these shards, the same ranks as ddp's in groups of their own
 OWN = "own"  # the model's own code spreads it
 HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
-GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # of pipelines
+GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # schedules of pipelines
 ROTATIONS = ("allgather", "alltoall")  # torch.distributed.tensor.experimental.set_rotate_method; its default first
 DTYPES = ("fp32", "bf16", "fp16")
 FULLY_SHARD, FLAT = FSDP_VERSIONS = (2, 1)  # fully_shard, and FullyShardedDataParallel with its flat parameters
@@ -33,7 +33,6 @@ _WITHIN = re.compile(r"[\[{][^\]}]*")  # brackets
 _COMMA = "\0"  # stands for one within brackets
 _QUOTED = " '\""
 EXAMPLE = "parallel=ddp=8"
-EXAMPLE_EXPERTS = "as in fsdp=8,ep=4"
 EXAMPLE_STARTS = "stage_starts=[layers.8,layers.16]"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
@@ -55,7 +54,10 @@ OF_MODES = (
     OfMode(
         ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
         "ddp without fsdp, cp, tp and zero",
-        lambda degrees: not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees) or _without_replicas(degrees)),
+        lambda degrees: (
+            not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees))
+            and (_takes_part(degrees, "ddp") or not _takes_part(degrees, "pp", OWN))
+        ),
     ),
     OfMode(("fsdp_version",), "fsdp", lambda degrees: _takes_part(degrees, "fsdp")),
     OfMode(
@@ -99,17 +101,15 @@ def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[s
     kept = dict(given)
     for _ in range(2):  # settings of a stage and of a version go with it
         chosen = {**degrees, "zero": kept.get("zero"), "fsdp_version": kept.get("fsdp_version")}
-        left_out = {name for one in OF_MODES if not one.applies(chosen) for name in one.names}
+        left_out = {
+            name for mode_setting in OF_MODES if not mode_setting.applies(chosen) for name in mode_setting.names
+        }
         kept = {name: value for name, value in kept.items() if name not in left_out}
     return kept
 
 
 def _takes_part(degrees: Mapping[str, Any], *modes: str) -> bool:
     return any(degrees.get(mode, 1) != 1 for mode in modes)
-
-
-def _without_replicas(degrees: Mapping[str, Any]) -> bool:
-    return _takes_part(degrees, "pp", OWN) and not _takes_part(degrees, "ddp")
 
 
 def _stage(degrees: Mapping[str, Any]) -> bool:
@@ -120,68 +120,80 @@ def _stage(degrees: Mapping[str, Any]) -> bool:
 class Parallel:
     """A job's ranks, one GPU each. A mode is a field that holds its degree; the degrees multiply.
 
-    Args:
-        pp: Ranks of a pipeline, each with a part of the model (a stage, or several). The batch is that of a whole
+    Degrees:
+        pp: Ranks of a pipeline, each with a part of the model (one stage or several). The batch is that of a whole
             step of the pipeline, which `schedule.step` of torch.distributed.pipelining divides into micro-batches.
-        ddp: Replicas of the model, each with a batch of its own: under DistributedDataParallel, or of all shards of
-            `fsdp` (HSDP).
-        fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with a batch of its own.
+        ddp: Replicas of the model, each with its own batch: under DistributedDataParallel, or of all shards of `fsdp`
+            (HSDP).
+        fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with its own batch.
         cp: Ranks that share a batch, each with its part of the sequence (context parallelism): attention gathers or
             rotates keys and values among them. FSDP2 spreads over `fsdp` and `cp` together.
-        tp: Ranks that share each module of a plan (tensor parallelism), and a batch.
+        tp: Ranks that share a batch and each module of a plan (tensor parallelism).
         ep: Neighbours among the ranks of `fsdp`, `cp` and `tp` that divide the experts of each mixture among them and
             exchange tokens (expert parallelism). It adds no ranks: FSDP2 spreads each expert over the other ranks.
         own: Ranks over which the model's own code spreads it: the factory calls `init_device_mesh`, `fully_shard`,
-            `parallelize_module` or `distribute_tensor`, and is taken as it is. Each rank counts with its own batch.
-        gpus_per_node: GPUs of a node; more ranks than that take several nodes, all of them full.
-        network_gb_s: What each GPU gets of the network between nodes, in GB/s per direction. None: one adapter a GPU,
-            as its PCIe carries them: 100 Gb/s on PCIe 3.0, 200 on 4.0, 400 on 5.0.
+            `parallelize_module` or `distribute_tensor`, and is used unchanged. Each rank counts with its own batch.
+
+    Nodes:
+        gpus_per_node: GPUs of a node. More ranks than that take several nodes, all of them full.
+        network_gb_s: Each GPU's share of the network between nodes, in GB/s per direction. None: one adapter a GPU,
+            as fast as its PCIe: 100 Gb/s on PCIe 3.0, 200 on 4.0, 400 on 5.0.
+
+    Pipelines (`pp`):
+        schedule: Order in which a rank runs its micro-batches, one of `SCHEDULES`. None: 1f1b.
+        micro_batches: Number of micro-batches that the batch is divided into, along the first dimension. None: two for
+            each rank of `pp`.
+        stages_per_rank: Stages of each rank, for `interleaved` only. None: 2 there.
+        stage_starts: Paths of the modules at which all stages but the first begin, in order. None: blocks are spread
+            evenly, where the parts before and after them count as a block each.
+        drop_outputs: The last stage does not keep the outputs of its micro-batches to return them as one
+            (`return_outputs=False` of `schedule.step`).
+
+    DistributedDataParallel (`ddp`):
         gradient_as_bucket_view: Gradients are views of the buckets in which they are reduced, not copies.
-        bucket_cap_mb: Size at which a bucket of gradients is full, in MiB. None is torch's own: 25, the first one 1.
+        bucket_cap_mb: Size at which a bucket of gradients is full, in MiB. None: torch's own, 25 (the first bucket 1).
         static_graph: Every step runs the same operators.
         find_unused_parameters: Parameters may go without a gradient. Buckets then keep the order of the parameters.
-        broadcast_buffers: Buffers of the first rank are sent to all others before each step.
+        broadcast_buffers: The first rank's buffers are sent to all others before each step.
+
+    FSDP2, and FSDP1 (`fsdp`):
         reshard_after_forward: Gathered parameters are freed after the forward pass and gathered again for the backward
-            pass; a number: they are spread over so many ranks meanwhile. None is FSDP2's choice: all but the root's.
-        param_dtype: Type in which FSDP2 gathers parameters and computes, of `DTYPES`. None: their own.
+            pass; a number: they are spread over this many ranks in between. None: FSDP2's choice, all but the root's.
+        param_dtype: Type in which FSDP2 gathers parameters and computes, one of `DTYPES`. None: their own.
         reduce_dtype: Type in which it reduces gradients. None: `param_dtype`.
         cpu_offload: Shards, their gradients and the optimizer are in host memory.
         wrap: Classes of the modules whose parameters are gathered together. None: the repeated blocks.
-        fsdp_version: 2: `fully_shard`; 1: `FullyShardedDataParallel`, with flat parameters, its older kin. Its
-            strategies are FULL_SHARD and SHARD_GRAD_OP, as `reshard_after_forward` is true or false, and HYBRID_SHARD
-            and its kin with `ddp`.
-        backward_prefetch: When FSDP1 gathers the next unit of the backward pass, of `PREFETCHES`: before this one's
-            gradients are computed, after that, or not ahead at all.
+        fsdp_version: 2: `fully_shard`. 1: `FullyShardedDataParallel`, with flat parameters: FULL_SHARD or
+            SHARD_GRAD_OP, as `reshard_after_forward` is true or false, and HYBRID_SHARD and its variant with `ddp`.
+        backward_prefetch: When FSDP1 gathers the next unit of the backward pass, one of `PREFETCHES`: before this
+            one's gradients are computed, after that, or not ahead at all.
         limit_all_gathers: The host waits before it gathers more than two units ahead of FSDP1's kernels.
-        use_orig_params: FSDP1 keeps the original parameters; false: the optimizer gets flat ones, and each unit's
-            parameters all train or are all frozen. Lightning, Composer and accelerate set true, torch's own is false.
-        no_sync: Micro-steps but the last run under FSDP1's `no_sync`: each rank keeps whole gradients meanwhile.
-        cp_rotate: How keys and values go around, of `ROTATIONS`. None is PyTorch's choice, allgather.
-        cp_load_balance: Each rank has a part of the sequence's head and one of its tail, so that all have as much of a
-            causal mask. None is PyTorch's choice, true; false is for attention without a causal mask.
+        use_orig_params: FSDP1 keeps the original parameters. False: the optimizer gets flat ones, and each unit's
+            parameters all train or are all frozen. Lightning, Composer and accelerate set true; torch's own is false.
+        no_sync: All micro-steps but the last run under FSDP1's `no_sync`: each rank keeps whole gradients during them.
+
+    Context and tensor parallelism (`cp`, `tp`):
+        cp_rotate: How keys and values go around, one of `ROTATIONS`. None: PyTorch's choice, allgather.
+        cp_load_balance: Each rank has a part of the sequence's head and one of its tail, so that a causal mask leaves
+            all ranks the same work. None: PyTorch's choice, true. False is for attention without a causal mask.
         tp_plan: Path of a module, with `*` for any part of it -> how it is split, as in plans of transformers' models:
             `colwise`, `rowwise` and others. None: the model's own plan.
-        zero: Stage of DeepSpeed's ZeRO, in place of DistributedDataParallel: 1 spreads the optimizer over the ranks of
-            `ddp`, 2 gradients, too, 3 parameters, too. None: no ZeRO. `param_dtype` is then the type of the model
-            itself, whose master weights are in fp32; `cpu_offload` is DeepSpeed's `offload_optimizer`.
-        reduce_bucket_size: Elements of the buffer in which ZeRO reduces gradients.
-        overlap_comm: It reduces them on a stream of their own, in two buffers by turns. None is DeepSpeed's choice:
+
+    DeepSpeed's ZeRO (`zero`):
+        zero: Stage, in place of DistributedDataParallel: 1 spreads the optimizer over the ranks of `ddp`, 2 also
+            gradients, 3 also parameters. None: no ZeRO. `param_dtype` is then the type of the model itself, whose
+            master weights are in fp32; `cpu_offload` is DeepSpeed's `offload_optimizer`.
+        reduce_bucket_size: Elements of the buffer in which gradients are reduced.
+        overlap_comm: Gradients are reduced on their own stream, in two alternating buffers. None: DeepSpeed's choice,
             only in stage 3.
         contiguous_gradients: Gradients are copied into that buffer as they come.
         offload_param: Stage 3 keeps the partitions of parameters in host memory.
         sub_group_size: Elements of a partition that stage 3 updates at a time.
         stage3_prefetch_bucket_size: Elements that stage 3 gathers ahead of use.
-        stage3_max_live_parameters: Gathered elements beyond which it frees parameters and gathers no more ahead.
-        stage3_max_reuse_distance: It keeps gathered parameters that are used again within so many elements.
-        stage3_param_persistence_threshold: It keeps smaller parameters gathered.
-        deepspeed: What DeepSpeed's own file says, of which `parse_parallel` made this layout.
-        schedule: Order in which a rank of a pipeline runs its micro-batches, of `SCHEDULES`. None: 1f1b.
-        micro_batches: Into how many the batch is divided, along the first dimension. None: two for each rank of `pp`.
-        stages_per_rank: Stages of each rank, of `interleaved` only. None: 2 there.
-        stage_starts: Paths of the modules at which all stages but the first begin, in their order. None: blocks are
-            spread evenly, where what comes before them and what comes after them count as a block each.
-        drop_outputs: The last stage does not keep the outputs of its micro-batches to return them as one
-            (`return_outputs=False` of `schedule.step`).
+        stage3_max_live_parameters: Gathered elements beyond which stage 3 frees parameters and gathers no more ahead.
+        stage3_max_reuse_distance: Stage 3 keeps gathered parameters that are used again within this many elements.
+        stage3_param_persistence_threshold: Stage 3 keeps smaller parameters gathered.
+        deepspeed: DeepSpeed's own file, from which `parse_parallel` made this layout.
 
     Raises:
         UsageError: A value out of range; all of them are named.
@@ -308,7 +320,7 @@ class Parallel:
             groups[EXPERT_SHARDS] = self.expert_shards, self.ep
         # A dimension that is the whole mesh talks within the default group (torch/distributed/device_mesh.py).
         whole = [name for name, (degree, _) in groups.items() if degree == self.ranks]
-        return {name: one for name, one in groups.items() if one[0] > 1 and name not in whole[1:]}
+        return {name: group for name, group in groups.items() if group[0] > 1 and name not in whole[1:]}
 
     @property
     def ranks(self) -> int:
@@ -322,7 +334,7 @@ class Parallel:
 
     @property
     def shards(self) -> bool:
-        """PyTorch's own wrappers spread tensors over ranks, but for what a pipeline does."""
+        """PyTorch's own wrappers spread tensors over ranks, except what a pipeline does."""
         return self.fsdp > 1 or self.cp > 1 or self.tp > 1 or self.own > 1
 
     @property
@@ -333,13 +345,13 @@ class Parallel:
     def text(self) -> str:
         """Return the settings that differ from their defaults, as `ddp=8, static_graph=true`."""
         return ", ".join(
-            f"{field.name}={_written(value)}"
+            f"{field.name}={_write(value)}"
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default and field.name != "deepspeed"
         )
 
 
-def _written(value: object) -> str:
+def _write(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
@@ -358,31 +370,22 @@ def _whole(least: int, most: float, words: str) -> _Value:
     return _Value(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
 
 
-def _elements(least: int) -> _Value:
-    return _whole(least, math.inf, f"of elements, at least {least}")
-
-
 def _one_of(choices: tuple[str, ...]) -> _Value:
     return _Value(lambda value: value in choices, f"one of {', '.join(choices)}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
-
-
 def _are_names(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, str) and one for one in value)
-
-
-def _is_plan(value: object) -> bool:
-    return isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values()))
+    return isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
 
 
 _DEGREES = (*MODES, EXPERTS, OWN, "gpus_per_node")
 _VALUES: Mapping[str, _Value] = {
     **dict.fromkeys((*_DEGREES, "micro_batches"), _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")),
     "stages_per_rank": _whole(2, MOST_RANKS, f"from 2 to {MOST_RANKS}"),
-    **dict.fromkeys(("network_gb_s", "bucket_cap_mb"), _Value(_is_number, "a number > 0")),
+    **dict.fromkeys(
+        ("network_gb_s", "bucket_cap_mb"),
+        _Value(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0"),
+    ),
     **{
         field.name: _Value(lambda value: isinstance(value, bool), "true or false")
         for field in dataclasses.fields(Parallel)
@@ -393,7 +396,10 @@ _VALUES: Mapping[str, _Value] = {
     "cp_rotate": _one_of(ROTATIONS),
     "schedule": _one_of(SCHEDULES),
     "wrap": _Value(lambda value: bool(value) and _are_names(value), "names of classes, as in wrap=[LlamaDecoderLayer]"),
-    "tp_plan": _Value(_is_plan, f"module path -> style, as in {EXAMPLE_PLAN}"),
+    "tp_plan": _Value(
+        lambda value: isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values())),
+        f"module path -> style, as in {EXAMPLE_PLAN}",
+    ),
     "stage_starts": _Value(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}"),
     "fsdp_version": _Value(
         lambda value: type(value) is int and value in FSDP_VERSIONS,
@@ -403,7 +409,11 @@ _VALUES: Mapping[str, _Value] = {
         lambda value: type(value) is int and value in ZERO_STAGES,
         "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
     ),
-    **{name: _elements(0 if name.startswith("stage3_") else 1) for name in COUNTS},
+    **{
+        name: _whole(least, math.inf, f"of elements, at least {least}")
+        for name in COUNTS
+        for least in [0 if name.startswith("stage3_") else 1]
+    },
 }
 
 
@@ -419,10 +429,10 @@ def _problems_of(layout: Parallel) -> Iterator[str]:
     if not wrong.isdisjoint(_DEGREES):
         return
     chosen = {**layout.degrees, "zero": layout.zero, "fsdp_version": layout.fsdp_version}
-    for one in OF_MODES:
-        set_too = [name for name in one.names if getattr(layout, name) != fields[name].default]
-        if set_too and not one.applies(chosen):
-            yield f"{', '.join(set_too)}: of {one.words} only"
+    for mode_setting in OF_MODES:
+        set_too = [name for name in mode_setting.names if getattr(layout, name) != fields[name].default]
+        if set_too and not mode_setting.applies(chosen):
+            yield f"{', '.join(set_too)}: of {mode_setting.words} only"
     yield from _misfits(layout)
     if layout.pp > 1 and wrong.isdisjoint({"schedule", "micro_batches", "stages_per_rank", "stage_starts"}):
         yield from _misfits_of_pipeline(layout)
@@ -448,7 +458,7 @@ def _misfits(layout: Parallel) -> Iterator[str]:
     if layout.ep > 1 and among % layout.ep:
         yield (
             f"ep divides the ranks of fsdp, cp and tp, of which there are {among}: {layout.ep} does not; "
-            f"{EXAMPLE_EXPERTS}"
+            "as in fsdp=8,ep=4"
         )
     elif layout.ep > 1 and layout.ep % layout.tp:
         yield f"ep must be a multiple of tp, which shares tokens: {layout.ep} of {layout.tp}; as in fsdp=4,tp=2,ep=4"
@@ -483,7 +493,7 @@ def parse_parallel(
     Args:
         given: A `Parallel`, a mapping of its fields, or text such as `ddp=8` and `ddp=8,gradient_as_bucket_view=true`.
         files: `deepspeed=FILE` may name DeepSpeed's own settings: where they are, as a job's config holds no files.
-        hidden_size: Gives that of the model, where such a file leaves sizes to it.
+        hidden_size: Returns the model's, where such a file leaves sizes to it.
 
     Raises:
         UsageError: An unknown mode or setting, with the known ones; a value out of range; a file that cannot be read.
@@ -504,7 +514,8 @@ def names_network_only(given: object) -> bool:
 
 
 def named_settings(given: str | Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return settings by name, as a text or a mapping has them. Raises `UsageError` for text that is none."""
+    """Return settings by name, as a text or a mapping has them. Raises `UsageError` for text that is not such a
+    list."""
     return dict(_pairs(given) if isinstance(given, str) else given)
 
 
@@ -539,7 +550,7 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
             given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
     if isinstance(starts := given.get("stage_starts"), tuple):
         # Members of an nn.Sequential are numbers, as YAML reads them.
-        given["stage_starts"] = tuple(str(one) if type(one) is int else one for one in starts)
+        given["stage_starts"] = tuple(str(start) if type(start) is int else start for start in starts)
     if given.get("backward_prefetch", "") is None:
         given["backward_prefetch"] = "none"  # as YAML reads it
     if unknown := [shown(name) for name in given if name not in known]:
@@ -553,11 +564,11 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
 
 
 def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
-    """The degrees of shards within nodes and replicas across them."""
+    """Return the degrees of shards within nodes and replicas across them."""
     ranks, of_node = given[HYBRID], given.get("gpus_per_node", Parallel.gpus_per_node)
     if both := [name for name in ("ddp", "fsdp") if name in given]:
         raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(both)} out, or {HYBRID}")
-    if not all(type(one) is int and one > 0 for one in (ranks, of_node)) or ranks % of_node or ranks == of_node:
+    if not all(type(size) is int and size > 0 for size in (ranks, of_node)) or ranks % of_node or ranks == of_node:
         raise UsageError(
             f"parallel: {HYBRID} must be GPUs of several full nodes of {shown(of_node)}, got {shown(ranks)}"
         )
@@ -567,19 +578,19 @@ def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
     for masked in _WITHIN.sub(lambda inside: inside[0].replace(",", _COMMA), text).split(","):
         part = masked.replace(_COMMA, ",")
-        name, equals, value = (one.strip() for one in part.partition("="))
+        name, equals, value = (side.strip() for side in part.partition("="))
         if name in (*MODES, EXPERTS, OWN, HYBRID) and not equals:
             raise UsageError(f"parallel: {name} needs a number of GPUs, as in {name}=8")
         if not name or not equals:
-            raise UsageError(f"parallel: {shown(part)} is no setting; write {EXAMPLE}")
+            raise UsageError(f"parallel: {shown(part)} is not a setting; write {EXAMPLE}")
         yield name, _value(value)
 
 
 def _value(text: str) -> Any:
     if text.startswith("[") and text.endswith("]"):
-        return [one.strip(_QUOTED) for one in text[1:-1].split(",")]
+        return [item.strip(_QUOTED) for item in text[1:-1].split(",")]
     if text.startswith("{") and text.endswith("}"):
-        pairs = (one.partition(":") for one in text[1:-1].split(","))
+        pairs = (item.partition(":") for item in text[1:-1].split(","))
         return {path.strip(_QUOTED): style.strip(_QUOTED) for path, _, style in pairs}
     words = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in words:

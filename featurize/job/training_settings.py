@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias, TypedDict
 
 from conf.errors import UsageError, shown, unknown_name
+from featurize.job.deepspeed_config import is_finite
 from featurize.job.layout import Parallel, parse_parallel
 
 _ANY = ("foreach", "fused", "loop")
@@ -82,7 +82,7 @@ class TrialConfig:
     """Base of every family's config. Raises `ValueError` naming the field, the rule and the value.
 
     A subclass sets `family`, adds its fields, and extends `problems`. `parallel` is text such as `ddp=2`, kept in the
-    one form that `Parallel.text` gives it; None, also for `ddp=1`, is one GPU.
+    one form that `Parallel.text` writes; None, also for `ddp=1`, is one GPU.
     """
 
     family: ClassVar[str]
@@ -103,7 +103,7 @@ class TrialConfig:
             raise UsageError(f"{self.family}: " + "; ".join(problems))
 
     def problems(self) -> list[str]:
-        """Every rule this config breaks, in words; empty when it can be built."""
+        """Return every rule this config breaks, in words; empty when it can be built."""
         problems = [
             *at_least(self, batch_size=1),
             *one_of(self, optimizer=OPTIMIZERS, precision=PRECISIONS),
@@ -147,18 +147,6 @@ def sharing_problem(optimizer: str, layout: Parallel | None) -> str | None:
     return f"optimizer={optimizer} does not run on parameters that ranks share (DTensor); choose one of {choices}"
 
 
-def weight_decay_problems(value: Any) -> list[str]:
-    """Return what is wrong with an optimizer's weight decay; None is its library's default."""
-    if value is None or (is_finite(value) and value >= 0):
-        return []
-    return [f"weight_decay must be a number >= 0, got {shown(value)}"]
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
 
 
@@ -189,7 +177,6 @@ IMPLEMENTATIONS = ("foreach", "fused", "loop")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CHECKPOINTING = ("full", "selective")
-ZERO_GRADS = ("before_forward", "after_forward")
 _ON_HOST = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.on_host)
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.float8.Float8LinearRecipeName
 # What runs the job on the host: PyTorch operator by operator, what torch.compile made, Megatron-LM and what builds on
@@ -200,7 +187,7 @@ QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Training settings by themselves, for a model that is no family's.
+    """Training settings by themselves, for a model that is not a family's.
 
     Args:
         optimizer: One of `OPTIMIZERS`.
@@ -232,7 +219,7 @@ class Training:
         framework: What launches the kernels, one of `FRAMEWORKS`: it decides how long the host takes. None: `compiled`
             with `compile`, else `megatron` where modules or stages are split over ranks, else `eager`.
         float8: Linear layers multiply 8-bit floats, as torchao's `convert_to_float8_training` makes them: one of its
-            recipes. Layers of which a size is no multiple of 16 stay as they are.
+            recipes. Layers one of whose sizes is not a multiple of 16 stay as they are.
         float8_skip: Names of the linear layers that are not converted. None: the output layer.
         float8_all_gather: FSDP2 casts weights before it gathers them, torchao's `enable_fsdp_float8_all_gather`.
         quantize: Frozen weights of linear layers are stored in 4 or 8 bits; `-dq` quantizes the block constants too.
@@ -277,8 +264,13 @@ class Training:
             value = getattr(self, name)
             if not (value is None and name in _MAY_BE_NONE) and not (isinstance(value, str) and value in known):
                 raise unknown_name(name, value, known)
-        problems = [*self._wrong_values(), *self._exclusions()]
-        if problems:
+        wrong = [
+            f"{name} {rule}, got {shown(getattr(self, name))}"
+            for names, holds, rule in _RULES
+            for name in names
+            if not holds(getattr(self, name))
+        ]
+        if problems := [*wrong, *self._exclusions()]:
             raise UsageError("; ".join(problems))
         for name in _LISTS:
             if isinstance(value := getattr(self, name), list):
@@ -309,7 +301,7 @@ class Training:
         return self._beyond("cudnn_benchmark", "channels_last", "framework")
 
     def beyond_fits(self) -> tuple[str, ...]:
-        """Return those of `beyond_trials` that no fitted model can speak of.
+        """Return the settings among `beyond_trials` that no fitted model covers.
 
         Where gradients are freed is not among them, nor weight decay: what lives longer, or is copied, is in the traced
         peak, which fitted models scale. Nor is the framework, which changes the host's time alone.
@@ -326,14 +318,6 @@ class Training:
             and not (field.name == "precision" and self.precision in PRECISIONS)
             and field.name not in known
         )
-
-    def _wrong_values(self) -> list[str]:
-        return [
-            f"{name} {rule}, got {getattr(self, name)!r}"
-            for names, holds, rule in _RULES
-            for name in names
-            if not holds(getattr(self, name))
-        ] + weight_decay_problems(self.weight_decay)
 
     def _exclusions(self) -> list[str]:
         known = OPTIMIZERS[self.optimizer].implementations
@@ -386,7 +370,7 @@ _CHOICES = {
     "precision": ALL_PRECISIONS,
     "implementation": IMPLEMENTATIONS,
     "checkpointing": CHECKPOINTING,
-    "zero_grad": ZERO_GRADS,
+    "zero_grad": ("before_forward", "after_forward"),
     "framework": FRAMEWORKS,
     "float8": FLOAT8_RECIPES,
     "quantize": QUANTIZATIONS,
@@ -429,6 +413,7 @@ _RULES: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
         lambda value: value is None or (isinstance(value, tuple | list) and all(isinstance(v, str) for v in value)),
         "is a list of modules' names",
     ),
+    (["weight_decay"], lambda value: value is None or (is_finite(value) and value >= 0), "must be a number >= 0"),
 )
 
 

@@ -20,7 +20,7 @@ LARGE_STEP = 2 * MIB  # from there on a segment is the request rounded up to thi
 LEAST_REST_SMALL = 512
 LEAST_REST_LARGE = MIB + 512  # "more than 1 MiB", in steps of 512
 UNLIMITED = 1 << 62
-UNBOUNDED_ADDRESSES = 1 << 40  # of an expandable segment where no capacity is given
+UNBOUNDED_ADDRESSES = 1 << 40  # addresses of an expandable segment where no capacity is given
 
 # A free piece's place in its pool is one integer, size first, then address: both are multiples of 512.
 KEY_SHIFT = 48
@@ -155,11 +155,11 @@ class Pool:
             del self.unmapped[piece.address]
 
     def pieces(self) -> list[Piece]:
-        """The free ones, smallest first."""
+        """Return the free pieces, smallest first."""
         return [self.by_key[key] for key in self.keys]
 
     def base_of(self, address: int) -> int:
-        """Where the expandable segment that holds this address begins."""
+        """Return where the expandable segment that holds this address begins."""
         return max(base for base in self.ranges if base <= address)
 
 
@@ -177,7 +177,7 @@ class AddressSpace:
         self._holes: list[tuple[int, int]] = []  # address, size; sorted, never adjacent
 
     def take(self, size: int, action: str) -> int:
-        """An address for `size` bytes. `action` is the event that asks, `segment_alloc` or `segment_map`."""
+        """Return an address for `size` bytes. `action` is the event that asks, `segment_alloc` or `segment_map`."""
         size = -(-size // self.STEP) * self.STEP
         for i, (address, room) in enumerate(self._holes):
             if room >= size:
@@ -188,23 +188,23 @@ class AddressSpace:
 
     def give(self, address: int, size: int) -> None:
         size = -(-size // self.STEP) * self.STEP
-        at = bisect_left(self._holes, (address, 0))
-        if at < len(self._holes) and self._holes[at][0] == address + size:
-            size += self._holes.pop(at)[1]
-        if at > 0 and sum(self._holes[at - 1]) == address:
-            at -= 1
-            address, room = self._holes.pop(at)
+        position = bisect_left(self._holes, (address, 0))
+        if position < len(self._holes) and self._holes[position][0] == address + size:
+            size += self._holes.pop(position)[1]
+        if position > 0 and sum(self._holes[position - 1]) == address:
+            position -= 1
+            address, room = self._holes.pop(position)
             size += room
         if address + size == self._end:
             self._end = address
         else:
-            self._holes.insert(at, (address, size))
+            self._holes.insert(position, (address, size))
 
 
 class OutOfMemory(Exception):
     """No cached block serves the request, and no segment for it fits, even after all cached segments were given back.
 
-    requested_bytes   of the segment that did not fit; `capacity_bytes` is the limit it met: what the device gives,
+    requested_bytes   size of the segment that did not fit; `capacity_bytes` is the limit it met: what the device gives,
     or the allowed fraction of it.
     """
 
@@ -268,13 +268,13 @@ class CachingAllocator:
         self._large_requests = 0
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> small, large
         self._live: dict[int, Piece] = {}
-        self._retired: set[int] = set()  # of these
+        self._retired: set[int] = set()  # those of them that are retired
         self._addresses = address_space if address_space is not None else AddressSpace()
         # What a new expandable segment reserves of the address space, at least.
         self._address_bytes = UNBOUNDED_ADDRESSES if total is None else total + total // 8
 
     def allocate(self, nbytes: int, stream: int = 0) -> int | None:
-        """A handle to a block of at least `nbytes`, for `free`; None, and no block, for 0 bytes.
+        """Return a handle to a block of at least `nbytes`, for `free`; None, and no block, for 0 bytes.
 
         Raises `OutOfMemory`, which leaves the allocator usable, its cache given back.
         """
@@ -286,10 +286,10 @@ class CachingAllocator:
         pools = self._pools.get(stream)
         pool = (pools if pools is not None else self._new_pools(stream))[size > SMALL_REQUEST]
         keys = pool.keys
-        at = bisect_left(keys, size << KEY_SHIFT)
+        position = bisect_left(keys, size << KEY_SHIFT)
         if self._picky:
-            at = self._pick(pool, at, size)
-        piece = pool.by_key.pop(keys.pop(at)) if at < len(keys) else self._acquire(pool, size)
+            position = self._pick(pool, position, size)
+        piece = pool.by_key.pop(keys.pop(position)) if position < len(keys) else self._acquire(pool, size)
         rest = piece.size - size
         if rest >= pool.least_rest and size < self._split_below:
             self._put(piece.split(size))  # the front is handed out
@@ -313,7 +313,7 @@ class CachingAllocator:
             return
         piece = self._live.pop(handle, None)
         if piece is None:
-            raise ValueError(f"{handle!r} is no live block of this allocator: freed twice, or another allocator's")
+            raise ValueError(f"{handle!r} is not a live block of this allocator: freed twice, or another allocator's")
         if handle in self._retired:
             self._retired.discard(handle)
         else:
@@ -332,9 +332,9 @@ class CachingAllocator:
         if not self._picky and nbytes > 0 and pools is not None:
             size = (nbytes + 511) & -512 if self._round is None else self._round(nbytes)
             pool = pools[size > SMALL_REQUEST]
-            at = bisect_left(pool.keys, size << KEY_SHIFT)
-            if at < len(pool.keys):  # split and merged again, a cached piece is what it was
-                cached = pool.by_key[pool.keys[at]].size
+            position = bisect_left(pool.keys, size << KEY_SHIFT)
+            if position < len(pool.keys):  # split and merged again, a cached piece is what it was
+                cached = pool.by_key[pool.keys[position]].size
                 allocated = self.allocated_bytes + (size if cached - size >= pool.least_rest else cached)
                 self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
                 return allocated
@@ -373,7 +373,7 @@ class CachingAllocator:
         return self._live[handle].address
 
     def snapshot(self) -> tuple[Segment, ...]:
-        """Every segment with its blocks, by address: what `torch.cuda.memory_snapshot()` shows."""
+        """Return every segment with its blocks, by address: what `torch.cuda.memory_snapshot()` shows."""
         free = (piece for pools in self._pools.values() for pool in pools for piece in pool.by_key.values())
         return segments_of(itertools.chain(free, self._live.values()), expandable=self._expandable)
 
@@ -382,8 +382,8 @@ class CachingAllocator:
         size = self.settings.size_rounding()(nbytes)
         pool = (self._pools.get(stream) or self._new_pools(stream))[size > SMALL_REQUEST]
         counted = self._large_requests
-        at = bisect_left(pool.keys, size << KEY_SHIFT)
-        fits = (self._pick(pool, at, size) if self._picky else at) < len(pool.keys)
+        position = bisect_left(pool.keys, size << KEY_SHIFT)
+        fits = (self._pick(pool, position, size) if self._picky else position) < len(pool.keys)
         self._large_requests = counted
         if fits:
             return False
@@ -408,32 +408,32 @@ class CachingAllocator:
         )
         return pools
 
-    def _pick(self, pool: Pool, at: int, size: int) -> int:
-        """Which free piece serves the request, from the best fit on; the number of pieces for none of them."""
+    def _pick(self, pool: Pool, position: int, size: int) -> int:
+        """Return which free piece serves the request, from the best fit on; the number of pieces for none of them."""
         if not pool.small:
             self._large_requests += 1
         keys = pool.keys
-        if at == len(keys):
-            return at
+        if position == len(keys):
+            return position
         if self._expandable:
             # The last piece before unmapped space counts as large as it can become, so that it is kept for later.
-            while at + 1 < len(keys) and self._reach(pool, at + 1) < self._reach(pool, at):
-                at += 1
-        cached = pool.by_key[keys[at]].size
+            while position + 1 < len(keys) and self._reach(pool, position + 1) < self._reach(pool, position):
+                position += 1
+        cached = pool.by_key[keys[position]].size
         if size < self._max_split <= cached:
             return len(keys)
         if size >= self._max_split and cached >= size + self._non_split_rounding:
             return len(keys)
-        return at
+        return position
 
     @staticmethod
-    def _reach(pool: Pool, at: int) -> int:
-        piece = pool.by_key[pool.keys[at]]
+    def _reach(pool: Pool, position: int) -> int:
+        piece = pool.by_key[pool.keys[position]]
         behind = piece.behind
         return piece.size + (behind.size if behind is not None and behind.free is None else 0)
 
     def _acquire(self, pool: Pool, size: int) -> Piece:
-        """A free piece for the request from new memory. Gives cached segments back where it must."""
+        """Return a free piece for the request from new memory. Gives cached segments back where it must."""
         if self._collect_above is not None:
             self._collect_garbage(self._collect_above)
         piece = self._grow(pool, size)
@@ -494,12 +494,12 @@ class CachingAllocator:
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Give back the smallest unsplittable segment that makes room, or several, the largest first."""
         wanted = max(size, self._max_split)
-        at = bisect_left(pool.keys, wanted << KEY_SHIFT)
-        if at < len(pool.keys) and not self._expandable:
-            self._release(pool.by_key[pool.keys[at]])
+        position = bisect_left(pool.keys, wanted << KEY_SHIFT)
+        if position < len(pool.keys) and not self._expandable:
+            self._release(pool.by_key[pool.keys[position]])
             return True
         released = 0
-        for piece in reversed(pool.pieces()[:at]):
+        for piece in reversed(pool.pieces()[:position]):
             if released >= wanted or piece.size < self._max_split:
                 break
             if not self._expandable:
@@ -629,7 +629,7 @@ class CachingAllocator:
 
 
 def segments_of(pieces: Iterable[Piece], *, expandable: bool) -> tuple[Segment, ...]:
-    """The segments that hold these pieces, which are all mapped, by address."""
+    """Return the segments that hold these pieces, which are all mapped, by address."""
     segments = []
     for head in pieces:
         if head.before is not None and head.before.free is not None:

@@ -1,8 +1,8 @@
 """Workspaces of a traced step's convolutions on one GPU model, how they are known, and what follows if they are not.
 
 Start reading at `convolution_workspaces`; `for_release` turns its answers into those of a PyTorch release's own cuDNN.
-Nobody knows without a GPU, or without asking cuDNN, which workspaces convolutions take. How the peak answers to several
-assumptions is known (`scenario_features`), and a learner weighs them by what was measured.
+Nobody knows without a GPU, or without asking cuDNN, which workspaces convolutions take. `scenario_features` returns the
+peak under several assumptions, which a learner weights by measurements.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ class ConvolutionWorkspace:
     source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`library_calls`)
     sizes      bytes that PyTorch tries to take, the largest first
     engine     cuDNN's name of the configuration that the heuristics name first; empty where cuDNN was not asked
-    layout     in which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed
+    layout     layout in which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed
     cudnn      version of cuDNN; empty where it is guessed
     problem    why cuDNN did not answer, where it was asked
     """
@@ -172,7 +173,7 @@ def for_release(
     """Return the workspaces as the cuDNN of a release of PyTorch takes them.
 
     cuDNN before 9.8 cannot be asked. Jobs that ran with 9.1 (fp32, A100) leave no room for what later versions take for
-    1x1 kernels: channels-last copies of input and output. So those stay guessed for such a release, which is none.
+    1x1 kernels: channels-last copies of input and output. So those stay guessed for such a release, which is not one.
 
     Args:
         workspaces: The answers of a cuDNN that can be asked.
@@ -238,7 +239,7 @@ SCENARIOS: Mapping[str, Mapping[tuple[str, bool], tuple[int, int, int]]] = {
         ("weight_gradient", True): _ALL,
     },
 }
-_FEW_CHANNELS = 4  # of the image: there cuDNN has forward kernels that take no copy
+_FEW_CHANNELS = 4  # channels of the image: there cuDNN has forward kernels that take no copy
 SETTLED = "settled"
 _MOST_STEPS = 8  # more than the replay's: of 2,039 networks, none reserved more after five
 
@@ -268,16 +269,16 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
 def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     calls, pools = trace.remembered("events", lambda: _by_pool(trace))
     guessed = [workspace_bytes(call, spec) for call in calls]
-    reserved = {SETTLED: _settled(trace, pools, guessed)}
+    reserved = {SETTLED: _settle(trace, pools, guessed)}
     for name, copies in SCENARIOS.items():
         sizes = [
             _spare_workspace(call, copies) if call.spare else guess for call, guess in zip(calls, guessed, strict=True)
         ]
-        reserved[name] = sum(_reserved(trace, pool, sizes) for pool in pools)
+        reserved[name] = sum(_count_reserved(trace, pool, sizes) for pool in pools)
     return reserved
 
 
-def _settled(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
+def _settle(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
     plays = [pool.play(sizes) for pool in pools]
     now = [next(play) for play in plays]
     for pool, nbytes in zip(pools, now, strict=True):
@@ -290,7 +291,7 @@ def _settled(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> 
     return sum(now)
 
 
-def _reserved(trace: StepTrace, pool: _Pool, sizes: Sequence[int]) -> int:
+def _count_reserved(trace: StepTrace, pool: _Pool, sizes: Sequence[int]) -> int:
     # GPU models differ in the guesses that a scenario replaces.
     return trace.remembered(pool.key(sizes), lambda: next(pool.play(sizes)))
 
@@ -313,7 +314,7 @@ def _by_pool(trace: StepTrace) -> tuple[list[LibraryCall], tuple[_Pool, _Pool]]:
     for block, nbytes, step, _phase in trace.events:
         if nbytes:
             pools[abs(nbytes) > SMALL_REQUEST].add(block, nbytes, step == last)
-        elif (call := trace.blocks[block].call) is not None:  # of a size that a scenario decides
+        elif (call := trace.blocks[block].call) is not None:  # a scenario decides its size
             for pool in pools:
                 pool.add(~numbers[call], 0, step == last)
     return calls, pools
@@ -324,7 +325,7 @@ class _Pool:
 
     Args:
         calls: The distinct library calls, whose workspaces may lie in either pool.
-        small: Which pool: requests of up to `SMALL_REQUEST` bytes, or those above.
+        small: The pool: requests of up to `SMALL_REQUEST` bytes, or those above.
     """
 
     def __init__(self, calls: Sequence[LibraryCall], *, small: bool) -> None:
@@ -336,8 +337,8 @@ class _Pool:
         """Add the next event."""
         (self._last if in_last else self._first).append((block, nbytes))
 
-    def key(self, sizes: Sequence[int]) -> tuple:
-        """Return what tells the bytes that are reserved with workspaces of these sizes, one for each call."""
+    def key(self, sizes: Sequence[int]) -> tuple[Any, ...]:
+        """Return a function from workspaces of these sizes, one for each call, to the bytes reserved with them."""
         return "reserved", self._small, tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
 
     @cached_property
@@ -367,7 +368,7 @@ class _Pool:
         """Yield the bytes that are reserved after all steps, then after each repetition of the last one.
 
         Args:
-            sizes: Of the calls' workspaces; those of the other pool are left out.
+            sizes: Workspace sizes of the calls; those of the other pool are left out.
         """
         allocator = CachingAllocator()
         handles: dict[int, int | None] = {}

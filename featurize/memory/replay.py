@@ -30,7 +30,7 @@ class Moment(NamedTuple):
 
     step: int
     phase: str
-    block: int  # of the trace's blocks
+    block: int  # index of the trace's block
     allocated: int
     reserved: int
 
@@ -42,7 +42,7 @@ class MemoryProfile:
     fits            False: the step needs more than the capacity even after cached memory was given back, and the
                     peaks are those of a device without limit
     peak_parts      block kind -> bytes at the moment of the most allocated bytes, workspaces included; they sum to
-                    `peak_allocated`, but for rounding: to 512 bytes, or up to a whole cached block where it is at
+                    `peak_allocated`, except for rounding: to 512 bytes, or up to a whole cached block where it is at
                     most 1 MiB larger and is not split
     peak_modules    module -> bytes of the activations alive then that its operators made
     peak_operator, peak_module   what took memory at that moment
@@ -198,15 +198,15 @@ class _Run:
                 parts["workspace"] += self._size_of(block.call)
             if block.kind == "activation":
                 modules[block.module] += event.nbytes
-        at = trace.events[self.peak_at] if trace.events else None
-        made = trace.blocks[at.block] if at is not None else None
+        peak = trace.events[self.peak_at] if trace.events else None
+        made = trace.blocks[peak.block] if peak is not None else None
         return MemoryProfile(
             fits=fits,
             peak_allocated=self.allocator.peak_allocated_bytes,
             peak_reserved=self.allocator.peak_reserved_bytes,
             retries=self.allocator.retries,
-            peak_step=at.step if at is not None else 0,
-            peak_phase=at.phase if at is not None else "setup",
+            peak_step=peak.step if peak is not None else 0,
+            peak_phase=peak.phase if peak is not None else "setup",
             peak_operator=made.operator if made is not None else "",
             peak_module=made.module if made is not None else "",
             peak_parts=parts,
@@ -263,7 +263,7 @@ class RecordingAllocator(CachingAllocator):
     """A caching allocator that keeps the history of a trace's replay, as `_record_memory_history` does.
 
     Args:
-        trace: Whose events are replayed, in their order.
+        trace: Trace whose events are replayed, in their order.
         at: The events so far; its length is the number of the event under way.
         settings, capacity_bytes, total_bytes: As in `CachingAllocator`.
     """
@@ -371,7 +371,7 @@ class RecordingAllocator(CachingAllocator):
         return {"stream": stream, "frames": _frames(block, event.step, event.phase), "category": block.kind}
 
     def _see_segments(self, shared: dict[str, Any]) -> None:
-        """Enter what the driver gave, took back or refused since the last time."""
+        """Record what the driver gave, took back or refused since the last time."""
         for seen in self.segment_events[self._segments_seen :]:
             place = {"device_free": self._free_bytes()} if seen.action == "oom" else {"addr": seen.address}
             self._entries.append(
@@ -434,7 +434,7 @@ class HistoryReplay:
     unmatched_frees: int
 
     def first_difference(self) -> str | None:
-        """None where both agree in every event; otherwise the first one that differs, in words."""
+        """Return None where both agree in every event; otherwise the first one that differs, in words."""
         pairs = itertools.zip_longest(self.simulated, self.recorded)
         for i, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
@@ -469,7 +469,7 @@ def replay_history(
     live: dict[int, int | None] = {}
     recorded = []
     unmatched = 0
-    pending: list[int] = []  # addresses given back since the last entry that was none of a segment
+    pending: list[int] = []  # addresses given back since the last entry that was not a segment's
     for entry in entries:
         action, size = str(entry["action"]), int(entry.get("size", 0))
         stream, address = int(entry.get("stream", 0)), int(entry.get("addr", 0))

@@ -66,7 +66,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     if how == "selective":
         more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks[::every]:
-        vars(block)["forward"] = _checkpointed(block.forward, reentrant, more)  # shadows the class's method
+        vars(block)["forward"] = _checkpoint(block.forward, reentrant, more)  # shadows the class's method
 
 
 def _leave_caches_out(model: nn.Module) -> None:
@@ -88,9 +88,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _tunes_a_prefix(module: nn.Module) -> bool:
-    configs = getattr(module, "peft_config", None)  # of peft's models, by the adapter's name
+    configs = getattr(module, "peft_config", None)  # a peft model has it, by the adapter's name
     adapters = configs.values() if isinstance(configs, dict) else ()
-    return any(getattr(one, "peft_type", None) == "PREFIX_TUNING" for one in adapters)
+    return any(getattr(adapter, "peft_type", None) == "PREFIX_TUNING" for adapter in adapters)
 
 
 def _blocks(module: nn.Module, *, nested: bool) -> list[nn.Module]:
@@ -113,7 +113,7 @@ def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
     """Return whether the model, or else any of its members, has a switch that can do it, which is on now."""
     variant = {"use_reentrant": reentrant}
     if getattr(model, "supports_gradient_checkpointing", True):
-        enable = getattr(model, "activation_checkpointing_enable", None)  # of transformers from 5 on
+        enable = getattr(model, "activation_checkpointing_enable", None)  # transformers has it from 5 on
         if callable(enable):
             enable(activation_checkpointing_kwargs=variant, every_n_layers=every)
             return True
@@ -128,7 +128,7 @@ def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
     return any([_by_own_switches(member, every, reentrant) for member in model.children()])
 
 
-def _checkpointed(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:
+def _checkpoint(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

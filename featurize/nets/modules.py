@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def activation(name: str) -> nn.Module:
-    """A new module (`prelu` has a parameter) for a name of `featurize.configs.trial.ACTIVATIONS`."""
+    """Return a new module (`prelu` has a parameter) for a name of `featurize.job.training_settings.ACTIVATIONS`."""
     return _ACTIVATIONS[name]()
 
 
@@ -52,7 +53,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
 
-    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         recompute = self.recompute and self.training and torch.is_grad_enabled()
         for block in self.blocks:
             if not recompute:
@@ -298,13 +299,13 @@ class Recommender(nn.Module):
 
 
 def with_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:
-    """[2, E] -> [2, E + nodes]: an edge from every node to itself besides."""
+    """[2, E] -> [2, E + nodes]: and an edge from every node to itself."""
     loops = torch.arange(nodes, device=edges.device).expand(2, -1)
     return torch.cat([edges, loops], dim=1)
 
 
 def sum_by_target(values: torch.Tensor, target_E: torch.Tensor, nodes: int) -> torch.Tensor:
-    """Values [E, ...] -> [nodes, ...]: the sum over the edges that lead to each node."""
+    """Return values [E, ...] -> [nodes, ...]: the sum over the edges that lead to each node."""
     return values.new_zeros(nodes, *values.shape[1:]).scatter_add_(0, _like(target_E, values), values)
 
 
@@ -407,7 +408,7 @@ class GraphClassifier(nn.Module):
         return self.head(self.body(x_VF, edges_2E))
 
 
-GROUPS = 32  # of every group norm
+GROUPS = 32  # groups of every group norm
 
 
 def double_convolution(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str) -> nn.Sequential:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ LINEARS: dict[str, Callable[[int, int], nn.Module]] = {"linear": nn.Linear, "con
 class SelfAttention(nn.Module):
     """[N, L, E] -> [N, L, E]: one projection to queries, keys and values, PyTorch's fused attention, one projection."""
 
-    def __init__(self, width: int, heads: int, *, causal: bool, dropout: float, linear: Callable = nn.Linear):
+    def __init__(self, width: int, heads: int, *, causal: bool, dropout: float, linear: Callable[..., Any] = nn.Linear):
         super().__init__()
         self.heads, self.causal, self.dropout = heads, causal, dropout
         self.qkv = linear(width, 3 * width)
@@ -63,7 +64,7 @@ class SelfAttention(nn.Module):
 
 
 def feed_forward(
-    width: int, inner: int, function: nn.Module, *, inner_dropout: float = 0.0, linear: Callable = nn.Linear
+    width: int, inner: int, function: nn.Module, *, inner_dropout: float = 0.0, linear: Callable[..., Any] = nn.Linear
 ) -> nn.Sequential:
     """[N, L, E] -> [N, L, E] by way of F."""
     return nn.Sequential(linear(width, inner), function, *dropouts(inner_dropout), linear(inner, width))
@@ -142,7 +143,8 @@ class RoutedExperts(nn.Module):
         return result_JE.view(batch, self.choices, length, width).sum(1), balance
 
     def _rows(self, expert_NJ: Tensor, wanted_NJX: Tensor, places: int) -> tuple[Tensor, Tensor]:
-        """Each choice's row among the places (expert by expert, in these sample by sample), and whether it has one."""
+        """Return each choice's row among the places (expert by expert, in these sample by sample), and whether it has
+        one."""
         queue_NJX = wanted_NJX.cumsum(1, dtype=torch.int32)
         place_NJ = queue_NJX.gather(2, expert_NJ.unsqueeze(-1)).squeeze(-1) - 1
         kept_NJ = place_NJ < self.capacity

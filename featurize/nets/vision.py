@@ -1,4 +1,4 @@
-"""Imports the model libraries that are no dependencies of ours: timm, torchvision, transformers; and finds near names.
+"""Imports the model libraries that are not dependencies of ours: timm, torchvision, transformers; and finds near names.
 
 Start reading at `import_library`; `mending` is for what a user's own code imports. `near_names` are those near one that
 does not exist, of a module's attributes or of modules; `library_names` knows how a library spells its models.
@@ -46,7 +46,8 @@ _schemas = None  # the torch.library.Library that holds them; they last as long 
 
 
 def import_library(name: str) -> ModuleType:
-    """The module `name` (`timm`, `torchvision.models`, `transformers`). `EnvironmentProblem` says what to install.
+    """Return the module `name` (`timm`, `torchvision.models`, `transformers`). `EnvironmentProblem` says what to
+    install.
 
     torchvision is made importable also where its own library was built for another torch: its detection operators can
     then be traced but not run; the models need none of them.
@@ -74,8 +75,10 @@ def quiet_imports() -> Iterator[None]:
 
 
 def mending(call: Callable[[], T]) -> T:
-    """`call()`, and once more if it failed for want of torchvision, where one is kept aside, or of its operators:
-    directly, or because of a library that says no more than that it could not be imported."""
+    """Run `call()`; if it fails because torchvision or its operators are missing, make them available and retry once.
+
+    The failure may be direct, or that of a library which says only that it could not be imported.
+    """
     with quiet_imports():
         try:
             return call()
@@ -158,8 +161,8 @@ def _of_timm(name: str) -> list[str]:
 
     if not timm.is_model(name):
         return []
-    own = [f"timm.models:{name}"] if hasattr(timm.models, name) else []
-    return [*own, f"timm:create_model with arguments {{model_name: {name}}}"]
+    factory = [f"timm.models:{name}"] if hasattr(timm.models, name) else []
+    return [*factory, f"timm:create_model with arguments {{model_name: {name}}}"]
 
 
 def _of_torchvision(name: str) -> list[str]:
@@ -175,7 +178,7 @@ def _of_transformers(name: str) -> list[str]:
 
     kind = name.rpartition("/")[2].partition("-")[0].lower()  # also of a checkpoint, as bert-base-uncased
     classes = [table.get(kind) for table in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_MAPPING_NAMES)]
-    return [f"transformers:{one}" for one in dict.fromkeys(classes) if isinstance(one, str)]
+    return [f"transformers:{class_name}" for class_name in dict.fromkeys(classes) if isinstance(class_name, str)]
 
 
 _SPELLINGS = {"timm": _of_timm, "torchvision": _of_torchvision, "transformers": _of_transformers}

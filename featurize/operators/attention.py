@@ -26,7 +26,7 @@ from featurize.operators.replacing import replaced, replaced_if_imported
 from featurize.operators.tensor_parts import is_shared
 
 _IMPLEMENTATION = "flash_attention_2"
-_ROWS = 32  # of which memory-efficient attention keeps row sums (aten/src/ATen/native/transformers: kAlignLSE)
+_ROWS = 32  # rows for which memory-efficient attention keeps sums (aten/src/ATen/native/transformers: kAlignLSE)
 _HALF = (torch.float16, torch.bfloat16)
 _XFORMERS_RUN = "_memory_efficient_attention"  # which each of xFormers' public functions calls
 _LIBRARY, _MODELS = "transformers.modeling_flash_attention_utils", "transformers.modeling_utils"
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def building(build: Callable[[], T]) -> T:
-    """`build()` as if the package were installed, also where it is the call that imports transformers."""
+    """Call `build()` as if flash-attn were installed, even if that call is the first to import transformers."""
     known = _transformers() is not None
     try:
         with as_installed():
@@ -66,12 +66,12 @@ def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[
         kernels: PyTorch's for fused attention on the GPU.
         attends: Called with the width of a head of each call of PyTorch's own function.
     """
-    own = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
+    attend = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
     xformers = functools.partial(functools.partial, _attend_xformers)
     with (
         as_installed(),
         replaced_if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers),
-        replaced(F, "scaled_dot_product_attention", own),
+        replaced(F, "scaled_dot_product_attention", attend),
     ):
         yield
 
@@ -86,7 +86,7 @@ def as_installed() -> Iterator[None]:
         yield
         return
 
-    def lazy_imports(implementation: str | None, *args: object, **kwargs: object) -> tuple:
+    def lazy_imports(implementation: str | None, *args: object, **kwargs: object) -> Any:
         if implementation != _IMPLEMENTATION:
             return imports(implementation, *args, **kwargs)
         return flash_attn_func, flash_attn_varlen_func, None, vars(library)["_pad_input"], vars(library)["_unpad_input"]
@@ -198,7 +198,7 @@ def _attend_xformers(run: Callable[..., Tensor], inp: Any, *args: Any, **kwargs:
         return flash_attn_func(query, key, value, inp.p, inp.scale, causal).reshape(shape)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     mask = bias.expand(*query.shape[:3], key.shape[2]) if isinstance(bias, Tensor) else None
-    out = torch.ops.aten._scaled_dot_product_efficient_attention(
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, query.requires_grad, inp.p, causal, scale=inp.scale
     )[0]
     return out.transpose(1, 2).reshape(shape)
@@ -209,21 +209,21 @@ def _four_dimensions(x: Tensor) -> Tensor:
 
 
 def _scaled_dot_product(
-    original,
+    original: Callable[..., Tensor],
     autocast: Autocast,
     kernels: AttentionKernels,
     attends: Callable[[int], None],
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-):
-    """The kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a mask
-    (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Return the kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a
+    mask (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
     kernel, which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
     width = query.shape[-1]
     attends(width)
@@ -242,7 +242,7 @@ def _scaled_dot_product(
             if attn_mask.dtype is torch.bool:
                 bias = torch.zeros_like(attn_mask, dtype=query.dtype)
                 attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-            attn_mask = _aligned(attn_mask)
+            attn_mask = _align(attn_mask)
             batch, heads, length = query.shape[:3]
             attn_mask = attn_mask.expand(batch, heads, length, key.shape[-2])
         if is_shared(query):
@@ -281,9 +281,9 @@ def _require_whole_rows(query: Tensor) -> None:
         )
 
 
-def _aligned(mask: Tensor) -> Tensor:
-    """The bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded copy,
-    of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
+def _align(mask: Tensor) -> Tensor:
+    """Return the bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded
+    copy, of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
     if mask.stride(-1) == 1 and not any(step % 8 for step in mask.stride()[:-1]):
         return mask
     columns = mask.shape[-1]

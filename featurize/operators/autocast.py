@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,11 +55,11 @@ class Autocast:
         """A phase of the step begins."""
         self._cache = {} if phase == "forward" else None
 
-    def lower(self, value):
+    def lower(self, value: Any) -> Any:
         """As a product's argument."""
         return self.cast(value, self.dtype)
 
-    def cast(self, value, dtype: torch.dtype | None):
+    def cast(self, value: Any, dtype: torch.dtype | None) -> Any:
         """Floating tensors, also those in lists, in that type; without autocast as they are."""
         if self.dtype is None:
             return value
@@ -112,21 +113,21 @@ class Autocast:
             finally:
                 self._installed = False
 
-    def _wrap(self, function: Callable, dtype: torch.dtype | None) -> Callable:
+    def _wrap(self, function: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
         """Cast the arguments to a type; None: to autocast's."""
 
         @functools.wraps(function)
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> Any:
             into = dtype or self.dtype
             return function(*(self.cast(a, into) for a in args), **{k: self.cast(v, into) for k, v in kwargs.items()})
 
         return call
 
-    def _wrap_dtype(self, function: Callable) -> Callable:
+    def _wrap_dtype(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Ask for the result in fp32, unless the caller asks for a type."""
 
         @functools.wraps(function)
-        def call(x, *args, **kwargs):
+        def call(x: Any, *args: Any, **kwargs: Any) -> Any:
             narrow = isinstance(x, Tensor) and x.is_meta and x.dtype in _FLOATS[1:]
             if self.dtype is not None and narrow and kwargs.get("dtype") is None:
                 kwargs["dtype"] = torch.float32
@@ -134,12 +135,12 @@ class Autocast:
 
         return call
 
-    def _wrap_softmax(self, function: Callable, kernel: Callable) -> Callable:
-        """In fp16 the kernel that reads halves and gives floats; else a copy in fp32 first."""
+    def _wrap_softmax(self, function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """Call, in fp16, the kernel that reads halves and returns floats; else make a copy in fp32 first."""
         otherwise = self._wrap(function, torch.float32)
 
         @functools.wraps(function)
-        def call(x, dim=None, *args, **kwargs):
+        def call(x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
             plain = self.dtype is not None and isinstance(dim, int) and not args and not kwargs
             if plain and isinstance(x, Tensor) and x.is_meta and x.dtype is torch.float16:
                 return kernel(x, dim, True)
@@ -150,35 +151,41 @@ class Autocast:
 
 @contextlib.contextmanager
 def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
-    """Within, meta tensors are cast as by CUDA's autocast of that type (None: by none), and by what a model itself asks
-    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass."""
+    """Within, meta tensors are cast as by CUDA's autocast of that type (None: not cast), and as the model's own calls
+    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass ask."""
     autocast = Autocast(dtype)
 
-    class OfAModel(torch.autocast):
-        """Meta stands for CUDA, which PyTorch's own context refuses or knows to be absent."""
+    class ModelAutocast(torch.autocast):
+        """The context that the model enters. Meta stands for CUDA, which PyTorch's own refuses or knows is absent."""
 
-        def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        def __init__(
+            self,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
             self._of_gpu = device_type in ("cuda", "meta")
             self._asked = (dtype or torch.get_autocast_dtype("cuda")) if enabled else None
             kept = {"enabled": False} if self._of_gpu else {"enabled": enabled}
             super().__init__("cuda" if self._of_gpu else device_type, dtype, cache_enabled=cache_enabled, **kept)
 
-        def __enter__(self):
+        def __enter__(self) -> Any:
             self._inside = contextlib.ExitStack()
             if self._of_gpu:
                 self._inside.enter_context(autocast.switched(self._asked))
             return super().__enter__()
 
-        def __exit__(self, *error):
+        def __exit__(self, *error: Any) -> Any:
             self._inside.close()
             return super().__exit__(*error)
 
-    def of_cuda(enabled=True, dtype=torch.float16, cache_enabled=True):
-        return OfAModel("cuda", dtype, enabled, cache_enabled)
+    def of_cuda(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> ModelAutocast:
+        return ModelAutocast("cuda", dtype, enabled, cache_enabled)
 
     with _lock, contextlib.ExitStack() as stack:
         for owner in (torch, torch.amp, torch.amp.autocast_mode):
-            stack.enter_context(replaced(owner, "autocast", OfAModel))
+            stack.enter_context(replaced(owner, "autocast", ModelAutocast))
         # Asked for the type of a tensor's device, which PyTorch knows no autocast of.
         enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 

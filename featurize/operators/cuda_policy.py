@@ -37,12 +37,12 @@ _EVERY = 2
 @contextlib.contextmanager
 def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[None]:
     """Within, torchvision's detectors run on meta tensors, if torchvision's operators are imported at all. `assume`
-    hears what is taken for granted."""
+    is notified of what is taken for granted."""
     instead: list[tuple[str, str, Callable[[Any], Any]]] = [
-        *((one, "nms", lambda original: functools.partial(_nms, original, assume)) for one in ("ops.boxes", "ops")),
+        *((where, "nms", lambda original: functools.partial(_nms, original, assume)) for where in ("ops.boxes", "ops")),
         *(
-            (one, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
-            for one in ("ops.poolers", "ops", "models.detection.roi_heads")
+            (where, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
+            for where in ("ops.poolers", "ops", "models.detection.roi_heads")
         ),
         ("models.detection.transform", "paste_masks_in_image", lambda original: functools.partial(_paste, original)),
         ("ops.poolers", "LevelMapper.__call__", lambda original: functools.partialmethod(_levels, original)),
@@ -59,9 +59,9 @@ def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> I
 
 
 def _nms(
-    original: Callable, assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
+    original: Callable[..., Any], assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
 ) -> Tensor:
-    """All boxes stay; the callers cut them down to their limits. The mask of 64 boxes a word is the CUDA kernel's."""
+    """Keep all boxes; the callers cut them down to their limits. The mask of 64 boxes a word is the CUDA kernel's."""
     if not boxes.is_meta:
         return original(boxes, scores, iou_threshold)
     assume(PROPOSALS)
@@ -108,7 +108,9 @@ class _RoiAlign(torch.autograd.Function):
         return grads[0].new_zeros(ctx.shape), None, None
 
 
-def _paste(original: Callable, masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1) -> Tensor:
+def _paste(
+    original: Callable[..., Any], masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1
+) -> Tensor:
     """In an evaluation each mask becomes an image, wherever its box lies."""
     if not masks.is_meta or not len(masks):
         return original(masks, boxes, img_shape, padding)
@@ -116,16 +118,18 @@ def _paste(original: Callable, masks: Tensor, boxes: Tensor, img_shape: tuple[in
     return torch.stack([masks.new_zeros(height, width) for _ in range(len(masks))])[:, None]
 
 
-def _levels(mapper: Any, original: Callable, boxlists: list[Tensor]) -> Tensor:
-    """The regions are spread evenly over the pyramid's levels."""
+def _levels(mapper: Any, original: Callable[..., Any], boxlists: list[Tensor]) -> Tensor:
+    """Spread the regions evenly over the pyramid's levels."""
     levels = original(mapper, boxlists)
     if not levels.is_meta:
         return levels
     return torch.arange(levels.shape[0], device=levels.device) % (mapper.k_max - mapper.k_min + 1)
 
 
-def _matches(matcher: Any, original: Callable, assume: Callable[[str], None], match_quality_matrix: Tensor) -> Tensor:
-    """Every other candidate matches, the objects in turn; the rest is background."""
+def _matches(
+    matcher: Any, original: Callable[..., Any], assume: Callable[[str], None], match_quality_matrix: Tensor
+) -> Tensor:
+    """Match every other candidate, the objects in turn; the rest is background."""
     if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
         return original(matcher, match_quality_matrix)
     assume(MATCHES)
@@ -144,9 +148,10 @@ def as_on_cuda(
     assume: Callable[[str], None] = lambda text: None,
     attends: Callable[[int], None] = lambda width: None,
 ) -> Iterator[Callable[[str], None]]:
-    """Within, meta tensors take CUDA's paths, which are ROCm's but for attention. Yields a function to call with each
-    phase that begins. `kernels` are PyTorch's for fused attention. `assume` hears what is taken for granted of values
-    that only computing the step would give, `attends` the width of a head of each call of attention."""
+    """Within, meta tensors take CUDA's paths, which are ROCm's too, except attention. Yields a function to call with
+    each phase that begins. `kernels` are PyTorch's for fused attention. `assume` is notified of what is taken for
+    granted of values that only computing the step would show, `attends` the width of a head of each call of
+    attention."""
     with (
         casting(autocast_dtype) as autocast,  # holds a lock: one trace at a time
         fused_kernels(),
@@ -182,7 +187,17 @@ def fused_kernels() -> Iterator[None]:
         library._destroy()
 
 
-def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Tensor:
     """cuDNN's layout: channels last if the input's or the weight's is (ATen/native/ConvUtils.h). Meta: never."""
     out = torch.ops.aten._convolution(
         x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, False, False, True, True
@@ -191,8 +206,18 @@ def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_
 
 
 def _convolution_backward(
-    grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, wanted
-):
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    wanted: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     layout = _layout(x, weight)
     x_grad, weight_grad = (
         torch.empty_like(t, memory_format=layout) if needed else None
@@ -243,7 +268,7 @@ def _grouped_product(
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """One kernel, which keeps a float for each row (cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda)."""
+    """Return one kernel, which keeps a float for each row (cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda)."""
     rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, dtype=torch.float32)
 
@@ -255,7 +280,7 @@ def _rms_norm_backward(
     return of_input, torch.empty_like(weight) if wanted[1] and weight is not None else None
 
 
-_META: dict[str, Callable] = {
+_META: dict[str, Callable[..., Any]] = {
     "mish_backward": lambda grad, x: torch.empty_like(x),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -272,12 +297,19 @@ def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last(x, weight) else torch.contiguous_format
 
 
-def _recurrent(name: str, original, autocast: Autocast, *args):
+def _recurrent(name: str, original: Callable[..., Any], autocast: Autocast, *args: Any) -> Any:
     half = functools.partial(autocast.cast, dtype=torch.float16) if autocast.dtype is not None else None
     return cudnn_rnn.recurrent(name, original, half, *args)
 
 
-def _dropout(original, input, p=0.5, training=True, inplace=False, **kwargs):
+def _dropout(
+    original: Callable[..., Tensor],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **kwargs: Any,
+) -> Tensor:
     # ATen/native/Dropout.cpp, is_fused_kernel_acceptable: CUDA keeps a mask of one byte an element.
     if training and 0 < p < 1 and not inplace and not kwargs and input.device.type == "meta":
         return torch.native_dropout(input, p, True)[0]

@@ -7,6 +7,7 @@ What is modelled is memory: PyTorch's own allocations are those of ATen/native/c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from featurize.operators.table import matrix_elements, time_steps
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 
 # cuDNN does not say without a GPU what it keeps for the backward pass. Assumed, in values a time step, sample, layer
-# and hidden unit (each direction for itself), besides the outputs between layers: LSTM 5 (its gates and the cell
+# and hidden unit (each direction for itself), on top of the outputs between layers: LSTM 5 (its gates and the cell
 # state), GRU 6, plain ones 1. The first two explain, to the byte, the reserves that cuDNN 7 was seen to ask for, and
-# the work values its workspaces (the weight matrices and so many values a sample, layer and unit):
+# the work values its workspaces (the weight matrices and this many values a sample, layer and unit):
 # github.com/pytorch/pytorch/issues/2895. The sizes of that model, 4 layers of 320 units on 123 inputs, 250 steps and
 # 100 samples, follow from its parameter counts and these figures. Nothing measured stood behind plain layers, both
 # directions and newer cuDNN. Masks of dropout between layers are left out.
@@ -26,7 +27,7 @@ _KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
 _WORK = {0: 4, 1: 4, 2: 11, 3: 8}
 
 
-def recurrent(name: str, original: Callable, half: Callable[[object], object] | None, *args):
+def recurrent(name: str, original: Callable[..., Any], half: Callable[[Any], Any] | None, *args: Any) -> Any:
     """`torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` by cuDNN's operator; both of their overloads, padded and packed.
 
     `half` casts as CUDA's autocast does, which knows only fp16 here; None without autocast. What cuDNN does not take
@@ -68,23 +69,23 @@ def recurrent(name: str, original: Callable, half: Callable[[object], object] | 
 
 
 def forward(
-    x,
-    weight,
-    weight_stride0,
-    weight_buf,
-    hx,
-    cx,
-    mode,
-    hidden_size,
-    proj_size,
-    num_layers,
-    batch_first,
-    dropout,
-    train,
-    bidirectional,
-    batch_sizes,
-    dropout_state,
-):
+    x: Tensor,
+    weight: list[Tensor],
+    weight_stride0: int,
+    weight_buf: Tensor | None,
+    hx: Tensor,
+    cx: Tensor | None,
+    mode: int,
+    hidden_size: int,
+    proj_size: int,
+    num_layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: list[int],
+    dropout_state: Tensor | None,
+) -> tuple[Tensor, ...]:
     """Meta kernel of `aten::_cudnn_rnn`. The weights count as one buffer's parts, as they are once on a GPU."""
     directions = 2 if bidirectional else 1
     width = (proj_size or hidden_size) * directions
@@ -101,29 +102,29 @@ def forward(
 
 
 def backward(
-    x,
-    weight,
-    weight_stride0,
-    weight_buf,
-    hx,
-    cx,
-    output,
-    grad_output,
-    grad_hy,
-    grad_cy,
-    mode,
-    hidden_size,
-    proj_size,
-    num_layers,
-    batch_first,
-    dropout,
-    train,
-    bidirectional,
-    batch_sizes,
-    dropout_state,
-    reserve,
-    output_mask,
-):
+    x: Tensor,
+    weight: list[Tensor],
+    weight_stride0: int,
+    weight_buf: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    output: Tensor,
+    grad_output: Tensor | None,
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    mode: int,
+    hidden_size: int,
+    proj_size: int,
+    num_layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: list[int],
+    dropout_state: Tensor | None,
+    reserve: Tensor,
+    output_mask: list[bool],
+) -> tuple[Tensor | list[Tensor] | None, ...]:
     """Meta kernel of `aten::_cudnn_rnn_backward`: the weights' gradients are parts of one buffer."""
     gradients = [
         torch.empty_like(t) if t is not None and needed else None
@@ -136,7 +137,7 @@ def backward(
     return *gradients, [part.view(w.shape) for part, w in zip(parts, weight, strict=True)]
 
 
-def workspace_bytes(args: Sequence) -> int:
+def workspace_bytes(args: Sequence[Any]) -> int:
     """Return the bytes of one call of either operator with `args`: weights and states, and the batch in time order."""
     x, weight, hx = args[0], args[1], args[4]
     rest = args[6:] if _is_forward(args) else args[10:]
@@ -144,8 +145,8 @@ def workspace_bytes(args: Sequence) -> int:
     elements = matrix_elements(weight) + _WORK[mode] * hx.shape[0] * hx.shape[1] * hidden_size
     if batch_first:
         elements += x.numel()
-    return elements * x.element_size()
+    return int(elements * x.element_size())
 
 
-def _is_forward(args: Sequence) -> bool:
+def _is_forward(args: Sequence[Any]) -> bool:
     return isinstance(args[6], int)

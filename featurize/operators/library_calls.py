@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ _AOTRITON_VALUES = {"flash_backward": 2, "efficient_backward": 1}
 # in the workspace. 1x1 kernels are plain products and take none; depthwise ones in fp32 are PyTorch's own. How many
 # copies there are was chosen, from some dozens of combinations, by what explains the peaks of some 650 measured models
 # (fp32, no `cudnn.benchmark`, A100, cuDNN 9.1), three quarters of them 3x3 CNNs.
-_COPIES = {  # of input, weight, output
+_COPIES = {  # copies of input, weight, output
     "conv_forward": (1, 1, 1),
     "conv_backward_data": (1, 1, 1),
     "conv_backward_weight": (2, 1, 1),
@@ -45,7 +45,7 @@ class LibraryCall(NamedTuple):
     channels_last: bool = False
     groups: int = 1
     nbytes: int = 0  # where it is known already
-    convolution: ConvolutionSignature | None = None  # of cuDNN's; None also where PyTorch runs its own kernel
+    convolution: ConvolutionSignature | None = None  # cuDNN's convolution; None also where PyTorch runs its own kernel
 
     @property
     def spare(self) -> bool:
@@ -89,7 +89,7 @@ def winograd_bytes(channels: int, response: Sequence[int]) -> int:
     transformed in the workspace, 36 values for each tile of 4 x 4 places and for each kernel.
 
     Args:
-        channels: Of the input.
+        channels: Channels of the input.
         response: Shape of the output.
     """
     batch, filters, height, width = response
@@ -117,13 +117,13 @@ def channels_last(x: Tensor, weight: Tensor) -> bool:
 # Which operation of cuDNN a convolution becomes: ATen/native/Convolution.cpp, ATen/native/cudnn/ConvShared.cpp.
 
 
-def _convolution(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+def _convolution(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     x, weight, _bias, *geometry, transposed, _padding, groups = args[:9]
     operation = "data_gradient" if transposed else "forward"
     return (_conv("conv_forward", operation, (x, weight, outputs[0]), geometry, transposed, groups),)
 
 
-def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+def _convolution_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     grad, x, weight, _sizes, *geometry, transposed, _padding, groups, wanted = args[:11]
     operations = {
         "conv_backward_data": "forward" if transposed else "data_gradient",
@@ -211,54 +211,57 @@ def _cudnn_takes_depthwise(
     return batch == 1 or channels >= 512 or (channels >= 256 and width >= 28)
 
 
-def _attention(kernel: AttentionCall, kind: str, args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+def _attention(
+    kernel: AttentionCall, kind: str, args: Sequence[Any], outputs: Sequence[Tensor]
+) -> tuple[LibraryCall, ...]:
     query, nbytes = args[kernel.query], _ATTENTION_BYTES[kind](kernel, args)
     return (LibraryCall(kind, (tuple(query.shape),), query.element_size(), nbytes=nbytes),)
 
 
-def _flash_backward_bytes(kernel: AttentionCall, args: Sequence) -> int:
-    """The fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd; texts one behind the
-    other are padded by 128 each (mha_varlen_bwd). Then gradients of keys and values for every head of the queries,
-    where several share one, which are summed up afterwards."""
+def _flash_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
+    """Return the fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd; texts one
+    behind the other are padded by 128 each (mha_varlen_bwd). Then gradients of keys and values for every head of the
+    queries, where several share one, which are summed up afterwards."""
     query, key = args[1:3]
     heads, length, _ = kernel.sizes(query.shape, key.shape)
     if query.dim() == 3:
         length += 128 * (args[6].numel() - 1)
     rows = heads * (-(-length // 128) * 128)
     nbytes = 4 * rows * (-(-query.shape[-1] // 32) * 32) + 4 * rows
-    own, shared = (tensor.shape[-2 if kernel.length_first else -3] for tensor in (query, key))
-    return nbytes if own == shared else nbytes + 2 * key.nbytes // shared * own
+    query_heads, shared = (tensor.shape[-2 if kernel.length_first else -3] for tensor in (query, key))
+    return int(nbytes if query_heads == shared else nbytes + 2 * key.nbytes // shared * query_heads)
 
 
-def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence) -> int:
+def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
     """The queries' gradient is summed up in fp32, in tiles (csrc .../mem_eff_attention/kernel_backward.h:
     kNeedsAccumGradQ). Tiles of 64 x 64 are assumed. Before that, unless the type is a half one, the gradient times the
     output (attention_backward.cu: kKernelComputesDelta)."""
     query, key = args[1:3]
     heads, length, _ = kernel.sizes(query.shape, key.shape)
     nbytes = heads * -(-length // 64) * -(-query.shape[-1] // 64) * (64 * 64 * 4 + 16)
-    return max(nbytes, args[0].nbytes) if args[0].element_size() >= 4 else nbytes
+    return int(max(nbytes, args[0].nbytes) if args[0].element_size() >= 4 else nbytes)
 
 
 _ATTENTION_BYTES = {"flash_backward": _flash_backward_bytes, "efficient_backward": _efficient_backward_bytes}
 
 
-def _recurrent(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+def _recurrent(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     nbytes = cudnn_rnn.workspace_bytes(args)
     return (LibraryCall("recurrent", (tuple(args[0].shape),), args[0].element_size(), nbytes=nbytes),)
 
 
-def _softmax_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """The gradient times the output, before the kernel (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
+def _softmax_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """Return the gradient times the output, which comes before the kernel (cuda/SoftMax.cu:
+    softmax_backward_cuda_out)."""
     return _temporary(args[1].nbytes)
 
 
-def _contiguous_copy(of: int, args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """A contiguous copy of an input that is not (cuda/SoftMax.cu: host_softmax; cuda/layer_norm_kernel.cu)."""
+def _contiguous_copy(of: int, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """Return a contiguous copy of an input that is not (cuda/SoftMax.cu: host_softmax; cuda/layer_norm_kernel.cu)."""
     return _temporary(0 if args[of].is_contiguous() else args[of].nbytes)
 
 
-def _embedding_bag_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+def _embedding_bag_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """Take, for a dense gradient, the indices sorted, where equal ones begin, and sums over up to ten gradients each in
     fp32 (cuda/EmbeddingBag.cu: embedding_bag_backward_cuda_sum_avg; cuda/EmbeddingBackwardKernel.cu)."""
     if args[9]:  # sparse: nothing is summed up
@@ -269,7 +272,7 @@ def _embedding_bag_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[
     return _temporary(8 * (3 * indices + 2 * segments + sums) + 4 * sums * width)
 
 
-def _roll(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+def _roll(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """Rolled dimension by dimension, the first time from a contiguous copy (cuda/TensorTransformations.cu)."""
     return _temporary(args[0].nbytes if len(args[1]) > 1 or not args[0].is_contiguous() else 0)
 
@@ -278,9 +281,13 @@ def _temporary(nbytes: int) -> tuple[LibraryCall, ...]:
     return (LibraryCall("temporary", nbytes=nbytes),) if nbytes else ()
 
 
-# Name of an ATen operator -> what gives its calls, in their order, by its arguments and outputs.
-LIBRARY_CALLS: dict[str, Callable[[Sequence, Sequence[Tensor]], tuple[LibraryCall, ...]]] = {
-    **{name: functools.partial(_attention, one, one.workspace) for name, one in ATTENTION.items() if one.workspace},
+# Name of an ATen operator -> a function that returns its calls, in their order, by its arguments and outputs.
+LIBRARY_CALLS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], tuple[LibraryCall, ...]]] = {
+    **{
+        name: functools.partial(_attention, kernel, kernel.workspace)
+        for name, kernel in ATTENTION.items()
+        if kernel.workspace
+    },
     **{
         f"aten::{name}": lambda args, outputs: (LibraryCall(CUBLAS),)  # noted once a thread
         for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")

@@ -71,12 +71,12 @@ def liger_on_gpu() -> Iterator[None]:
     """Within, Liger's autograd functions run on meta tensors, if the package is imported."""
     with contextlib.ExitStack() as stack:
         for (module, name), (instead, arguments) in _FUNCTIONS.items():
-            applied = functools.partial(_applied, instead=instead, arguments=arguments)
+            applied = functools.partial(_apply_on_meta, instead=instead, arguments=arguments)
             stack.enter_context(replaced_if_imported(f"liger_kernel.ops.{module}", f"{name}.apply", applied))
         yield
 
 
-def _applied(
+def _apply_on_meta(
     apply: Callable[..., Any], *, instead: type[Function], arguments: Callable[[dict[str, Any]], tuple[Any, ...]]
 ) -> Callable[..., Any]:
     """Return the `apply` of one of the package's classes on meta tensors. Results of a loss beside itself are None."""
@@ -113,10 +113,10 @@ class _Norm(Function):
         gradient = gradients[0].contiguous()
         written = gradient if ctx.in_place else torch.empty_like(gradient)
         OPS.liger_write_(written, [gradient, x, statistics])
-        return written, _summed(weight), _summed(bias), None, None
+        return written, _sum(weight), _sum(bias), None, None
 
 
-def _summed(weight: Tensor | None) -> Tensor | None:
+def _sum(weight: Tensor | None) -> Tensor | None:
     if weight is None or not weight.requires_grad:
         return None
     partial = torch.empty((MULTIPROCESSORS, weight.numel()), dtype=torch.float32, device=weight.device)
@@ -197,7 +197,7 @@ class _LinearCrossEntropy(Function):
         of_x = torch.zeros_like(x)
         losses = torch.zeros(rows, dtype=torch.float32, device=x.device)
         dtype = torch.get_autocast_dtype("meta") if torch.is_autocast_enabled("meta") else x.dtype
-        product = weight.to(dtype)  # autocast keeps it, and casts the transposed weight anew for each part
+        product = weight.to(dtype)  # autocast keeps it, and casts the transposed weight again for each part
         aten = torch.ops.aten  # which autocast leaves alone
         for start in range(0, rows, step):
             part = x[start : start + step].to(dtype)
@@ -275,7 +275,7 @@ class _Quantized(nn.Module):
         return self.dequantizer()(self.weight_dtype)
 
     def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
-        """Return what dequantizes the weight that the layer has now: a compiler puts others in its place meanwhile."""
+        """Return a function that dequantizes the current weight; a compiler swaps the layer's tensors later."""
         raise NotImplementedError
 
     def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
@@ -407,7 +407,7 @@ def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *,
         keeps_inputs: Each 4-bit layer keeps its input for the backward pass, as bitsandbytes did before 0.43.2.
 
     Raises:
-        UsageError: The model is not on meta, a name of `skip` is no linear layer's, or nothing is left to quantize.
+        UsageError: The model is not on meta, a name of `skip` is not a linear layer's, or nothing is left to quantize.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if any(not layer.weight.is_meta for layer in layers.values()):

@@ -1,6 +1,6 @@
 """Changes the process: attributes of modules and classes are others, no garbage is collected.
 
-Start reading at `replaced`, for a while, or at `stands_for`, for the rest of the process.
+Start reading at `replaced`, for a while, or at `replace_in`, for the rest of the process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 @contextlib.contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """An attribute of a module or class is another while this lasts."""
-    own = name in vars(owner)  # Tensor inherits most methods from its C base: what was set is deleted again
+    is_own = name in vars(owner)  # Tensor inherits most methods from its C base: what was set is deleted again
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own:
+        if is_own:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
@@ -49,10 +49,10 @@ def replace_attribute(owner: object, name: str, value: object) -> None:
         setattr(owner, name, value)
 
 
-def stands_for(name: str, *owners: object) -> Callable[[Function], Function]:
-    """Put the decorated function in the place of that name in modules or classes, where the release has it.
+def replace_in(name: str, *owners: object) -> Callable[[Function], Function]:
+    """Return a decorator that installs a function under `name` in modules or classes, where the release has that name.
 
-    It is called with what was there before, then with its own arguments.
+    The function is called with what was there before, then with its own arguments.
     """
 
     def install(function: Function) -> Function:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCALED_PRODUCT = "aten::_scaled_mm"  # of 8-bit floats, whatever type its result has
-INT8_PRODUCT = "gpufarm::int8_product"  # of 8-bit integers, with a result of 32 bits
+SCALED_PRODUCT = "aten::_scaled_mm"  # product of 8-bit floats, whatever type its result has
+INT8_PRODUCT = "gpufarm::int8_product"  # product of 8-bit integers, with a result of 32 bits
 
 
 def _aten(names: str) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ NO_KERNEL = frozenset(
 GATHERS = frozenset(_aten("embedding index_select gather index nll_loss_forward nll_loss2d_forward _embedding_bag"))
 # Overwrite their first argument without reading it.
 WRITE_ONLY = frozenset(_aten("zero_ fill_ copy_ normal_ uniform_ random_ _foreach_copy_ _foreach_zero_"))
-# What these give, or the shape of it, depends on their arguments' values.
+# Their results, or the shapes of these, depend on their arguments' values.
 DECIDED_BY_VALUES = frozenset(
     _aten(
         "_local_scalar_dense _to_copy _unique _unique2 bincount equal is_nonzero masked_select nonzero "
@@ -100,13 +100,13 @@ DECIDED_BY_VALUES = frozenset(
 INDEXED_BY_MASKS = frozenset(_aten("index _unsafe_index index_put index_put_ _index_put_impl_"))
 # Operators on lists of tensors.
 MULTI_TENSOR = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
-# Of these, those whose last list holds step counts, which are no part of a launch's table of tensors
+# Of these, those whose last list holds step counts, which are not part of a launch's table of tensors
 # (ATen/native/cuda/MultiTensorApply.cuh: FusedOptimizerTensorListMetadata).
 WITH_STEPS = _aten("_fused_adam_ _fused_adamw_ _fused_adagrad_")
 FOREACH_CHUNK = 65536  # elements of one block of a multi-tensor kernel (ATen/native/cuda/MultiTensorApply.cuh)
 # Tensors per launch of the multi-tensor kernels by number of lists (ATen/native/cuda/MultiTensorApply.cuh).
 _FOREACH_TENSORS = (110, 64, 48, 36, 30)
-_FOREACH_BLOCKS = 320  # of one launch
+_FOREACH_BLOCKS = 320  # blocks of one launch
 
 
 # Categories of operators, at fixed places: only ever append. 0 is what no row below knows.
@@ -263,7 +263,7 @@ def _by_words(name: str, column: str) -> str | None:
     return next((value for row in rows if (value := getattr(row, column)) is not None), None)
 
 
-def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -> int:
+def flops(name: str, args: Sequence[Any], outputs: Sequence[Tensor], elements: int) -> int:
     """Return the FLOPs of operator `name` (`aten::mm`); `elements` is the count for anything without a formula."""
     if name in ATTENTION:
         return _attention(ATTENTION[name], args)
@@ -271,14 +271,14 @@ def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -
     return formula(args, outputs) if formula is not None else elements
 
 
-def gathered_bytes(name: str, args: Sequence, written: int) -> int:
+def gathered_bytes(name: str, args: Sequence[Any], written: int) -> int:
     """Return the bytes that an operator of `GATHERS` reads of its first argument.
 
     That is what it writes, or the rows that it sums up.
     """
     if name == "aten::_embedding_bag":
         weight, indices = args[:2]
-        return indices.numel() * weight.shape[1] * weight.element_size()
+        return int(indices.numel() * weight.shape[1] * weight.element_size())
     return written
 
 
@@ -299,31 +299,31 @@ def time_steps(x: Tensor) -> int:
     return x.numel() // x.shape[-1] if x.shape[-1] else 0
 
 
-def _grouped_mm(args: Sequence, outputs: Sequence[Tensor]) -> int:
+def _grouped_mm(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
     first, second = args[:2]
     if first.dim() == second.dim() == 2:  # the groups share the inner dimension
-        return 2 * first.numel() * second.shape[-1]
+        return int(2 * first.numel() * second.shape[-1])
     return _product(args, outputs)
 
 
-def _product(args: Sequence, outputs: Sequence[Tensor]) -> int:
-    return 2 * outputs[0].numel() * args[0].shape[-1]
+def _product(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
+    return int(2 * outputs[0].numel() * args[0].shape[-1])
 
 
-def _added_product(args: Sequence, outputs: Sequence[Tensor]) -> int:
-    return 2 * outputs[0].numel() * args[1].shape[-1]
+def _added_product(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
+    return int(2 * outputs[0].numel() * args[1].shape[-1])
 
 
 def _convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> int:
     return 2 * (x if transposed else y).numel() * math.prod(weight.shape[1:])
 
 
-def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> int:
+def _convolution_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
     mask = args[10]
     return (bool(mask[0]) + bool(mask[1])) * _convolution_flops(args[1], args[2], args[0], args[7])
 
 
-def _attention(kernel: AttentionCall, args: Sequence) -> int:
+def _attention(kernel: AttentionCall, args: Sequence[Any]) -> int:
     query, key, value = (tensor.shape for tensor in args[kernel.query : kernel.query + 3])
     masked = len(args) > kernel.causal and args[kernel.causal]
     heads, queries, keys = kernel.sizes(query, key)
@@ -332,14 +332,14 @@ def _attention(kernel: AttentionCall, args: Sequence) -> int:
     pairs = (1 if masked else 2) * heads * queries * keys  # half of the pairs are masked
     scores, values = pairs * query[-1], pairs * value[-1]
     # Backward the scores again, then the gradients of scores, values, queries and keys.
-    return 3 * scores + 2 * values if kernel.backward else scores + values
+    return int(3 * scores + 2 * values if kernel.backward else scores + values)
 
 
-def _recurrent(args: Sequence) -> int:
+def _recurrent(args: Sequence[Any]) -> int:
     return 2 * time_steps(args[0]) * matrix_elements(args[1])
 
 
-_FORMULAS: dict[str, Callable[[Sequence, Sequence[Tensor]], int]] = {
+_FORMULAS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     **dict.fromkeys(("aten::mm", "aten::bmm", SCALED_PRODUCT, INT8_PRODUCT), _product),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm"), _added_product),
     "gpufarm::liger_add_product_": lambda args, outputs: 2 * args[0].numel() * args[1].shape[-1],

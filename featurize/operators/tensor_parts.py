@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -20,12 +21,21 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     # Not by __tensor_flatten__: torchao's weights read a value there, which tensors on meta have not.
     held = [getattr(tensor, name, None) for name in (*_slots(type(tensor)), *vars(tensor))]
-    return [part for one in held if isinstance(one, Tensor) for part in plain_parts(one)]
+    return [part for item in held if isinstance(item, Tensor) for part in plain_parts(item)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return what a rank holds of a distributed tensor; another one as it is."""
     return plain_parts(tensor)[0]
+
+
+def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
+    if is_shared(parameter):
+        placements = cast(Any, parameter).placements
+        if cast(Any, gradient).placements != placements:
+            gradient = cast(Any, gradient).redistribute(placements=placements)
+    return local_tensor(gradient)
 
 
 def mesh_of(tensor: Tensor) -> object:
@@ -43,7 +53,7 @@ def wrap_others(types: Sequence[type]) -> bool:
     return bool(types) and any(map(_is_wrapper, types))
 
 
-def tensors_in(values: Iterable) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among values, and those in lists of them."""
     for value in values:
         if isinstance(value, Tensor):
@@ -52,7 +62,7 @@ def tensors_in(values: Iterable) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def meta_tensors(values: Iterable) -> list[Tensor]:
+def meta_tensors(values: Iterable[Any]) -> list[Tensor]:
     """Return those on meta that have memory of their own, also of lists of them; of a sparse one, its indices and its
     values."""
     tensors: list[Tensor] = []
@@ -70,8 +80,8 @@ def meta_tensors(values: Iterable) -> list[Tensor]:
 
 
 def bytes_read(tensor: Tensor) -> int:
-    """Return how many bytes reading a tensor once takes; an expanded one is no larger than its storage."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    """Return how many bytes reading a tensor once takes; an expanded one takes at most its storage."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 @functools.cache
@@ -81,4 +91,4 @@ def _is_wrapper(kind: type) -> bool:
 
 @functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
-    return tuple(name for one in kind.__mro__ for name in vars(one).get("__slots__", ()))
+    return tuple(name for parent in kind.__mro__ for name in vars(parent).get("__slots__", ()))

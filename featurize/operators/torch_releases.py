@@ -56,8 +56,8 @@ def complete() -> None:
         return
     from torch._meta_registrations import meta_conv
 
-    def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *_flags):
-        return meta_conv(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    def convolution(*args: Any) -> Any:
+        return meta_conv(*args[:9])  # without the flags of backends
 
     library = torch.library.Library("aten", "IMPL", "Meta")
     # Not `library.impl`, which wants composite operators left composite.
@@ -91,7 +91,7 @@ _kept: list[object] = []  # a library that is collected takes its kernels along
 
 
 SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
-_OTHER_STAGES = "2.15"  # from which on stages make and drop their buffers as they go: traces fall short of real ranks
+_OTHER_STAGES = "2.15"  # from here on, stages make and drop buffers as they go: traces fall short of real ranks
 _OLDEST = {"pp": "2.13", "fsdp": SHARDS, "cp": SHARDS, "tp": SHARDS, EXPERTS: SHARDS, OWN: SHARDS}
 
 

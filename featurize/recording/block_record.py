@@ -1,8 +1,8 @@
 """The record of a step that is seen: its operators, and a block of memory for each storage from first sight to its end.
 
-Start reading at `BlockRecord` and `OperatorRecord`; `featurize.recording.recorder` tells them what runs. What was noted
-once can be repeated for other blocks (`BlockRecord.repeat`): passes of micro-batches, steps on batches of a shape.
-`ModuleStack` knows the module that runs, or ran for what the backward pass computes, and where a step failed.
+Start reading at `BlockRecord` and `OperatorRecord`; `featurize.recording.recorder` reports to them what runs. What was
+noted once can be repeated for other blocks (`BlockRecord.repeat`): passes of micro-batches, steps on batches of a
+shape. `ModuleStack` knows the module that runs, or ran for what the backward pass computes, and where a step failed.
 
 CUDA graphs of a compiled model (`CudaGraphs`, `compile=reduce-overhead`) are one launch each. Inputs that are no
 parameters, buffers or results of another graph are copied into them first; what lies in their pool cannot be used by
@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,14 +49,14 @@ class CudaGraphs:
     """The graphs of one trace. `Recorder` asks it of each operator and block while a graph runs."""
 
     def __init__(self) -> None:
-        self.blocks: set[int] = set()  # that lie in the pool
+        self.blocks: set[int] = set()  # blocks that lie in the pool
         self._input_bytes: dict[Hashable, int] = {}
         self._launched: bool | None = None  # the graph that runs; None: none does
 
     @contextlib.contextmanager
     def replay(self, graph: Hashable, input_bytes: int) -> Iterator[None]:
-        """Run one graph within, by whatever tells it from another: its operators are launched together. `input_bytes`
-        were copied into it."""
+        """Run one graph within, by whatever distinguishes it from others: its operators are launched together.
+        `input_bytes` were copied into it."""
         self._input_bytes[graph] = input_bytes
         before, self._launched = self._launched, False
         try:
@@ -115,17 +115,17 @@ class BlockRecord:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.step, self.phase = 0, "setup"
-        self.stream = 0  # on which memory is taken
+        self.stream = 0  # stream on which memory is taken
         self.graphs: CudaGraphs | None = None
         self.nowhere = 0  # > 0: what is taken now takes nothing of the device
         self.live_bytes = self.peak_live_bytes = 0
-        self.kinds: list[str | None] = []  # of each block; None: nobody named it
+        self.kinds: list[str | None] = []  # kind of each block; None: nobody named it
         self._sizes: list[int] = []
         self._storages: list[int] = []
         self._makers: list[tuple[str, str, LibraryCall | None]] = []  # operator, module, library call
         self._streams: list[int] = []
-        # storage -> its block, and the reference whose callback tells of its end
-        self.live: dict[int, tuple[int, weakref.ref]] = {}
+        # storage -> its block, and the reference whose callback runs at its end
+        self.live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         # Blocks that another stream may still use when they are given back, the allocator has again when that is over
         # (c10/cuda/CUDACachingAllocator.cpp: `recordStream`, `process_events`). Moments are numbers of events. The host
         # is taken to run ahead of the GPU: it knows that work is over where it waited for what came after that.
@@ -134,7 +134,7 @@ class BlockRecord:
         self._until: dict[int, int] = {}  # block -> when the allocator has it again
         self._batch: list[int] = []  # its storages
 
-    # -- what the caller says of tensors
+    # -- the caller's notes on tensors
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Blocks that exist before the first step."""
@@ -168,7 +168,7 @@ class BlockRecord:
                 self.kinds[block] = kind
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Note that a storage gives its memory back, and takes as much as it is resized to: one block after another
+        """Note that a storage frees its memory, and takes as much as it is resized to: one block after another
         of the same kind."""
         key = storage._cdata
         if key not in self.live:
@@ -212,7 +212,7 @@ class BlockRecord:
         """Return the address of the storage that took a block; 0 for a workspace."""
         return self._storages[block]
 
-    def signature(self, block: int) -> tuple:
+    def signature(self, block: int) -> tuple[Any, ...]:
         """Return what is the same for blocks that stand for each other."""
         return self._sizes[block], self.kinds[block], self._makers[block], self._streams[block]
 
@@ -232,7 +232,7 @@ class BlockRecord:
         return {self.live[key][0] for key in keys if key in self.live}
 
     def final_blocks(self) -> tuple[Block, ...]:
-        """The blocks, those without a name classified by their lifetime."""
+        """Return the blocks, those without a name classified by their lifetime."""
         pooled = self._pooled
         until = self._until | dict.fromkeys(self._waiting, len(self.events))  # 0: at once
         blocks = [
@@ -252,10 +252,10 @@ class BlockRecord:
                     kept[event.block] = event.step
                 elif kept.get(event.block) == event.step:
                     del kept[event.block]
-        unnamed = {at for at, kind in enumerate(self.kinds) if not kind}
+        unnamed = {place for place, kind in enumerate(self.kinds) if not kind}
         return tuple(
-            block._replace(kind="activation" if at in kept else "temporary") if at in unnamed else block
-            for at, block in enumerate(blocks)
+            block._replace(kind="activation" if place in kept else "temporary") if place in unnamed else block
+            for place, block in enumerate(blocks)
         )
 
     # -- blocks that stand for others
@@ -282,7 +282,7 @@ class BlockRecord:
         """Note that what happened in a stretch happens again, in the present step.
 
         Args:
-            stretch: Of this record.
+            stretch: A stretch of this record.
             entering: Block that the stretch gives back -> the one that is given back now.
 
         Returns:
@@ -294,7 +294,7 @@ class BlockRecord:
             block, self.phase = event.block, event.phase
             if block in known:
                 self.give_back(known[block])
-            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # whose handles take once
+            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # cuBLAS's handles take once
                 self.stream = self._streams[block]
                 known[block] = again = self.take(self._sizes[block], self.kinds[block], maker)
                 if block in pooled:
@@ -319,7 +319,7 @@ class BlockRecord:
 
     # -- blocks come and go
 
-    def see(self, storage: torch.UntypedStorage, kind: str | None, maker: tuple = NOBODY) -> bool:
+    def see(self, storage: torch.UntypedStorage, kind: str | None, maker: tuple[Any, ...] = NOBODY) -> bool:
         """Register a storage on first sight; whether it was the first."""
         key = storage._cdata
         if key in self.live:
@@ -327,14 +327,14 @@ class BlockRecord:
         self.live[key] = self.take(storage.nbytes(), kind, maker, key), self._watched(storage)
         return True
 
-    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref:
-        def died(_: weakref.ref, key: int = storage._cdata) -> None:
+    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+        def died(_: weakref.ref[torch.UntypedStorage], key: int = storage._cdata) -> None:
             if (live := self.live.pop(key, None)) is not None:
                 self.give_back(live[0])
 
         return weakref.ref(storage, died)
 
-    def take(self, nbytes: int, kind: str | None, maker: tuple, storage: int = 0) -> int:
+    def take(self, nbytes: int, kind: str | None, maker: tuple[Any, ...], storage: int = 0) -> int:
         """Note that a block is taken, and return it."""
         nbytes = 0 if self.nowhere else nbytes
         self._sizes.append(nbytes)
@@ -444,9 +444,9 @@ class OperatorRecord:
     def fused(
         self,
         func: OpOverload,
-        args: Sequence,
+        args: Sequence[Any],
         inputs: list[Tensor],
-        outputs: Sequence,
+        outputs: Sequence[Any],
         *,
         into: int | None = None,
         again: Sequence[Tensor] = (),
@@ -461,7 +461,7 @@ class OperatorRecord:
             inputs: What it is computed from.
             outputs: What it makes.
             into: Place of the operator whose kernel computes this one, too.
-            again: Of the inputs, what that kernel has read or made already.
+            again: Those inputs that the kernel has read or made already.
             kept: It writes its outputs; False: nothing but the kernel itself reads them.
             leads: The kernel is named after this operator.
 
@@ -478,18 +478,18 @@ class OperatorRecord:
         if not self.keep_operators or not made:
             return into
         self.note(traits, maker[1], args, meta_tensors(inputs), made)
-        place, own = len(self.operators) - 1, self.operators[-1]
-        own = own._replace(
-            bytes_read=max(0, own.bytes_read - sum(map(bytes_read, again))),
-            bytes_written=own.bytes_written if kept else 0,
+        place, operator = len(self.operators) - 1, self.operators[-1]
+        operator = operator._replace(
+            bytes_read=max(0, operator.bytes_read - sum(map(bytes_read, again))),
+            bytes_written=operator.bytes_written if kept else 0,
         )
-        self.operators[-1] = own
+        self.operators[-1] = operator
         if into is None:
             return place
         self.operators.pop()
         for tensor in made:
             self.made_by[self._memory.live[tensor.untyped_storage()._cdata][0]] = into
-        self.operators[into] = joined(self.operators[into], own, into, leads)
+        self.operators[into] = joined(self.operators[into], operator, into, leads)
         return into
 
     def copied(self, tensors: Sequence[Tensor]) -> int:
@@ -501,7 +501,9 @@ class OperatorRecord:
             self.operators.append(Operator("aten::copy_", self._memory.phase, dtype, shapes, (), 0, total, total, 1))
         return total
 
-    def note(self, traits: Traits, module: str, args: Sequence, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def note(
+        self, traits: Traits, module: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
         """Note an operator of a module; tensors on meta of its arguments, and what it made."""
         memory, made_by = self._memory, self.made_by
         live, phase = memory.live, memory.phase
@@ -546,12 +548,12 @@ class _Traffic(NamedTuple):
 
 
 def _traffic(
-    traits: Traits, args: Sequence, inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
+    traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
 ) -> _Traffic:
     """Return what an operator moves: each tensor once, however often it is given.
 
     Args:
-        traits: Of the operator.
+        traits: The operator's traits.
         args: As it was called.
         inputs: On meta, of its arguments.
         outputs: On meta, of its results.
@@ -579,7 +581,7 @@ def _traffic(
         source = bytes_read(args[0])
         reads += min(source, gathered_bytes(traits.name, args, writes)) - source
         elements = max(t.numel() for t in outputs)
-    if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # into the rows that it holds alone
+    if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # only the rows that it holds are written
         rows, target = args[1]._values(), bytes_read(args[0])
         reads, writes = reads + bytes_read(rows) - target, writes + bytes_read(rows) - target
         elements = rows.numel()
@@ -603,15 +605,16 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 _WRAPPED = "_fsdp_wrapped_module"  # attribute of FSDP1's wrapper: what it wraps
-_next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
+_next_node = torch.autograd._get_sequence_nr  # number of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
 
 
 def origin(error: BaseException | None) -> tuple[str, str]:
-    """The operator and the module that an error of a recorded step came from, empty where they are not known."""
+    """Return the operator and the module that an error of a recorded step came from, empty where they are not known."""
     while error is not None:
         if "traced_at" in vars(error):
-            return vars(error)["traced_at"]
+            operator, module = vars(error)["traced_at"]
+            return operator, module
         error = error.__cause__ or error.__context__
     return "", ""
 

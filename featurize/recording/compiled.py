@@ -92,10 +92,10 @@ class CompiledRegions:
             chosen |= dict.fromkeys(blocks)  # also for where the whole cannot be captured
         self._any = False
         for module in chosen:  # shadows the class's method
-            vars(module)["forward"] = self._region(module, module.forward, _named(paths[module]))
+            vars(module)["forward"] = self._region(module, module.forward, _name_module(paths[module]))
         for path, module in model.named_modules():
             for name, function in compiled_functions(module).items():
-                vars(module)[name] = self._function(function, f"function {name!r} of {_named(path)}")
+                vars(module)[name] = self._function(function, f"function {name!r} of {_name_module(path)}")
 
     def loss(self, loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
         """Return what stands in the place of a loss that is compiled, or that calls compiled functions. Leaves the
@@ -136,7 +136,7 @@ class CompiledRegions:
             capture = captured[key]
             if capture is None:
                 return forward(*args, **kwargs)
-            # Its graphs run without gradients and below no module's hooks: they do not tell a checkpoint's second pass.
+            # Its graphs run without gradients and below no module's hooks: they do not show a checkpoint's second pass.
             with recorder.log.computing_again(recorder.memory.phase == "backward"):
                 return capture(tensors)
 
@@ -152,11 +152,11 @@ class CompiledRegions:
         structure: pytree.TreeSpec,
         tensors: list[Tensor],
     ) -> _Capture | None:
-        """The graphs for these inputs; None where there are none, which is noted."""
+        """Return the graphs for these inputs; None where there are none, which is noted."""
         known = self.known.setdefault(key, [])
         capture = next((capture for reads, capture in known if reads.alike(holder.module)), None)
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
-            capture = f"it takes a {type(unknown[0]).__name__}, which is no tensor"
+            capture = f"it takes a {type(unknown[0]).__name__}, which is not a tensor"
         elif capture is None:
             reads = AttributeReads(holder.module)
             self.capturing = True
@@ -220,7 +220,7 @@ def _captured(
     takes_alive = "static_lifetime_input_indices" in signature(min_cut_rematerialization_partition).parameters
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-    results: dict[str, Any] = {}  # of the last call of `forward`
+    results: dict[str, Any] = {}  # results of the last call of `forward`
 
     def forward(*tensors: Tensor) -> list[Tensor]:
         given = iter(tensors[len(names) :])
@@ -267,7 +267,9 @@ def _captured(
 
     def capture(tensors: list[Tensor]) -> Any:
         outputs = iter(function(*tensors))
-        leaves = [copy.deepcopy(leaf, {id(one): next(outputs) for one in inside}) for leaf, inside in results["leaves"]]
+        leaves = [
+            copy.deepcopy(leaf, {id(inner): next(outputs) for inner in inside}) for leaf, inside in results["leaves"]
+        ]
         return pytree.tree_unflatten(leaves, results["structure"])
 
     return capture
@@ -277,7 +279,7 @@ def _captured(
 def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Within, gradients of these tensors call no hooks: `fully_shard`'s on a module's outputs would begin and end a
     backward pass of the whole model."""
-    hooks = [(one._backward_hooks, dict(one._backward_hooks)) for one in tensors if one._backward_hooks]
+    hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
     for registered, _ in hooks:
         registered.clear()
     try:
@@ -302,7 +304,8 @@ def _capturable() -> Iterator[None]:
         if x.dim() not in (1, 2, 4):
             return likelihood(x, target, weight, reduction, ignored)
         kernel = torch.ops.aten.nll_loss2d_forward if x.dim() == 4 else torch.ops.aten.nll_loss_forward
-        return kernel(x, target, weight, reduction, ignored)[0]
+        loss: Tensor = kernel(x, target, weight, reduction, ignored)[0]
+        return loss
 
     def cross_entropy(
         x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int, smoothing: float
@@ -332,7 +335,7 @@ def _capturable() -> Iterator[None]:
 
 
 def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """The tensors in a result: itself, or those of a key-value cache and other objects."""
+    """Yield the tensors in a result: itself, or those of a key-value cache and other objects."""
     if isinstance(value, _PLAIN) or id(value) in seen:
         return
     seen[id(value)] = value
@@ -351,12 +354,12 @@ def _signature(value: Any) -> Hashable:
 
 
 def _repeats(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Which tensors are given twice: the graph has them once."""
+    """Return for each tensor the place where it is given first: the graph has it once."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
 
 
-def _named(name: str) -> str:
+def _name_module(name: str) -> str:
     return f"module {name!r}" if name else "the model"
 
 
@@ -410,32 +413,32 @@ class AttributeReads:
                 return False
         return True
 
-    def _same(self, one: object, other: object, theirs: dict[int, str]) -> bool:
-        if one is other:
+    def _same(self, ours: object, other: object, theirs: dict[int, str]) -> bool:
+        if ours is other:
             return True
-        if isinstance(one, nn.Module):
-            path = self._paths.get(id(one))
+        if isinstance(ours, nn.Module):
+            path = self._paths.get(id(ours))
             return path is not None and path == theirs.get(id(other))
-        if type(one) is not type(other):
+        if type(ours) is not type(other):
             return False
-        if isinstance(one, _COMPARED):
-            return one == other
-        if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-            return len(one) == len(other) and all(self._same(a, b, theirs) for a, b in zip(one, other, strict=True))
-        if isinstance(one, dict) and isinstance(other, dict):
-            return list(one) == list(other) and all(self._same(one[key], other[key], theirs) for key in one)
-        if isinstance(one, MethodType) and isinstance(other, MethodType):
-            return one.__func__ is other.__func__ and self._same(one.__self__, other.__self__, theirs)
-        if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-            return one.__code__ is other.__code__ and self._same(_bound(one), _bound(other), theirs)
-        if isinstance(one, functools.partial) and isinstance(other, functools.partial):
-            mine, its = ((part.func, part.args, part.keywords) for part in (one, other))
+        if isinstance(ours, _COMPARED):
+            return ours == other
+        if isinstance(ours, list | tuple) and isinstance(other, list | tuple):
+            return len(ours) == len(other) and all(self._same(a, b, theirs) for a, b in zip(ours, other, strict=True))
+        if isinstance(ours, dict) and isinstance(other, dict):
+            return list(ours) == list(other) and all(self._same(ours[key], other[key], theirs) for key in ours)
+        if isinstance(ours, MethodType) and isinstance(other, MethodType):
+            return ours.__func__ is other.__func__ and self._same(ours.__self__, other.__self__, theirs)
+        if isinstance(ours, FunctionType) and isinstance(other, FunctionType):
+            return ours.__code__ is other.__code__ and self._same(_bound(ours), _bound(other), theirs)
+        if isinstance(ours, functools.partial) and isinstance(other, functools.partial):
+            mine, its = ((part.func, part.args, part.keywords) for part in (ours, other))
             return self._same(mine, its, theirs)
         return False
 
 
 def _bound(function: FunctionType) -> tuple[object, ...]:
-    """Return what a function computes with besides its code: a factory makes another one for each layer."""
+    """Return what a function computes with apart from its code: a factory makes another one for each layer."""
     cells = []
     for cell in function.__closure__ or ():
         try:
@@ -474,15 +477,15 @@ def in_pieces(
     """Return what runs a forward pass in compiled pieces; None where it stays in one.
 
     It stays where its parameters fill one bucket, and where a part of it runs without gradients, which a graph of
-    operators does not tell.
+    operators does not show.
 
     Args:
         forward: Takes `tensors`, on the meta device, and returns tensors.
         tensors: The parameters and buffers, then the inputs.
         weights: How many of them are parameters and buffers.
         limits: Bytes of the first bucket and of all later ones, as `limits_of` of
-            `featurize.training.data_parallel` gives them.
-        compiled: Compiles a function of which so many first arguments are parameters and buffers.
+            `featurize.training.rank` makes them.
+        compiled: Compiles a function of which this many first arguments are parameters and buffers.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.passes.split_module import split_module
@@ -509,7 +512,7 @@ def in_pieces(
     for node in split.graph.nodes:
         if node.op == "call_module":
             order = sorted(range(len(node.args)), key=lambda place: node.args[place].name not in names)
-            count = sum(one.name in names for one in node.args)
+            count = sum(argument.name in names for argument in node.args)
             piece = _Piece(split.get_submodule(node.target), order, count, compiled)
             split.add_submodule(node.target, piece)
     return split
@@ -521,7 +524,7 @@ def piece_of_nodes(graph: Graph, sizes: dict[Node, int], limits: Sequence[float]
     From the last operator backwards, a piece takes operators until the parameters that they read reach the limit.
 
     Args:
-        graph: Of one forward pass.
+        graph: The graph of one forward pass.
         sizes: Input of the graph that holds a parameter with a gradient -> its bytes.
         limits: Bytes of the last piece's parameters, and of all others'.
     """
@@ -548,9 +551,9 @@ def piece_of_nodes(graph: Graph, sizes: dict[Node, int], limits: Sequence[float]
             from_last[node] = number
             members.add(node)
     if number and not filled:  # operators without parameters before the first one
-        from_last = {node: min(one, number - 1) for node, one in from_last.items()}
+        from_last = {node: min(piece, number - 1) for node, piece in from_last.items()}
         number -= 1
-    return {node: number - one for node, one in from_last.items()}
+    return {node: number - piece for node, piece in from_last.items()}
 
 
 def _only_of_weights(node: Node, sizes: dict[Node, int]) -> bool:
@@ -565,10 +568,10 @@ class _Piece(nn.Module):
         super().__init__()
         self._order = order
         back = sorted(range(len(order)), key=order.__getitem__)
-        self._compiled = compiled(lambda *given: graph(*(given[at] for at in back)), weights)
+        self._compiled = compiled(lambda *given: graph(*(given[place] for place in back)), weights)
 
     def forward(self, *arguments: Any) -> Any:
-        return self._compiled(*(arguments[at] for at in self._order))
+        return self._compiled(*(arguments[place] for place in self._order))
 
 
 class _GradModes(TorchDispatchMode):

@@ -52,16 +52,16 @@ class GraphReplay:
     def __init__(
         self, graph_module: GraphModule, recorder_now: Callable[[], Recorder | None], graphs: CudaGraphs | None
     ) -> None:
-        """`recorder_now` gives the recorder of what runs; `graphs`: what it runs as, where that is CUDA graphs."""
+        """`recorder_now` returns the recorder of what runs; `graphs`: what it runs as, where that is CUDA graphs."""
         self._constants = graph_module
         self._recorder_now, self._graphs = recorder_now, graphs
         self._nodes = list(graph_module.graph.nodes)
         for node in self._nodes:
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise NotImplementedError(f"its graph calls {node.target}, which is not modelled")
-        self._plan()
+        self._schedule_kernels()
 
-    def _plan(self) -> None:
+    def _schedule_kernels(self) -> None:
         """Decide what has memory, what each kernel reads and which values end with it."""
         self._roles = {node: _role(node) for node in self._nodes}
         self._bases: dict[Node, Node] = {}  # value -> the one whose memory it shares
@@ -136,7 +136,9 @@ class GraphReplay:
         if recorder is None or graphs is None:
             return self._run(args)
         stays = recorder.memory.stays  # no name for the copied ones: it would keep them for as long as the graph runs
-        copied = recorder.log.copied([one for one in args if isinstance(one, Tensor) and not stays(one)])
+        copied = recorder.log.copied(
+            [argument for argument in args if isinstance(argument, Tensor) and not stays(argument)]
+        )
         with graphs.replay(self, copied):
             return self._run(args)
 
@@ -148,7 +150,7 @@ class GraphReplay:
         for node in self._nodes:
             role = self._roles[node]
             if role == "output":
-                return [values.get(one) if isinstance(one, torch.fx.Node) else one for one in node.args[0]]
+                return [values.get(output) if isinstance(output, torch.fx.Node) else output for output in node.args[0]]
             if role == _VIEW and node.all_input_nodes[0] in values and node not in values:
                 with torch._C._DisableTorchDispatch():
                     values[node] = _call(node, values)
@@ -205,7 +207,7 @@ class GraphReplay:
         self._end(self._ends[node], values)
 
     def _taken_over(self, node: Node, sources: list[Node], values: dict[Node, Any]) -> Tensor | None:
-        """The result in the memory of a buffer of this graph that ends here, if there is one of its size."""
+        """Return the result in the memory of a buffer of this graph that ends here, if there is one of its size."""
         meant = node.meta["val"]
         if not isinstance(meant, Tensor) or meant.device.type != "meta":
             return None
@@ -273,7 +275,7 @@ def _role(node: Node) -> str:
     if node.op == "output":
         return "output"
     if node.target is operator.getitem:
-        source = node.args[0]  # other results are set with the operator that gives them
+        source = node.args[0]  # other results are set with the operator that makes them
         return _VIEW if isinstance(source, torch.fx.Node) and _role(source) == _VIEW else _INPUT
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -387,25 +389,27 @@ def _joins(kernel: Work, place: int, groups: Sequence[_Group], before: int) -> b
     """Return whether a kernel can run within a group: nothing that it waits for waits for the group."""
     group, here = groups[place], 1 << place
     # What the group iterates over is its reduction's rows and depth, where it has one.
-    leader = next((one for one in group.work if one.depth != 1), group.work[0])
+    leader = next((work for work in group.work if work.depth != 1), group.work[0])
     if len(group.members) >= MAX_FUSED or not _same_places(kernel, leader) or _waits_for_whole(kernel, group):
         return False
-    return not any(groups[one].after & here for one in _bit_places(before & ~here))
+    return not any(groups[group_index].after & here for group_index in _bit_places(before & ~here))
 
 
 def _waits_for_whole(kernel: Work, group: _Group) -> bool:
     """Return whether a kernel of many elements needs the one value that a group reduces many to."""
-    if kernel.places * kernel.depth == 1 or not any(one.places == 1 and one.depth > _SPLIT_FROM for one in group.work):
+    if kernel.places * kernel.depth == 1 or not any(
+        work.places == 1 and work.depth > _SPLIT_FROM for work in group.work
+    ):
         return False
-    return any(buffer in kernel.reads for one in group.work if one.places == 1 for buffer in one.makes)
+    return any(buffer in kernel.reads for work in group.work if work.places == 1 for buffer in work.makes)
 
 
-def _same_places(one: Work, other: Work) -> bool:
-    if one.depth == other.depth:
-        return one.places == other.places and (one.depth == 1 or one.trailing == other.trailing)
-    if one.depth != 1 and other.depth != 1:
+def _same_places(work: Work, other: Work) -> bool:
+    if work.depth == other.depth:
+        return work.places == other.places and (work.depth == 1 or work.trailing == other.trailing)
+    if work.depth != 1 and other.depth != 1:
         return False
-    pointwise, reduction = (one, other) if one.depth == 1 else (other, one)
+    pointwise, reduction = (work, other) if work.depth == 1 else (other, work)
     whole = reduction.places * reduction.depth
     return pointwise.places == reduction.places or (reduction.trailing and pointwise.places == whole)
 
@@ -414,8 +418,8 @@ def _join(groups: list[_Group], place: int, index: int, kernel: Work, before: in
     group, here = groups[place], 1 << place
     group.members.append(index)
     group.work.append(kernel)
-    for one in _bit_places(before & ~here):
-        group.after |= 1 << one | groups[one].after
+    for group_index in _bit_places(before & ~here):
+        group.after |= 1 << group_index | groups[group_index].after
     for other in groups:
         if other.after & here:
             other.after |= group.after

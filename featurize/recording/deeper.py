@@ -31,8 +31,8 @@ class CannotDeepen(Exception):
 class _Item(NamedTuple):
     """One record of a trace.
 
-    exact    what is equal in records that stand for each other
-    loose    the same, without what may grow with depth
+    exact    the properties that interchangeable records share
+    loose    the same, without those that may grow with depth
     numbers  counts and places, which grow evenly with depth
     """
 
@@ -44,27 +44,27 @@ class _Item(NamedTuple):
 class _Made(NamedTuple):
     """One record of the deep trace.
 
-    like     place of its like in the longer trace
-    twin     place of the same record in the shallow one; None: of what is repeated
-    numbers  its own
+    counterpart  index of the corresponding record in the longer trace
+    twin         index of the same record in the shallow trace; None for a repeated one
+    numbers      its own counts and places
     """
 
-    like: int
+    counterpart: int
     twin: int | None
     numbers: tuple[int, ...]
 
 
 def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
-    """Return the trace of a model with `times` periods of blocks more than the shallow one.
+    """Return the trace of a model with `times` periods of layer blocks more than the shallow one.
 
     What the longer trace has beyond the shallow one repeats what stands before it: that part is repeated, with new
-    blocks of memory, and each place of something else moves by as much as it did from the first trace to the second.
+    memory blocks, and each place of something else moves by as much as it did from the first trace to the second.
     The sources of operators are left out.
 
     Args:
-        shallow: Of a few blocks.
-        longer: Of one period of blocks more.
-        times: Periods beyond the shallow one; 1 gives the longer trace.
+        shallow: Trace of a few blocks.
+        longer: Trace of one period of blocks more.
+        times: Periods beyond the shallow one; 1 returns the longer trace.
 
     Raises:
         CannotDeepen: What was added does not repeat, or memory would be given back that nobody took.
@@ -77,12 +77,12 @@ def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
         blocks=tuple(blocks),
         operators=tuple(_operators(shallow, longer, module, times)),
         collectives=tuple(_collectives(shallow, longer, module, times)),
-        parameters=_moved(shallow.parameters, longer.parameters, times),
-        parameter_bytes=_moved(shallow.parameter_bytes, longer.parameter_bytes, times),
+        parameters=_move(shallow.parameters, longer.parameters, times),
+        parameter_bytes=_move(shallow.parameter_bytes, longer.parameter_bytes, times),
     )
 
 
-def _moved(first: int, second: int, times: int) -> int:
+def _move(first: int, second: int, times: int) -> int:
     return first + times * (second - first)
 
 
@@ -103,12 +103,12 @@ def _memory(
     events: list[Event] = []
     blocks: list[Block] = []
     alive: set[int] = set()
-    for like, _twin, (number, nbytes) in _extended(items(shallow), items(longer), times):
-        event = longer.events[like]._replace(block=number, nbytes=nbytes)
+    for counterpart, _twin, (number, nbytes) in _extend(items(shallow), items(longer), times):
+        event = longer.events[counterpart]._replace(block=number, nbytes=nbytes)
         events.append(event)
         if number == len(blocks) and nbytes >= 0:
             alive.add(number)
-            blocks.append(longer.blocks[longer.events[like].block]._replace(nbytes=nbytes))
+            blocks.append(longer.blocks[longer.events[counterpart].block]._replace(nbytes=nbytes))
         elif number in alive and blocks[number].nbytes == -nbytes:
             alive.remove(number)
         else:
@@ -119,15 +119,22 @@ def _memory(
 def _operators(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Operator]:
     def items(trace: StepTrace) -> list[_Item]:
         made = []
-        for one in trace.operators:
-            loose = (one.name, one.phase, one.dtype, module(one.module), one.recomputed, one.graphed)
-            numbers = (one.flops, one.bytes_read, one.bytes_written, one.launches)
-            made.append(_Item((loose, one.input_shapes, one.output_shapes), loose, numbers))
+        for operator in trace.operators:
+            loose = (
+                operator.name,
+                operator.phase,
+                operator.dtype,
+                module(operator.module),
+                operator.recomputed,
+                operator.graphed,
+            )
+            numbers = (operator.flops, operator.bytes_read, operator.bytes_written, operator.launches)
+            made.append(_Item((loose, operator.input_shapes, operator.output_shapes), loose, numbers))
         return made
 
     operators = []
-    for like, twin, (flops, read, written, launches) in _extended(items(shallow), items(longer), times):
-        second = longer.operators[like]
+    for counterpart, twin, (flops, read, written, launches) in _extend(items(shallow), items(longer), times):
+        second = longer.operators[counterpart]
         deep = second._replace(flops=flops, bytes_read=read, bytes_written=written, launches=launches, sources=())
         first = second if twin is None else shallow.operators[twin]
         if (first.input_shapes, first.output_shapes) != (second.input_shapes, second.output_shapes):
@@ -135,16 +142,18 @@ def _operators(shallow: StepTrace, longer: StepTrace, module: Callable[[str], st
                 input_shapes=_shapes(first.input_shapes, second.input_shapes, times),
                 output_shapes=_shapes(first.output_shapes, second.output_shapes, times),
             )
-            if first.name.startswith(MULTI_TENSOR) and all(_launches(one) == one.launches for one in (first, second)):
+            if first.name.startswith(MULTI_TENSOR) and all(
+                _launches(operator) == operator.launches for operator in (first, second)
+            ):
                 deep = deep._replace(launches=_launches(deep))
         operators.append(deep)
     return operators
 
 
-def _launches(one: Operator) -> int:
+def _launches(operator: Operator) -> int:
     """Return the kernels of a for-each operator, which grow in jumps, by its own rule; 0 where its tensors are in no
     lists of the same shapes."""
-    shapes = one.input_shapes
+    shapes = operator.input_shapes
     for lists in range(5, 0, -1):  # parameters, gradients, state, ...
         count, rest = divmod(len(shapes), lists)
         if not rest and shapes == shapes[:count] * lists:
@@ -156,32 +165,41 @@ def _shapes(
     firsts: tuple[tuple[int, ...], ...], seconds: tuple[tuple[int, ...], ...], times: int
 ) -> tuple[tuple[int, ...], ...]:
     items = [[_Item(shape, len(shape), shape) for shape in shapes] for shapes in (firsts, seconds)]
-    return tuple(made.numbers for made in _extended(items[0], items[1], times))
+    return tuple(made.numbers for made in _extend(items[0], items[1], times))
 
 
 def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Collective]:
     def items(trace: StepTrace) -> list[_Item]:
-        # What runs next tells gathers of the forward pass from those of the backward pass.
-        names = [(one.name, one.phase, module(one.module), one.recomputed) for one in trace.operators]
+        # What runs next distinguishes gathers of the forward pass from those of the backward pass.
+        names = [
+            (operator.name, operator.phase, module(operator.module), operator.recomputed)
+            for operator in trace.operators
+        ]
         names.append(("", "", "", False))
         made = []
-        for one in trace.collectives:
-            exact = (one.kind, one.axis, one.nbytes, names[one.after], names[one.before])
-            made.append(_Item(exact, exact, (one.after, one.before)))
+        for collective in trace.collectives:
+            exact = (
+                collective.kind,
+                collective.axis,
+                collective.nbytes,
+                names[collective.after],
+                names[collective.before],
+            )
+            made.append(_Item(exact, exact, (collective.after, collective.before)))
         return made
 
     return [
-        longer.collectives[like]._replace(after=after, before=before)
-        for like, _twin, (after, before) in _extended(items(shallow), items(longer), times)
+        longer.collectives[counterpart]._replace(after=after, before=before)
+        for counterpart, _twin, (after, before) in _extend(items(shallow), items(longer), times)
     ]
 
 
-def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> list[_Made]:
+def _extend(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> list[_Made]:
     """Return the records of the deep trace.
 
     Args:
-        firsts: Of the shallow trace.
-        seconds: Of the longer one.
+        firsts: Items of the shallow trace.
+        seconds: Items of the longer one.
         times: As in `deeper`.
     """
     first, second = ([*(item.exact for item in items), None] for items in (firsts, seconds))
@@ -194,24 +212,28 @@ def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> 
         if not added:
             if place == len(firsts) or firsts[place].loose != seconds[other].loose:
                 raise CannotDeepen(f"{second[other]} does not repeat")
-            numbers[other] = tuple(map(_moved, firsts[place].numbers, seconds[other].numbers, itertools.repeat(times)))
+            numbers[other] = tuple(map(_move, firsts[place].numbers, seconds[other].numbers, itertools.repeat(times)))
             made.append(_Made(other, place, numbers[other]))
             place, other, alike = place + 1, other + 1, alike + is_same
             continue
         # The last block's numbers, such as when a collective is waited for, are its own: what is repeated is the one
-        # before, as far as it goes on alike.
+        # before, as far as it continues alike.
         back = 0
         while back < min(alike, added, other - added) and second[other - back - 1] == second[other - back - 1 - added]:
             back += 1
         place, other = place - back, other - back
         del made[len(made) - back :]
         for time in range(1, times + 1):
-            for at in range(other, other + added):
-                before, now, base = seconds[at - added].numbers, seconds[at].numbers, numbers[at - added]
+            for position in range(other, other + added):
+                before, now, base = (
+                    seconds[position - added].numbers,
+                    seconds[position].numbers,
+                    numbers[position - added],
+                )
                 moved = tuple(b + time * (n - o) for b, n, o in zip(base, now, before, strict=True))
                 if time == 1:
-                    numbers[at] = moved
-                made.append(_Made(at, None, moved))
+                    numbers[position] = moved
+                made.append(_Made(position, None, moved))
         other, alike = other + added, 0
     if place < len(firsts):
         raise CannotDeepen("the deeper model lacks what the shallow one has")
@@ -220,7 +242,7 @@ def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> 
 
 def _period(first: Sequence[Hashable], second: Sequence[Hashable], place: int, other: int) -> int:
     """Return how many items of the longer trace repeat those before them, so that the two, whose ends are items too,
-    go on alike for the longest time; 0: there is no such number."""
+    continue alike for the longest time; 0: there is no such number."""
 
     def alike(size: int) -> int:
         pairs = zip(first[place:], second[other + size :], strict=False)
@@ -251,12 +273,16 @@ def alike_blocks(model: nn.Module) -> int:
     blocks = repeated_blocks(model)
     if not blocks or container_of(model, blocks) is None:
         return 0
-    if any(_described(block) != _described(blocks[0]) for block in blocks[1:]):
+    if any(_describe(block) != _describe(blocks[0]) for block in blocks[1:]):
         return 0
-    own = [id(one) for block in blocks for _name, one in block.named_parameters(remove_duplicate=False)]
-    mine = set(own)
-    held = [id(one) for _name, one in model.named_parameters(remove_duplicate=False)]
-    shared = len(mine) < len(own) or len([one for one in held if one in mine]) > len(own)
+    parameter_ids = [
+        id(parameter) for block in blocks for _name, parameter in block.named_parameters(remove_duplicate=False)
+    ]
+    mine = set(parameter_ids)
+    held = [id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False)]
+    shared = len(mine) < len(parameter_ids) or len(
+        [parameter_id for parameter_id in held if parameter_id in mine]
+    ) > len(parameter_ids)
     return 0 if shared else len(blocks)
 
 
@@ -265,16 +291,16 @@ def with_blocks(model: nn.Module, count: int) -> nn.Module:
 
     Args:
         model: One of which `alike_blocks` returns a number.
-        count: At most that number.
+        count: Largest number of blocks.
     """
     short = on_meta(model)
     blocks = repeated_blocks(short)
     container = container_of(short, blocks)
     assert container is not None, "blocks are in one container"
     left_out = {id(block) for block in blocks[count:]}
-    kept = {name: one for name, one in container._modules.items() if id(one) not in left_out}
+    kept = {name: child for name, child in container._modules.items() if id(child) not in left_out}
     if not isinstance(container, nn.ModuleDict):
-        kept = {str(place): one for place, one in enumerate(kept.values())}
+        kept = {str(place): child for place, child in enumerate(kept.values())}
     container._modules = kept
     return short
 
@@ -287,6 +313,6 @@ def container_of(model: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
     return None
 
 
-def _described(block: nn.Module) -> tuple[Any, ...]:
+def _describe(block: nn.Module) -> tuple[Any, ...]:
     tensors = (*block.named_parameters(), *block.named_buffers())
-    return repr(block), [(name, one.shape, one.dtype, one.requires_grad) for name, one in tensors]
+    return repr(block), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]

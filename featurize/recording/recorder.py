@@ -1,7 +1,7 @@
 """Sees a training step happen on meta tensors: every operator below autograd, every storage's first sight and end.
 
 Start reading at `Recorder.__torch_dispatch__`; `featurize.trace.tracer` runs the step, and the record is in
-`featurize.recording.block_record`. Most operators run only once (`meta_result`): what one gives depends on its
+`featurize.recording.block_record`. Most operators run only once (`meta_result`): its result depends on its
 arguments' shapes alone, half of PyTorch's meta kernels are written in Python and take 0.1 ms and more, and a step
 repeats the same few hundred calls over and over.
 """
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from featurize.operators.library_calls import LibraryCall
 
 
-# For-each operators that give new tensors like those of their first list; all of them floating-point.
+# For-each operators that return new tensors like those of their first list; all of them floating-point.
 _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
 )
 _UNKNOWN = object()
-_ITSELF = object()  # the first argument, which stays as it is but for its values
+_ITSELF = object()  # the first argument, of which only the values change
 _PLAIN = frozenset({type(None), bool, str, int, float})
 _NUMBERS = frozenset({bool, int, float})
 _META = torch.device("meta")
@@ -47,13 +47,13 @@ class _Uncached(Exception):
 
 
 # Of all traces of the process: those of one family, or of one model at several sizes, run many of the same calls.
-_known: dict[tuple, object] = {}
+_known: dict[tuple[Any, ...], object] = {}
 _MOST_KNOWN = 20_000  # some 20 MB
 
 
-def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
-    """Return `func(*args, **kwargs)`, below autograd, of an operator that is no view. New tensors are remembered, and
-    that an operator gives its first argument back. Raises what the operator raises."""
+def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return `func(*args, **kwargs)`, below autograd, of an operator that is not a view. New tensors are remembered,
+    and that an operator returns its first argument. Raises what the operator raises."""
     # In place, a for-each operator and a whole step of an optimizer have nothing to compute and nothing to return.
     if name.endswith("_") and name.startswith(MULTI_TENSOR) and all(t.is_meta for t in args[0]):
         return None  # but of an optimizer's step counters, which are not on meta
@@ -81,15 +81,15 @@ def meta_result(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs) if known is None else _make(known)
 
 
-def _is_first(out: object, func: OpOverload, args: tuple, before: tuple) -> bool:
-    """Return whether a result is the first argument, as it was before the call but for its values."""
+def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Return whether a result is the first argument, as it was before the call except for its values."""
     if not (isinstance(out, Tensor) and out.is_meta and args and out is args[0]):
         return False
     # Others, as `set_`, may point the argument to other memory under the same shape.
     return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
-def _key(values) -> tuple:
+def _key(values: Iterable[Any]) -> tuple[Any, ...]:
     """Return what decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
     parts: list[Hashable] = []
     for value in values:
@@ -110,11 +110,11 @@ def _key(values) -> tuple:
     return tuple(parts)
 
 
-class _Spec(tuple):
+class _Spec(tuple[Any, ...]):
     """Size, stride and type of a new tensor."""
 
 
-def _recipe(out, given) -> object:
+def _recipe(out: object, given: Iterable[Any]) -> object:
     """How to make such a result again; None where it must be run again."""
     if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
         return None
@@ -122,7 +122,7 @@ def _recipe(out, given) -> object:
     storages = {t.untyped_storage()._cdata for t in inputs}
     shapes_decide = all(t.is_meta for t in inputs)
 
-    def one(value):
+    def recipe_of(value: Any) -> object:
         if isinstance(value, Tensor):
             if value.is_sparse:
                 raise _Uncached
@@ -134,18 +134,18 @@ def _recipe(out, given) -> object:
             storages.add(storage._cdata)
             return _Spec((tuple(value.shape), value.stride(), value.dtype))
         if type(value) in (tuple, list):
-            return type(value)(map(one, value))
+            return type(value)(map(recipe_of, value))
         if value is None or (shapes_decide and isinstance(value, bool | int | float)):
             return value
         raise _Uncached
 
     try:
-        return one(out)
+        return recipe_of(out)
     except _Uncached:
         return None
 
 
-def _make(recipe):
+def _make(recipe: Any) -> Any:
     if type(recipe) is _Spec:
         size, stride, dtype = recipe
         return torch.empty_strided(size, stride, dtype=dtype, device=_META)
@@ -155,7 +155,7 @@ def _make(recipe):
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last."""
+    """Return the number of elements from the first to the last."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -164,7 +164,7 @@ def _span(tensor: Tensor) -> int:
 _ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default
 _READ = torch.ops.aten._local_scalar_dense.default
-KERNEL = object()  # what `Recorder.among_ranks` gives for an operator that this GPU computes
+KERNEL = object()  # returned by `Recorder.among_ranks` for an operator that this GPU computes
 
 
 class Recorder(TorchDispatchMode):
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
     memory   the blocks that are taken and given back
     log      the operators that run
     stack    the module whose forward pass runs
-    values   of tensors that models read
+    values   contents of tensors that models read
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         self.stack, self.memory, self.values = ModuleStack(model), BlockRecord(), Values()
         self.log = OperatorRecord(self.memory, self.stack)
         self.values.module_now = self.stack.now
-        # Runs what concerns other ranks, too, and gives `KERNEL` for the rest; None where PyTorch wraps nothing.
+        # Runs what concerns other ranks, too, and returns `KERNEL` for the rest; None where PyTorch wraps nothing.
         self.among_ranks: Callable[..., object] | None = None
         self.paused = False  # what runs is not recorded: it belongs to another rank
         self.decided = 0  # operators whose results known values decided
@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
         """Torch's compiler never sees this mode: no wrapper keeps it out, which costs 10 us an operator."""
         return False
 
-    # -- what the caller says of the step
+    # -- the caller's notes on the step
 
     def name_modules(self, model: nn.Module) -> None:
         """Call modules by their paths within a model."""
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
     def modules(self) -> Iterator[None]:
         """While entered, the module whose forward pass runs is known."""
         before = module_hooks.register_module_forward_pre_hook(self._entered)
-        # Also where the forward pass raises: a checkpoint ends its recomputation that way, and goes on.
+        # Also where the forward pass raises: a checkpoint ends its recomputation that way, and continues.
         after = module_hooks.register_module_forward_hook(self._left, always_call=True)
         try:
             with self.values.of_data():
@@ -257,8 +257,8 @@ class Recorder(TorchDispatchMode):
     def _left(self, _module: nn.Module, _args: object, _output: object) -> None:
         self.stack.leave()
 
-    def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
-        """Return what the operator gives on meta tensors, and values where they are read back."""
+    def run(self, func: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Return the operator's results on meta tensors, and values where they are read back."""
         if traits.view:
             return func(*args, **kwargs)
         if traits.name == READ and self.memory.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
             self.values.follow(func, traits.name, args, kwargs, out, traits)
         return out
 
-    def unrecorded(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
+    def unrecorded(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run an operator of which nothing is noted but its error."""
         traits = traits_of(func)
         try:
@@ -290,7 +290,7 @@ class Recorder(TorchDispatchMode):
         return self.memory.phase != "optimizer"
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if self.among_ranks is not None and (ran := self.among_ranks(func, types, args, kwargs)) is not KERNEL:
@@ -325,8 +325,8 @@ class Recorder(TorchDispatchMode):
             self._record(traits, args, kwargs, out)
         return out
 
-    def _record(self, traits: Traits, args: tuple, kwargs: dict[str, Any], out: object) -> None:
-        """Note what an operator has read, made and taken besides."""
+    def _record(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
+        """Note what an operator has read, made and taken in addition."""
         outputs, inputs = meta_tensors((out,)), meta_tensors(args)
         if kwargs:
             inputs += meta_tensors(kwargs.values())
@@ -364,9 +364,11 @@ class Recorder(TorchDispatchMode):
 # torch/csrc/autograd/input_buffer.cpp); it never does so under a dispatch mode or on meta tensors.
 
 
-def in_place_overload(func: OpOverload, args: tuple, kwargs: dict, alone: tuple[int, int] | None):
+def in_place_overload(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], alone: tuple[int, int] | None
+) -> Any:
     """`aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else None.
-    `alone` is what `references_of_the_last_holder` gave.
+    `alone` is the result of `references_of_the_last_holder`.
 
     A sum within a node's own formula whose first operand nothing else holds is taken for one of the engine's.
     """
@@ -378,10 +380,11 @@ def in_place_overload(func: OpOverload, args: tuple, kwargs: dict, alone: tuple[
     return torch.ops.aten.add_.Tensor if _references(old) == alone else None
 
 
-def taken_over(func: OpOverload, args: tuple) -> Tensor | None:
-    """A tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the parameter's,
-    takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of autograd/functions/accumulate_grad.h).
-    None if this call of `func`, made during a backward pass, is no such copy."""
+def taken_over(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+    """Return a tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the
+    parameter's, takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of
+    autograd/functions/accumulate_grad.h). None if this call of `func`, made during a backward pass, is not such a
+    copy."""
     if func is not _CLONE or not args[0].is_sparse or torch.is_grad_enabled():
         return None
     indices, values = args[0]._indices(), args[0]._values()
@@ -397,14 +400,17 @@ def _references(tensor: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def references_of_the_last_holder() -> tuple[int, int] | None:
-    """The reference counts that a dispatch mode sees of a gradient that the engine alone holds, and of its storage.
+    """Return the reference counts that a dispatch mode sees of a gradient that the engine alone holds, and of its
+    storage.
 
-    Counted on a small graph, as they differ between releases; None in one that does not tell. Not for use within a
+    Counted on a small graph, as they differ between releases; None in one that does not show it. Not for use within a
     dispatch mode, where there is no autograd."""
     seen = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(
+            self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
             if func is _ADD:
                 seen.append(_references(args[0]))
             return func(*args, **(kwargs or {}))
@@ -416,7 +422,7 @@ def references_of_the_last_holder() -> tuple[int, int] | None:
             ones = [torch.empty_like(y) for y in outputs]
             with Watch():
                 torch.autograd.backward(outputs, ones)
-    except AttributeError:  # a release that does not tell
+    except AttributeError:  # a release that does not show it
         return None
     return seen[0] if seen else None
 

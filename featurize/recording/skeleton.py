@@ -56,14 +56,14 @@ _FILLS = {Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_}
 
 
 def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
-    """The module that `factory()` makes, with every parameter and buffer on the meta device.
+    """Return the module that `factory()` makes, with every parameter and buffer on the meta device.
 
     Costs neither the memory nor the initialisation of the parameters: a model of 7 billion takes seconds and some MB.
     Constructors may compute and read back tensors of their own; moves to a GPU inside the factory are left out. Ties
     between parameters are kept. Modules that existed before the call are copied, not changed. Tensors that a module
     keeps as plain attributes stay where they are, as they would in training. Lazy parameters stay lazy.
 
-    A default device that the caller has set, and models that other threads build meanwhile, have no part in it.
+    A default device that the caller has set, and models that other threads build in the meantime, are not involved.
     Raises what the factory raises.
     """
     try:
@@ -78,7 +78,7 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 class BuiltOnMeta:
-    """A factory whose model was built on meta already: it gives that one away, and builds others after it."""
+    """A factory whose first model was built on meta already: `taken` returns it once, calls build new ones."""
 
     def __init__(self, model: nn.Module, factory: Callable[[], nn.Module]) -> None:
         self._model: nn.Module | None = model
@@ -89,19 +89,20 @@ class BuiltOnMeta:
         return self._factory()
 
     def taken(self) -> nn.Module | None:
-        """Return the one that was built, the first time."""
+        """Return the model that was built, the first time; None later."""
         model, self._model = self._model, None
         return model
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy with every parameter and buffer on the meta device, ties kept; the original is untouched and unread."""
+    """Return a copy with every parameter and buffer on the meta device, ties kept; the original is untouched and
+    unread."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
-            memo[id(tensor)] = _emptied(tensor)
-    for result in kept_results(model):  # of earlier passes: copy.deepcopy takes no tensor with a history
-        memo.setdefault(id(result), _emptied(result))
+            memo[id(tensor)] = _empty(tensor)
+    for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
+        memo.setdefault(id(result), _empty(result))
     _copy_plain_parts(model, memo)
     return copy.deepcopy(model, memo)
 
@@ -120,7 +121,8 @@ def _copy_plain_parts(model: nn.Module, memo: dict[int, Any]) -> None:
                 copied[name] = value
             elif kind is dict and id(value) not in memo:
                 made = {
-                    key: memo[id(one)] if id(one) in memo else copy.deepcopy(one, memo) for key, one in value.items()
+                    key: memo[id(part)] if id(part) in memo else copy.deepcopy(part, memo)
+                    for key, part in value.items()
                 }
                 copied[name] = memo[id(value)] = made
             elif kind is OrderedDict and not value and id(value) not in memo:
@@ -135,10 +137,14 @@ _SETTERS = (nn.Module.__setstate__, nn.modules.conv._ConvNd.__setstate__)  # whi
 
 def _is_plain(kind: type[nn.Module]) -> bool:
     """Return whether `copy.deepcopy` copies the attributes of such modules, and nothing else is done."""
-    own = any(hasattr(kind, name) for name in ("__deepcopy__", "__getnewargs_ex__", "__getnewargs__", "__slots__"))
+    customised = any(
+        hasattr(kind, name) for name in ("__deepcopy__", "__getnewargs_ex__", "__getnewargs__", "__slots__")
+    )
     reduces = (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__)
     states = getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None)
-    return not (own or reduces or states) and kind.__setstate__ in _SETTERS and kind not in copyreg.dispatch_table
+    return (
+        not (customised or reduces or states) and kind.__setstate__ in _SETTERS and kind not in copyreg.dispatch_table
+    )
 
 
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
@@ -146,7 +152,7 @@ def kept_results(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         for value in vars(module).values():
             held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            yield from (one for one in held if isinstance(one, Tensor) and one.grad_fn is not None)
+            yield from (result for result in held if isinstance(result, Tensor) and result.grad_fn is not None)
 
 
 def _build(factory: Callable[[], nn.Module], real_parameters: int) -> nn.Module:
@@ -158,13 +164,13 @@ def _build(factory: Callable[[], nn.Module], real_parameters: int) -> nn.Module:
     real = any(not p.is_meta for p in model.parameters())
     if real or not parameters.saw(model):  # made elsewhere, at least in part
         return on_meta(model)
-    done: dict[int, Tensor] = {}
+    emptied: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                if id(buffer) not in done:
-                    done[id(buffer)] = _emptied(buffer)
-                module._buffers[name] = done[id(buffer)]
+                if id(buffer) not in emptied:
+                    emptied[id(buffer)] = _empty(buffer)
+                module._buffers[name] = emptied[id(buffer)]
     return model
 
 
@@ -174,8 +180,10 @@ class _ParametersToMeta:
     def __init__(self, largest_real: int) -> None:
         self._largest_real = largest_real
         self._thread = threading.get_ident()
-        self._made: dict[int, tuple[weakref.ref, nn.Parameter]] = {}  # one parameter given to two modules is one
-        self._modules: dict[int, weakref.ref] = {}
+        self._made: dict[
+            int, tuple[weakref.ref[nn.Parameter], nn.Parameter]
+        ] = {}  # one parameter given to two modules is one
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._hooks = contextlib.ExitStack()
 
     def saw(self, model: nn.Module) -> bool:
@@ -184,7 +192,7 @@ class _ParametersToMeta:
         return seen is not None and seen() is model
 
     def __enter__(self) -> _ParametersToMeta:
-        # Annotated by torch as giving None: what a hook gives is registered in place of what it got.
+        # Annotated by torch as returning None: what a hook returns is registered in place of what it got.
         on_parameter: Callable[..., Any] = self._parameter
         on_buffer: Callable[..., Any] = self._buffer
         for handle in (
@@ -202,7 +210,7 @@ class _ParametersToMeta:
         if threading.get_ident() != self._thread:
             return None
         self._note(module, name, buffer)
-        return None if buffer is None or _may_stay(buffer, _REAL_BUFFER) else _emptied(buffer)
+        return None if buffer is None or _may_stay(buffer, _REAL_BUFFER) else _empty(buffer)
 
     def _note(self, module: nn.Module, _name: str, _value: object) -> None:
         if threading.get_ident() == self._thread:
@@ -217,7 +225,7 @@ class _ParametersToMeta:
         known = self._made.get(id(parameter))
         if known is not None and known[0]() is parameter:
             return known[1]
-        made = _emptied(parameter)
+        made = _empty(parameter)
         self._made[id(parameter)] = weakref.ref(parameter), made
         return made
 
@@ -225,16 +233,18 @@ class _ParametersToMeta:
 class _Construction(TorchFunctionMode):
     """Small tensors on the CPU, large ones on meta, and what comes of both together on meta."""
 
-    def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _FILLS and args[0].is_meta and not torch.is_grad_enabled():
             return args[0]
         if func in _INITIALISERS and args and args[0].is_meta and args[0].dim() > 1:  # others may be refused
             return args[0]
         if func in _NOISE:
-            return _made(func, args, kwargs, _REAL_NOISE)
+            return _make(func, args, kwargs, _REAL_NOISE)
         if func in _VALUES:
-            return _made(func, args, kwargs, _REAL_VALUES)
+            return _make(func, args, kwargs, _REAL_VALUES)
         if func in _FROM_DATA:
             device = None if _names_a_gpu(kwargs.get("device")) else kwargs.get("device")
             return func(*args, **{**kwargs, "device": device or (None if _some(args, _is_tensor) else "cpu")})
@@ -252,7 +262,7 @@ class _Construction(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _made(func: Callable, args: tuple, kwargs: dict, largest: int) -> Tensor:
+def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Any:
     """Make the tensor of a function that makes one: on the CPU up to `largest` elements, else on meta."""
     if kwargs.get("out") is not None or _some(args, _is_tensor) or str(kwargs.get("device")) == "meta":
         return func(*args, **kwargs)
@@ -262,18 +272,18 @@ def _made(func: Callable, args: tuple, kwargs: dict, largest: int) -> Tensor:
 
 
 @overload
-def _emptied(tensor: nn.Parameter) -> nn.Parameter: ...
+def _empty(tensor: nn.Parameter) -> nn.Parameter: ...
 
 
 @overload
-def _emptied(tensor: Tensor) -> Tensor: ...
+def _empty(tensor: Tensor) -> Tensor: ...
 
 
-def _emptied(tensor: Tensor) -> Tensor:
+def _empty(tensor: Tensor) -> Tensor:
     """On meta: same shape, strides, kind, flags and attributes; of the values, those of small buffers, which models
     read, are remembered beside it. Lazy ones stay lazy."""
     if is_lazy(tensor):
-        made: Callable[..., Tensor] = type(tensor)  # of an uninitialized parameter or buffer
+        made: Callable[..., Tensor] = type(tensor)  # type of an uninitialized parameter or buffer
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
         return made(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
     empty = torch.empty_like(tensor, device="meta")
@@ -286,14 +296,14 @@ def _emptied(tensor: Tensor) -> Tensor:
     return empty if isinstance(tensor, nn.Parameter) else remember(empty, tensor)
 
 
-def _writes_into_real(func: Callable, args: tuple, kwargs: dict) -> bool:
+def _writes_into_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an in-place function of a real tensor is given meta ones."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
 
 
-def _some(values: Iterable, matches: Callable[[object], bool]) -> bool:
+def _some(values: Iterable[Any], matches: Callable[[object], bool]) -> bool:
     return any(matches(v) or (isinstance(v, list | tuple) and any(map(matches, v))) for v in values)
 
 
@@ -309,7 +319,7 @@ def _is_real(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_meta
 
 
-def _all_meta(value):
+def _all_meta(value: Any) -> Any:
     if isinstance(value, list | tuple) and any(map(_is_real, value)):
         return type(value)(map(_all_meta, value)) if type(value) in (list, tuple) else value
     return value.to("meta") if _is_real(value) else value
@@ -387,7 +397,7 @@ def uncompiled_copy(module: nn.Module) -> nn.Module:
     return copy.copy(module if inner is None else inner)  # a copy leaves `nn.Module.compile` behind
 
 
-_COMPILED_CALL = "_compiled_call_impl"  # of nn.Module.compile
+_COMPILED_CALL = "_compiled_call_impl"  # attribute of nn.Module.compile
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -498,10 +508,10 @@ class _Reader(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._plan: list[Layer | None] = []  # None: entered and not yet left
-        self._inside: list[list[int]] = []  # of each module being run: its place in the plan, FLOPs so far
+        self._inside: list[list[int]] = []  # for each module being run: its place in the plan, FLOPs so far
         self._counted: set[int] = set()  # parameters, by id
 
-    def watch(self, module: nn.Module) -> tuple:
+    def watch(self, module: nn.Module) -> tuple[Any, ...]:
         return module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)
 
     def plan(self, model: nn.Module) -> list[Layer]:
@@ -512,23 +522,27 @@ class _Reader(TorchFunctionMode):
             layers.insert(0, Layer("position", elements, elements))
         return layers
 
-    def _enter(self, _module: nn.Module, _inputs: tuple) -> None:
+    def _enter(self, _module: nn.Module, _inputs: tuple[Any, ...]) -> None:
         self._inside.append([len(self._plan), 0])
         self._plan.append(None)
 
-    def _leave(self, module: nn.Module, _inputs: tuple, output: object) -> None:
-        at, flops = self._inside.pop()
-        self._plan[at] = Layer(_kind(module), _elements(output), self._take(module.parameters(recurse=False)), flops)
+    def _leave(self, module: nn.Module, _inputs: tuple[Any, ...], output: object) -> None:
+        position, flops = self._inside.pop()
+        self._plan[position] = Layer(
+            _kind(module), _elements(output), self._take(module.parameters(recurse=False)), flops
+        )
 
-    def _take(self, parameters) -> int:
+    def _take(self, parameters: Iterable[Any]) -> int:
         fresh = [p for p in parameters if isinstance(p, nn.Parameter) and id(p) not in self._counted]
         self._counted.update(map(id, fresh))
         return sum(p.numel() for p in fresh)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        kind, flops, owned = _priced(func, args, kwargs, output)
+        kind, flops, owned = _price(func, args, kwargs, output)
         if kind is None:
             return output
         if self._inside:
@@ -538,7 +552,9 @@ class _Reader(TorchFunctionMode):
         return output
 
 
-def _priced(func, args: tuple, kwargs: dict, output: Any) -> tuple[str | None, int, tuple]:
+def _price(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> tuple[str | None, int, tuple[Any, ...]]:
     """Kind, FLOPs per sample and possible parameters of a call; kind None for what makes no layer of its own."""
     if func is F.linear or func in _CONVOLUTIONS:
         weight = args[1] if len(args) > 1 else kwargs["weight"]
@@ -573,7 +589,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
     return projections + 4 * query.numel() * key.shape[0]
 
 
-def _einsum_flops(args: tuple) -> int:
+def _einsum_flops(args: tuple[Any, ...]) -> int:
     """Return the FLOPs of a contraction of two tensors, a multiply-add for each combination of indices; else 0."""
     letters, tensors = args[0], args[1:] if isinstance(args[1], Tensor) else tuple(args[1])
     if not isinstance(letters, str) or "." in letters or len(tensors) != 2:
@@ -582,7 +598,7 @@ def _einsum_flops(args: tuple) -> int:
     sizes = {
         letter: size for term, x in zip(terms, tensors, strict=True) for letter, size in zip(term, x.shape, strict=True)
     }
-    return 2 * math.prod(sizes.values())
+    return int(2 * math.prod(sizes.values()))
 
 
 def _elements(output: object) -> int:

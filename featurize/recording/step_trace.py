@@ -29,8 +29,8 @@ BLOCK_KINDS = (
 )
 # Further kinds, of jobs on several GPUs only.
 BUCKET = "bucket"  # gradients are reduced there
-GATHERED = "gathered_parameter"  # of all ranks' shards
-UNREDUCED = "unreduced_gradient"  # of a rank's own batch, for whole parameters
+GATHERED = "gathered_parameter"  # gathered from all ranks' shards
+UNREDUCED = "unreduced_gradient"  # from a rank's own batch, for whole parameters
 COMMUNICATION = "communication_buffer"  # what is sent from, or received in
 MASTER = "master_weight"  # a rank's part of the parameters in fp32, which ZeRO's optimizer updates
 
@@ -43,7 +43,7 @@ class Operator(NamedTuple):
 
     name: str  # aten::mm
     phase: str
-    dtype: str  # of its arithmetic: float32, bfloat16, ...
+    dtype: str  # type of its arithmetic: float32, bfloat16, ...
     input_shapes: tuple[tuple[int, ...], ...]
     output_shapes: tuple[tuple[int, ...], ...]
     flops: int
@@ -62,7 +62,7 @@ def joined(kernel: Operator, other: Operator, place: int, leads: bool) -> Operat
     Args:
         kernel: The operator so far, at `place` among all.
         other: What its kernel computes, too; `bytes_read` is what the kernel has not read yet.
-        place: Of the operator.
+        place: Place of the operator.
         leads: It is named after `other`, unless it looks up rows, which says how many there are.
     """
     looks_up = _LOOKUP in (kernel.name, other.name)
@@ -97,26 +97,26 @@ class Block(NamedTuple):
 
     nbytes: int
     kind: str
-    operator: str = ""  # that made it, empty for what the step began with
+    operator: str = ""  # operator that made it, empty for what the step began with
     module: str = ""  # path of the module that ran it
-    call: LibraryCall | None = None  # of a workspace
+    call: LibraryCall | None = None  # a workspace's
     pooled: bool = False  # it lies in the memory pool of CUDA graphs
-    stream: int = 0  # on which it is taken; memory of one is not given to another
+    stream: int = 0  # stream on which it is taken; one stream's memory is not given to another
     kept_until: int = 0  # number of the event before which its memory is not used again, as another stream may use it
 
 
 class Collective(NamedTuple):
     """Data that the ranks of a job send each other at one moment of the steady step."""
 
-    kind: str  # of featurize.timing.collectives.KINDS
-    nbytes: int  # of a rank's larger tensor: what is gathered, what is scattered
+    kind: str  # a name of featurize.timing.collectives.KINDS
+    nbytes: int  # a rank's larger tensor: what is gathered, what is scattered
     after: int  # number of the step's operators that come before: then it can begin
     before: int  # number of those that do not wait for it
     axis: str = ""  # the dimension of the mesh whose ranks take part; empty: all ranks
 
 
 class StagePass(NamedTuple):
-    """One pass of a pipeline's stage over a micro-batch; it goes on until the next one begins."""
+    """One pass of a pipeline's stage over a micro-batch; it continues until the next one begins."""
 
     phase: str  # forward or backward, of `PHASES`
     stage: int
@@ -128,12 +128,12 @@ class StagePass(NamedTuple):
 class PipelinePart:
     """One rank's part of a pipeline's step.
 
-    kinds    of all stages of the pipeline: stages of the same kind hold modules that are alike
+    kinds    the kinds of all the pipeline's stages: stages of the same kind hold modules that are alike
     starts   paths of the modules at which all stages but the first begin
     sent     bytes that each stage but the last one sends to the next of a micro-batch, and gets back
-    passes   of the rank's own stages, in their order
+    passes   passes of the rank's own stages, in their order
     end      number of the step's operators before the end of the last one
-    groups   of all ranks of the pipeline; empty where one rank was asked for
+    groups   all ranks of the pipeline in groups; empty where one rank was asked for
     """
 
     kinds: tuple[str, ...]
@@ -149,7 +149,7 @@ class RanksAlike:
     """Ranks of a pipeline whose stages are of the same kinds; those after the first one need no more memory.
 
     ranks   their numbers among the ranks of `pp`
-    trace   of the first of them
+    trace   trace of the first of them
     """
 
     ranks: tuple[int, ...]
@@ -185,29 +185,30 @@ class StepTrace:
     blocks: tuple[Block, ...]
     parameters: int  # elements
     parameter_bytes: int
-    compute_capability: tuple[int, int] | None  # of an NVIDIA GPU
-    assumed: tuple[str, ...] = ()  # of values that the model reads and only computing the step would give
+    compute_capability: tuple[int, int] | None  # an NVIDIA GPU's
+    assumed: tuple[str, ...] = ()  # values that the model reads and only computing the step would show
     notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
     mix: BatchMix | None = None
-    # Of calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
+    # Calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
     widest_head: int | None = None
-    graph_input_bytes: int | None = None  # of inputs that are copied into CUDA graphs; None: none run
+    graph_input_bytes: int | None = None  # inputs that are copied into CUDA graphs; None: none run
     collectives: tuple[Collective, ...] = ()
-    pipeline: PipelinePart | None = None  # of a rank that has a part of the model
+    pipeline: PipelinePart | None = None  # the part of a rank that has only a part of the model
     # Of steps without a loop's variables: how they go in a usual loop, where the trace shows it.
     in_a_loop: StepTrace | None = field(default=None, compare=False, repr=False)
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def remembered(self, key: Hashable, compute: Callable[[], Value]) -> Value:
-        """Return what `compute` gave for this key, or call it now.
+        """Return what `compute` returned for this key, or call it now.
 
         Args:
-            key: All that the value depends on besides the trace; a tuple that begins with the value's name.
-            compute: Gives the value, which nobody may change afterwards.
+            key: Everything besides the trace that the value depends on; a tuple that begins with the value's name.
+            compute: Returns the value, which nobody may change afterwards.
         """
         if key not in self._computed:
             self._computed[key] = compute()
-        return self._computed[key]
+        value: Value = self._computed[key]
+        return value
 
     @property
     def flops(self) -> int:

@@ -50,7 +50,7 @@ _FILLED = {
     "aten::empty_strided": 0,
 }
 _OURS = Path(__file__).resolve().parents[1]
-# Whose lines are no model's code.
+# Files whose lines are not a model's code.
 _NOT_THE_MODELS = tuple(f"{place}{os.sep}" for place in (Path(torch.__file__).parent, _OURS, _OURS.parent / "learn"))
 
 _NO_VALUE = "the model reads a value that only computing the step would give: meta tensors have none"
@@ -75,7 +75,7 @@ _ABOUT_FINITE = frozenset({*_OF_FINITE, *_OF_TRUTHS, "aten::eq", "aten::ne"})
 
 
 class UnknownValue(RuntimeError):
-    """The model reads a value that only computing the step would give."""
+    """The model reads a value that only computing the step would show."""
 
 
 def name_tensor(tensor: Tensor, name: str) -> None:
@@ -100,11 +100,11 @@ class _Known(NamedTuple):
     ref      to it, whose end ends this
     held     its values on the CPU; None: not known, or too many to keep
     ours     `held` is ours alone to write to
-    truth    that holds at all its places, however many they are; None: not known
+    truth    truth at all its places, however many they are; None: not known
     source   input whose default the values are, or are made of
     """
 
-    ref: weakref.ref
+    ref: weakref.ref[torch.UntypedStorage]
     held: torch.UntypedStorage | None
     ours: bool = True
     truth: bool | None = None
@@ -117,7 +117,7 @@ class Values:
     def __init__(self) -> None:
         self.assumed: dict[str, None] = {}  # in the order in which the step needed them
         self.module_now: Callable[[], str] = str  # path of the module that runs
-        self.keeps_masked = False  # a mask that only computing the step would give keeps everything
+        self.keeps_masked = False  # a mask that only computing the step would show keeps everything
         self._said_of: set[str] = set()  # inputs whose defaults were read
         self._draws = 0
         self._known: dict[int, _Known] = {}
@@ -145,14 +145,18 @@ class Values:
     def of_data(self) -> Iterator[None]:
         """Within, what `torch.tensor` makes of plain data on meta is known: it comes from the host."""
 
-        def with_values(function: Callable[..., Tensor], at: int) -> Callable[..., Tensor]:
+        def with_values(function: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
             @functools.wraps(function)
             def call(*args: Any, **kwargs: Any) -> Tensor:
                 made = function(*args, **kwargs)
-                if made.is_meta and not isinstance(args[at] if len(args) > at else None, Tensor) and _is_small(made):
+                if (
+                    made.is_meta
+                    and not isinstance(args[first] if len(args) > first else None, Tensor)
+                    and _is_small(made)
+                ):
                     with contextlib.suppress(RuntimeError, TypeError):  # the data hold tensors without values
-                        host = torch.tensor if at else function
-                        values = host(*args[at:], **{**kwargs, "device": "cpu", "dtype": made.dtype})
+                        host = torch.tensor if first else function
+                        values = host(*args[first:], **{**kwargs, "device": "cpu", "dtype": made.dtype})
                         self._know(made, values.detach().reshape(made.shape))
                 return made
 
@@ -162,12 +166,12 @@ class Values:
         if list_once := getattr(torch.utils._device, "_device_constructors", None):
             list_once()
         with contextlib.ExitStack() as stack:
-            for owner, name, at in ((torch, "tensor", 0), (torch, "as_tensor", 0), (Tensor, "new_tensor", 1)):
-                stack.enter_context(replaced(owner, name, with_values(getattr(owner, name), at)))
+            for owner, name, first_value in ((torch, "tensor", 0), (torch, "as_tensor", 0), (Tensor, "new_tensor", 1)):
+                stack.enter_context(replaced(owner, name, with_values(getattr(owner, name), first_value)))
             yield
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor, which must not be written to; None if they are not known."""
+        """Return the values of a tensor, which must not be written to; None if they are not known."""
         if not tensor.is_meta:
             return tensor
         known = self._entry(tensor)
@@ -178,8 +182,8 @@ class Values:
     def _entry(self, tensor: Tensor) -> _Known | None:
         return self._known.get(tensor.untyped_storage()._cdata)
 
-    def decide(self, func: OpOverload, name: str, args: tuple, kwargs: dict) -> object:
-        """Return what an operator gives whose result values decide; `NotImplemented` if that is not known, or any other
+    def decide(self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Return the result of an operator that values decide; `NotImplemented` if that is not known, or any other
         operator. Raises `UnknownValue` where a number is read back."""
         if name not in DECIDED_BY_VALUES:
             return NotImplemented
@@ -205,13 +209,15 @@ class Values:
             return out
         return self._as_meta(out)
 
-    def _default_in(self, args: tuple, kwargs: dict) -> str:
-        """The input whose default decides these arguments' values; empty where there is none."""
-        tensors = (one for one in tensors_in((*args, *kwargs.values())) if one.is_meta and not one.is_sparse)
-        return next((known.source for one in tensors if (known := self._entry(one)) and known.source), "")
+    def _default_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the input whose default decides these arguments' values; empty where there is none."""
+        tensors = (
+            tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta and not tensor.is_sparse
+        )
+        return next((known.source for tensor in tensors if (known := self._entry(tensor)) and known.source), "")
 
     def _place(self) -> str:
-        """The module that runs, and the line of its code, or of the loss."""
+        """Return the module that runs, and the line of its code, or of the loss."""
         module = self.module_now()
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
@@ -221,10 +227,10 @@ class Values:
             return line or "the step"
         return f"module {module!r} ({line})" if line else f"module {module!r}"
 
-    def without_masks(self, traits: Traits, args: tuple, nonzero: Callable[[Tensor], Any]) -> tuple:
-        """The arguments of an indexing operator, each mask that is known replaced by the places where it is true, as
-        CUDA's kernels do before they index. `nonzero` runs that operator. Raises `UnknownValue` for another mask, but
-        where values are put into a tensor, or masks keep everything."""
+    def without_masks(self, traits: Traits, args: tuple[Any, ...], nonzero: Callable[[Tensor], Any]) -> tuple[Any, ...]:
+        """Return the arguments of an indexing operator, each mask that is known replaced by the places where it is
+        true, as CUDA's kernels do before they index. `nonzero` runs that operator. Raises `UnknownValue` for another
+        mask, but where values are put into a tensor, or masks keep everything."""
         indices, put = args[1], "put" in traits.name
         if not any(isinstance(i, Tensor) and i.is_meta and i.dtype in (torch.bool, torch.uint8) for i in indices):
             return args
@@ -242,15 +248,19 @@ class Values:
 
     # -- what operators make of it
 
-    def follow(self, func: OpOverload, name: str, args: tuple, kwargs: dict, out: object, traits: Traits) -> None:
-        """Note what an operator, which is no view, has given, and forget what it overwrites with unknown numbers."""
+    def follow(
+        self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, traits: Traits
+    ) -> None:
+        """Note the results of an operator that is not a view, and forget what it overwrites with unknown numbers."""
         if traits.mutates:
             self._follow_writes(func, args, kwargs, traits)
             return
         outputs = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ()
         if name in _ABOUT_FINITE and self._follow_truths(name, args, out):
             return
-        if not outputs or not all(isinstance(one, Tensor) and one.is_meta and _is_small(one) for one in outputs):
+        if not outputs or not all(
+            isinstance(output, Tensor) and output.is_meta and _is_small(output) for output in outputs
+        ):
             return
         first = next(tensors_in(args), None)  # nearly always it decides
         if name not in _FILLED and first is not None and first.is_meta and self._entry(first) is None:
@@ -279,7 +289,7 @@ class Values:
         """Nothing is known any more."""
         self._known.clear()
 
-    def _follow_writes(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> None:
+    def _follow_writes(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> None:
         known = self._known
         targets = [args[i] for i in traits.written if i < len(args)]
         targets += [kwargs[key] for key in traits.written_names if key in kwargs]
@@ -303,7 +313,7 @@ class Values:
         if source := self._default_in(args, kwargs):
             known |= {key: known[key]._replace(source=source) for key in written}
 
-    def _computed(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> object:
+    def _computed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> object:
         """Return the operator's result on the CPU. Raises `_Unknown` if an argument is not known, or the CPU cannot run
         it."""
         given, named = self._on_cpu((args, kwargs))
@@ -322,7 +332,7 @@ class Values:
             if state is not None:
                 torch.set_rng_state(state)
 
-    def _follow_truths(self, name: str, args: tuple, out: object) -> bool:
+    def _follow_truths(self, name: str, args: tuple[Any, ...], out: object) -> bool:
         """Return whether the result is a truth about finite numbers, which is then noted."""
         truth = self._truth(name, args)
         if truth is None or not isinstance(out, Tensor):
@@ -335,8 +345,8 @@ class Values:
         self._known[storage._cdata] = known._replace(truth=truth)
         return True
 
-    def _truth(self, name: str, args: tuple) -> bool | None:
-        """Return what an operator of `_ABOUT_FINITE` gives at all places; None where that is not known."""
+    def _truth(self, name: str, args: tuple[Any, ...]) -> bool | None:
+        """Return the result of an operator of `_ABOUT_FINITE` at all places; None where that is not known."""
         first = args[0]
         if not isinstance(first, Tensor) or not first.is_meta:
             return None
@@ -351,11 +361,11 @@ class Values:
             return None
         if first.dtype is not torch.bool or name not in _OF_TRUTHS:
             return None
-        known = [self._entry(one) for one in args if isinstance(one, Tensor)]
-        held = [one.truth for one in known if one is not None and one.truth is not None]
+        known = [self._entry(argument) for argument in args if isinstance(argument, Tensor)]
+        held = [entry.truth for entry in known if entry is not None and entry.truth is not None]
         return _OF_TRUTHS[name](held) if len(held) == len(known) else None
 
-    def _spread(self, indices: Tensor, args: tuple) -> None:
+    def _spread(self, indices: Tensor, args: tuple[Any, ...]) -> None:
         """Row r of a choice of k among n takes k*r, k*r + 1, ... modulo n, as a router that is balanced does."""
         first = args[0]
         dim = args[2] if len(args) > 2 else -1
@@ -386,8 +396,8 @@ class Values:
             ours = True
         self._known[storage._cdata] = _Known(self._watched(storage), held, ours, source=source)
 
-    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref:
-        def died(ref: weakref.ref, key: int = storage._cdata) -> None:
+    def _watched(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+        def died(ref: weakref.ref[torch.UntypedStorage], key: int = storage._cdata) -> None:
             if key in self._known and self._known[key].ref is ref:
                 del self._known[key]
 
@@ -400,7 +410,7 @@ class Values:
                 self._know(made, out)
             return made
         if isinstance(out, tuple | list):
-            made_of = [self._as_meta(one) for one in out]
+            made_of = [self._as_meta(part) for part in out]
             return made_of if isinstance(out, list) else tuple(made_of)
         return out
 
@@ -412,9 +422,9 @@ class Values:
                 raise _Unknown
             return values
         if isinstance(value, dict):
-            return {key: self._on_cpu(one) for key, one in value.items()}
+            return {key: self._on_cpu(item) for key, item in value.items()}
         if isinstance(value, tuple | list):
-            given = [self._on_cpu(one) for one in value]
+            given = [self._on_cpu(item) for item in value]
             return given if isinstance(value, list) else tuple(given)
         return value
 
@@ -451,11 +461,11 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from named_tensors(one, f"{name}.{key}" if name else str(key))
+        for key, item in value.items():
+            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
-        for at, one in enumerate(value):
-            yield from named_tensors(one, f"{name}[{at}]" if name else f"input {at + 1}")
+        for position, item in enumerate(value):
+            yield from named_tensors(item, f"{name}[{position}]" if name else f"input {position + 1}")
 
 
 def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
@@ -463,9 +473,9 @@ def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: mapped(one, function) for key, one in value.items()}
+        return {key: mapped(item, function) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        made = [mapped(one, function) for one in value]
+        made = [mapped(item, function) for item in value]
         if isinstance(value, tuple):
             return value._make(made) if hasattr(value, "_make") else tuple(made)
         return made
@@ -475,12 +485,12 @@ def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
 def arguments(value: object) -> Inputs:
     """Return a batch as arguments: one tensor is a single positional one."""
     if isinstance(value, Mapping):
-        return {str(key): one for key, one in value.items()}
+        return {str(key): item for key, item in value.items()}
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def shape_of(value: object) -> Hashable:
-    """Return what tells two batches apart for a trace: structure, shapes, types, and which masks are all ones.
+    """Return what distinguishes two batches for a trace: structure, shapes, types, and which masks are all ones.
 
     Other values decide nothing of a step's memory in most models: two batches of token ids count as one.
     """
@@ -491,9 +501,9 @@ def shape_of(value: object) -> Hashable:
             return kind
         return kind, bool((values == 1).all()) if bool((values <= 1).all()) else None
     if isinstance(value, Mapping):
-        return tuple((key, shape_of(one)) for key, one in value.items())
+        return tuple((key, shape_of(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return type(value).__name__, tuple(shape_of(one) for one in value)
+        return type(value).__name__, tuple(shape_of(item) for item in value)
     return type(value), repr(value)
 
 
@@ -512,7 +522,7 @@ def own_loss(output: object) -> Tensor | None:
     if isinstance(held, Tensor):
         return held if held.dim() == 0 else held.mean()
     if isinstance(output, Mapping) and output:
-        losses = [one for one in output.values() if isinstance(one, Tensor) and one.dim() == 0]
-        if len(losses) == len(output) and all(one.is_floating_point() for one in losses):
+        losses = [loss for loss in output.values() if isinstance(loss, Tensor) and loss.dim() == 0]
+        if len(losses) == len(output) and all(loss.is_floating_point() for loss in losses):
             return sum(losses[1:], losses[0])
     return None

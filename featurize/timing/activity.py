@@ -21,10 +21,10 @@ from featurize.timing.packaged import packaged_section
 from featurize.timing.times import CORNER, Kernels
 
 INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
-_IDLE_CLOCK = 0.1  # of the full one: about what GPUs idle at
+_IDLE_CLOCK = 0.1  # share of the full clock: about what GPUs idle at
 _LEAST_CLOCK = 0.02  # so low that memory-bound kernels keep below every limit that can be set
 _ITERATIONS = 8  # until a clock below the limit stands
-_HALVINGS = 20  # of the range of clocks
+_HALVINGS = 20  # steps of the search over the range of clocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class PowerParameters:
         sm, fp32, tensor, dram: Shares of the watts between a GPU's idle power and its own limit. `sm`: drawn at full
             clock while all SMs are active. `fp32`, `tensor`: what the FP32 pipe and the tensor cores add at the data
             sheet's rate. `dram`: the same of the memory. Their sum may exceed 1: the limit then lowers the clock.
-        exponent: Of the clock, in the power of the SMs: the voltage falls with it.
+        exponent: Exponent of the clock in the power of the SMs: the voltage falls with it.
         feed: Share of a memory-bound kernel's time that the SMs at full clock need to move its bytes.
     """
 
@@ -53,9 +53,9 @@ class KernelLoad:
 
     Args:
         sm: SMs active.
-        fp32, tensor, dram: Of the data sheet's rates.
+        fp32, tensor, dram: Shares of the data sheet's rates.
         arithmetic: How far arithmetic, and not memory, bounds the kernel's time.
-        work: Share of the kernel's time that is no latency.
+        work: Share of the kernel's time that is not latency.
     """
 
     sm: Any
@@ -81,9 +81,9 @@ def kernel_load(
     Args:
         calls, kernels: The kernels, also at the GPU model's rates.
         spec: The GPU model.
-        seconds: Of each kernel.
-        memory_s: Of each kernel's traffic alone.
-        latency_s: Part of `seconds` that is no work.
+        seconds: Time of each kernel.
+        memory_s: Time of each kernel's traffic alone.
+        latency_s: Part of `seconds` that is not work.
         sm_share: Share of the SMs that each keeps active while it works.
     """
     tensor = kernels.units == 1
@@ -114,8 +114,8 @@ def kernel_power(
     longer in proportion, memory traffic hardly: until the SMs are too slow to ask for it.
 
     Args:
-        load: Of the kernels, as arrays of the library `xp`.
-        idle_w, own_limit_w: Of the GPU model, in W.
+        load: The kernels' load, as arrays of the library `xp`.
+        idle_w, own_limit_w: Idle power and power limit of the GPU model, in W.
         limit_w: The limit that holds, in W.
         learned: As numbers, or scalars of `xp`.
         xp: numpy or torch.
@@ -146,13 +146,13 @@ def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) ->
     """Return the power of each kernel in W under the limit that is set on a GPU, and by which factor it takes longer
     than under the board's own."""
     idle_w, own_w, cap_w = spec.idle_power_w, spec.power_limit_w, spec.power_cap_w
-    watts, own = kernel_power(load, idle_w, own_w, own_w, learned)
+    watts, own_clock_factor = kernel_power(load, idle_w, own_w, own_w, learned)
     if cap_w is None or cap_w == own_w:
         return watts, np.ones_like(watts)
     of_sms, of_dram, longer = _demand(load, own_w - idle_w, learned)
 
     def drawn_w(clock: np.ndarray) -> np.ndarray:
-        return idle_w + of_dram / longer(clock) + of_sms * clock**learned.exponent
+        return np.asarray(idle_w + of_dram / longer(clock) + of_sms * clock**learned.exponent)
 
     # By halves: near its least limit, iterations as above do not end for what memory bounds.
     clock, too_high = np.full_like(watts, _LEAST_CLOCK), np.ones_like(watts)
@@ -160,7 +160,7 @@ def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) ->
         middle = np.sqrt(clock * too_high)
         fits = drawn_w(middle) <= cap_w
         clock, too_high = np.where(fits, middle, clock), np.where(fits, too_high, middle)
-    return drawn_w(clock), np.maximum(longer(clock) / own, 1.0)
+    return drawn_w(clock), np.maximum(longer(clock) / own_clock_factor, 1.0)
 
 
 @functools.cache
@@ -177,8 +177,8 @@ def load_power() -> PowerParameters:
 TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
 FP32_EFFICIENCY = (0.92, 0.92, 0.80, 0.45)
 TENSOR_EFFICIENCY = (0.70, 0.70, 0.50, 0.50)
-TENSOR_WARPS = 4  # of one block on the tensor cores
-FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10  # of such blocks that registers let an SM hold
+TENSOR_WARPS = 4  # warps of one block on the tensor cores
+FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10  # such blocks' warps that registers let an SM hold
 SPLIT_DEPTH = 256  # a product's inner dimension is split over idle SMs down to this
 SPLIT_US = 1.0  # what adding up the parts takes
 ATTENTION_ROWS = 64  # queries of one head that one block takes
@@ -190,9 +190,9 @@ _REGISTERS_HOLD = 64  # warps an SM held at most on the GPUs that the warps of s
 class _Blocks(NamedTuple):
     """Kernels of one class.
 
-    units          of a stream (elements, rows, channels) that one block takes; 0 for tiles of a product
-    block_warps    of one block; 0 where the tile says it
-    most_warps     that an SM holds: registers bound it for products (absolute), threads for streams (of 64)
+    units          elements, rows or channels of a stream that one block takes; 0 for tiles of a product
+    block_warps    warps of one block; 0 where the tile decides
+    most_warps     warps that an SM holds: registers bound it for products (absolute), threads for streams (of 64)
     """
 
     units: float
@@ -213,7 +213,7 @@ CLASSES: Mapping[str, _Blocks] = {
     "depthwise": _Blocks(512, 4, 45),
     "elementwise": _Blocks(512, 4, 45),
     "reduction": _Blocks(4096, 8, 58),
-    "rows": _Blocks(1, 4, 58),  # of a softmax or layer norm
+    "rows": _Blocks(1, 4, 58),  # a softmax or layer norm
     "normalization": _Blocks(1, 16, 58),  # channels of a batch norm
     "optimizer": _Blocks(FOREACH_CHUNK, 16, 45),
 }
@@ -246,9 +246,9 @@ class Occupied:
         tiled: 1 for products, convolutions and attention; 0 for streams.
         filled: Share of the SMs that have a block, of tiled kernels.
         per_sm: Blocks over SMs.
-        warps: Of one block.
-        warps_per_sm: That the SM can hold.
-        scale: Of `most_warps`: what an SM holds of streams follows from how many warps it can hold.
+        warps: Warps of one block.
+        warps_per_sm: Warps that the SM can hold.
+        scale: Factor of `most_warps`: the streams that an SM holds depend on how many warps it can hold.
     """
 
     place: Any
@@ -272,12 +272,12 @@ class TimedKernels:
         calls: The kernels, and how often each runs.
         on_device: The same, at the GPU model's rates.
         per_sm: Blocks over SMs.
-        seconds: Of each.
-        latency_s: Part of each kernel's time that is no work.
+        seconds: Time of each.
+        latency_s: Part of each kernel's time that is not work.
         sm_share: Share of the SMs that each keeps active.
         occupancy: Share of the possible warps that is resident on those.
         load: What each uses, at the board's own limit.
-        watts: Of the board while each runs.
+        watts: The board's power while each runs.
     """
 
     calls: Calls
@@ -302,7 +302,7 @@ class StepActivity:
         fp32a: FP32 pipe.
         tensor: Tensor cores.
         gpu_util: Time with a kernel on the GPU or queued.
-        power_w: Of the board: what its kernels draw, and idle power where none runs.
+        power_w: The board's power: what its kernels draw, and idle power where none runs.
     """
 
     smact: float
@@ -323,11 +323,10 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec) -> Occupied:
         spec: The GPU model.
     """
     tensor = kernels.units == 1
-    names = [
-        _class_of(kind, GROUPS[group], on) for kind, group, on in zip(calls.kind, calls.group, tensor, strict=True)
-    ]
-    place = np.array([_PLACES[name] for name in names], dtype=int)
-    shapes = np.array([CLASSES[name] for name in names], dtype=float).reshape(len(names), 3)
+    alike = list(zip(calls.kind, calls.group.tolist(), tensor.tolist(), strict=True))
+    places = {one: _PLACES[_class_of(one[0], GROUPS[one[1]], one[2])] for one in set(alike)}
+    place = np.array([places[one] for one in alike], dtype=int)
+    shapes = np.array([*CLASSES.values()], dtype=float)[place]
     stream = np.isin(calls.group, [GROUPS.index(STREAM), GROUPS.index(DEPTHWISE)])
     attention = calls.group == GROUPS.index(ATTENTION)
     filled, blocks, tile_warps = _tiles(calls, kernels, spec, tensor)
@@ -343,7 +342,7 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec) -> Occupied:
         filled=np.clip(filled, 1 / 1024, 1.0),
         per_sm=np.where(stream, of_stream, blocks) / spec.sm_count,
         warps=np.where(shapes[:, 1] > 0, shapes[:, 1], tile_warps),
-        warps_per_sm=np.full(len(names), spec.threads_per_sm / _WARP),
+        warps_per_sm=np.full(len(place), spec.threads_per_sm / _WARP),
         scale=np.where(stream, spec.threads_per_sm / _WARP / _REGISTERS_HOLD, 1.0),
     )
 
@@ -372,7 +371,7 @@ def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned:
     Args:
         timed: Its kernels on the GPU model.
         spec: The GPU model.
-        step_s: Of the whole step.
+        step_s: Time of the whole step.
         learned: The parameters.
     """
     calls, kernels = timed.calls, timed.on_device
@@ -445,4 +444,4 @@ def _ratio(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-_PLACES = {name: at for at, name in enumerate(CLASSES)}
+_PLACES = {name: class_index for class_index, name in enumerate(CLASSES)}

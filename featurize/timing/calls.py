@@ -1,6 +1,6 @@
 """Which kernels each operator of a traced step runs, as numbers that no GPU model enters.
 
-Start reading at `kernel_calls`. Torch-free.
+Start reading at `kernel_calls`; `model_flops` says what of an operator counts as the model's. Torch-free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from featurize.operators.table import INT8_PRODUCT, SCALED_PRODUCT, attention_call, kernel_kind
+from featurize.operators.table import ATTENTION as FUSED_ATTENTION
+from featurize.operators.table import CONVOLUTIONS, INT8_PRODUCT, PRODUCTS, SCALED_PRODUCT, attention_call, kernel_kind
 from featurize.recording.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
@@ -28,9 +29,9 @@ PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "depthwise",
     "stream",
 )
-_MOST_PLACES = 49  # of a depthwise kernel, for which fast ones exist
+_MOST_PLACES = 49  # largest depthwise kernel for which fast ones exist
 _USUAL_WIDTHS = (4, 8, 16, 32)
-_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
+_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies this much less (Lavin and Gray, CVPR 2016)
 _NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels
 
 _ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
@@ -42,10 +43,10 @@ class KernelCall(NamedTuple):
     kind      what it does: `product`, `convolution_weight`, `batch_norm_backward`, ...
     group     one of `GROUPS`: how it fills the GPU
     pipe      one of `PIPES`: which units do the arithmetic. `tensor`: half precision; `fp8`: 8-bit floats
-    flops     of its arithmetic, a multiply-add counted as 2, after the algorithm's own savings
-    nbytes    of distinct tensors, read and written
-    rows, columns, depth, batch   of the product that it is: output sizes, inner size, how many of them. Of attention:
-              queries, head size, 0, heads. Of a stream: what its blocks share (elements, rows or channels), 1, 0, 1
+    flops     FLOPs of its arithmetic, a multiply-add counted as 2, after the algorithm's own savings
+    nbytes    bytes of distinct tensors, read and written
+    rows, columns, depth, batch   the product's output sizes, inner size, and number of products. For attention:
+              queries, head size, 0, heads. For a stream: what its blocks share (elements, rows or channels), 1, 0, 1
     aligned   sizes that tensor cores take without padding
     """
 
@@ -90,7 +91,7 @@ def kernel_calls(
     """Return the kernels of a step's operators.
 
     Args:
-        operators: Of one step, as `StepTrace.operators` has them.
+        operators: The operators of one step, as `StepTrace.operators` has them.
         tf32_products: `torch.backends.cuda.matmul.allow_tf32`.
         tf32_convolutions: `torch.backends.cudnn.allow_tf32`.
         listed: The optimizer runs for-each kernels over lists of tensors; False: one kernel a tensor, as PyTorch
@@ -143,7 +144,7 @@ def as_calls(counts: Counter[KernelCall], launches: float, updates: float = 0.0)
 
 
 def stream(kind: str, nbytes: float, units: float, flops: float = 0.0) -> KernelCall:
-    """Return a kernel that only moves its tensors through the GPU: of so many elements, rows or channels."""
+    """Return a kernel that only moves its tensors through the GPU: of this many elements, rows or channels."""
     return KernelCall(kind, STREAM, FP32, flops, nbytes, units, 1, 0, 1, True)
 
 
@@ -180,13 +181,13 @@ def convolution(
 
     Args:
         kind: `convolution`, `convolution_data` or `convolution_weight`.
-        flops: Of the direct algorithm.
-        nbytes: Of its three tensors.
-        rows, columns: Of the product's output, within one group.
-        groups: Of channels.
-        pipe: Which units do it.
+        flops: FLOPs of the direct algorithm.
+        nbytes: Bytes of its three tensors.
+        rows, columns: Sizes of the product's output, within one group.
+        groups: Groups of channels.
+        pipe: Which units compute it.
         widths: Input and output channels of a group.
-        places: Of the kernel.
+        places: Places of the kernel.
         same_size: The output is as large as the input: stride 1 and padded.
     """
     depth = flops / (2 * groups * rows * columns) if rows * columns else 0.0
@@ -323,7 +324,7 @@ def _convolutions(op: Operator, pipe: str) -> Iterator[KernelCall]:
 def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
     """Yield a recurrent layer's products: one for all inputs, then one a time step, each with a pointwise kernel.
 
-    Backward, a step's product gives the state's gradient; inputs' and weights' gradients are products over all steps.
+    Backward, a step's product is the state's gradient; inputs' and weights' gradients are products over all steps.
     """
     x, *others = op.input_shapes
     states = next(shape for shape in others if len(shape) == 3)  # layers and directions, samples, hidden units
@@ -340,3 +341,28 @@ def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
     yield product(rows, gates, hidden, 1, pipe, whole), layers
     if "backward" in op.name:
         yield product(gates, hidden, rows, 1, pipe, whole), 2 * layers
+
+
+def model_flops(op: Operator) -> int:
+    """Return an operator's share of the step's model FLOPs: 0 for anything but a matrix product, convolution or
+    attention.
+
+    A multiply-add counts as 2. Nothing counts of the optimizer, of what a checkpoint computes again, and of the scores
+    that fused attention computes again in its backward pass. Attention counts all pairs of query and key, also where
+    its kernel leaves out those that a causal mask hides. Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
+
+    Known limitations: for texts packed one after the other, attention counts what its kernel computes.
+    """
+    if op.recomputed or op.phase == "optimizer":
+        return 0
+    if op.name in PRODUCTS or op.name in CONVOLUTIONS:
+        return op.flops
+    return _attention_flops(op) if op.name in FUSED_ATTENTION else 0
+
+
+def _attention_flops(op: Operator) -> int:
+    kernel = attention_call(op.name)
+    query, key, value = op.input_shapes[kernel.query : kernel.query + 3]
+    if len(query) == 3:  # packed: five products in the backward pass, of which one gives the scores again
+        return op.flops * 4 // 5 if kernel.backward else op.flops
+    return (4 if kernel.backward else 2) * math.prod(kernel.sizes(query, key)) * (query[-1] + value[-1])

@@ -59,11 +59,11 @@ _CHANNEL_GB_S, _FEWEST, _MOST = 12.5, 2, 24
 
 @dataclass(frozen=True, kw_only=True)
 class LinkConstants:
-    """Constants of collectives. `learn.fitting.host_and_link_fit` fits NVLink's up to Ampere to measured all-reduces.
+    """Constants of collectives. `learn.fitting.constants_fit` fits NVLink's up to Ampere to measured all-reduces.
 
-    launch_us   of any collective, beside NCCL's own latencies
-    reached     share of a link's bandwidth
-    copy_gb_s   at which each GPU moves the whole tensor once a round in its own memory, while its links wait
+    launch_us   time to launch any collective, on top of NCCL's own latencies
+    reached     share of a link's bandwidth that is reached
+    copy_gb_s   rate at which each GPU moves the whole tensor once a round in its own memory; its links wait
     """
 
     launch_us: float
@@ -81,11 +81,11 @@ def packaged_links() -> LinkConstants:
 class Fabric:
     """The links between the ranks of one communicator.
 
-    node_gb_s     of all rings within a node, of each GPU and direction, as data sheets give it
-    network_gb_s  between nodes, likewise
+    node_gb_s     bandwidth of all rings within a node, per GPU and direction, as data sheets have it
+    network_gb_s  the same between nodes
     kind          LINK or PCIE: what the GPUs of a node use
-    links         what of that is reached
-    switch_share  of the links that is reached where their switches reduce; 0: they cannot
+    links         share of it that is reached
+    switch_share  share of the links that is reached where their switches reduce; 0: they cannot
     """
 
     ranks: int
@@ -208,12 +208,12 @@ def _rings(mesh: Sequence[Sequence[int]], gpus: Collection[int]) -> int:
 
 
 def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> dict[str, Fabric]:
-    """Return what joins the ranks of each group of `Parallel.groups`; "" is of all ranks.
+    """Return the links between the ranks of each group of `Parallel.groups`; "" is the group of all ranks.
 
     Args:
         spec: The GPU model.
         parallel: The job's layout.
-        axes: Of collectives. Groups that the model made itself are named as `8x1`: ranks, and how far they are apart.
+        axes: Axes of collectives. Groups that the model made itself have names such as `8x1`: ranks and their distance.
 
     Raises:
         UsageError: As `fabric_of_axis`.
@@ -233,7 +233,7 @@ def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] 
     Args:
         spec: The GPU model.
         parallel: The job's layout.
-        axes: Of collectives. Groups that the model made itself have communicators of their own; where its own code
+        axes: Axes of collectives. Groups that the model made itself have communicators of their own; where its own code
             spreads it, all ranks together have one only if they talk as such.
     """
     all_ranks = OWN if parallel.own > 1 else next(iter(parallel.groups), "")
@@ -248,7 +248,7 @@ def _nodes(parallel: Parallel, degree: int, stride: int) -> int:
     if stride >= size:
         return degree
     blocks = max(parallel.ranks // (degree * stride), 1)
-    firsts = {(block * degree * stride + at) % size for block in range(min(blocks, size)) for at in range(stride)}
+    firsts = {(block * degree * stride + rank) % size for block in range(min(blocks, size)) for rank in range(stride)}
     return max((first + (degree - 1) * stride) // size + 1 for first in firsts)
 
 
@@ -257,8 +257,8 @@ def collective_s(kind: str, nbytes: float, fabric: Fabric) -> float:
 
     Args:
         kind: A name of `KINDS`.
-        nbytes: Of the tensor that is reduced, of `broadcast` that is sent to all. `all_gather`: of the gathered output;
-            `reduce_scatter`: of the input; `all_to_all`: that a rank holds; `send`: of the message.
+        nbytes: Size of the tensor that is reduced or broadcast. `all_gather`: of the gathered output;
+            `reduce_scatter`: of the input; `all_to_all`: of what a rank holds; `send`: of the message.
         fabric: What joins the ranks.
     """
     return KINDS[kind].seconds(nbytes, fabric) if fabric.ranks > 1 else 0.0
@@ -349,14 +349,14 @@ def _send_s(nbytes: float, fabric: Fabric) -> float:
 
 def _hops_us(fabric: Fabric, protocol: str, way: str) -> tuple[float, float]:
     """Microseconds of a hop within a node, and between two."""
-    at = (RING, TREE).index(way)
-    return _HOP_US[fabric.kind][protocol][at], _HOP_US[NETWORK][protocol][at]
+    column = (RING, TREE).index(way)
+    return _HOP_US[fabric.kind][protocol][column], _HOP_US[NETWORK][protocol][column]
 
 
 def _seconds(moved: float, copied: float, fabric: Fabric, protocol: str, way: str, latency_us: float) -> float:
-    at = (RING, TREE).index(way)
-    moves_s = _around_s(moved / _SHARE[protocol][at], copied, fabric)
-    return _latency_s(_BASE_US[protocol][at] + latency_us, fabric) + moves_s
+    column = (RING, TREE).index(way)
+    moves_s = _around_s(moved / _SHARE[protocol][column], copied, fabric)
+    return _latency_s(_BASE_US[protocol][column] + latency_us, fabric) + moves_s
 
 
 def _latency_s(own_us: float, fabric: Fabric) -> float:
@@ -364,8 +364,9 @@ def _latency_s(own_us: float, fabric: Fabric) -> float:
 
 
 def _around_s(moved: float, copied: float, fabric: Fabric) -> float:
-    """Seconds in which each rank moves so many bytes along rings through all ranks, and copies others in its own
-    memory. Rings leave a node through the adapters of all of its ranks; while the network is busy, nodes go on."""
+    """Return the seconds in which each rank moves this many bytes along rings through all ranks, and copies others in
+    its own memory. Rings leave a node through the adapters of all of its ranks; while the network is busy, nodes
+    continue."""
     within_s = moved / (fabric.link_gb_s * 1e9) + copied / (fabric.links.copy_gb_s * 1e9)
     if fabric.nodes == 1:
         return within_s

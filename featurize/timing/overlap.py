@@ -79,9 +79,9 @@ def simulate(
 class Communication:
     """Communication between the ranks of a job in a step.
 
-    busy_ms      of the collectives themselves, one after the other
-    exposed_ms   by which they make the step longer
-    bubble_ms    in which a rank of a pipeline waits for stages that compute, however quick its messages are
+    busy_ms      time of the collectives themselves, one after the other
+    exposed_ms   time by which they make the step longer
+    bubble_ms    time in which a rank of a pipeline waits for stages that compute, however quick its messages are
     sent_mib     kind of collective -> MiB that a rank sends
     """
 
@@ -112,20 +112,25 @@ def communication_of(
         parallel: The job's layout.
         step_ms: The step's time without communication.
     """
-    fabrics = fabrics_of(spec, parallel, [one.axis for one in trace.collectives])
-    lasts_ms = [collective_s(one.kind, one.nbytes, fabrics[one.axis]) * 1e3 for one in trace.collectives]
+    fabrics = fabrics_of(spec, parallel, [collective.axis for collective in trace.collectives])
+    lasts_ms = [
+        collective_s(collective.kind, collective.nbytes, fabrics[collective.axis]) * 1e3
+        for collective in trace.collectives
+    ]
     sent_mib: dict[str, float] = defaultdict(float)
-    for one in trace.collectives:
-        sent_mib[one.kind] += sent_bytes(one.kind, one.nbytes, fabrics[one.axis].ranks) / MIB
+    for collective in trace.collectives:
+        sent_mib[collective.kind] += (
+            sent_bytes(collective.kind, collective.nbytes, fabrics[collective.axis].ranks) / MIB
+        )
     if trace.pipeline is not None and trace.pipeline.groups:
         from featurize.timing.pipeline_time import waits_of  # its imports take a second
 
         waits = waits_of(trace.pipeline, spec, settings, parallel, step_ms)
         return Communication(busy_ms=sum(lasts_ms), sent_mib=dict(sent_mib), **waits)
-    own = time_step(trace, spec, settings)
-    delays = delays_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, own.busy_ms))
+    of_rank = time_step(trace, spec, settings)
+    delays = delays_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, of_rank.busy_ms))
     late_ms = delays[-1][1] if delays else 0.0
-    waits_ms = overlapped(own.busy_ms + late_ms, own.host_ms) - overlapped(own.busy_ms, own.host_ms)
+    waits_ms = overlapped(of_rank.busy_ms + late_ms, of_rank.host_ms) - overlapped(of_rank.busy_ms, of_rank.host_ms)
     return Communication(busy_ms=sum(lasts_ms), exposed_ms=waits_ms, sent_mib=dict(sent_mib))
 
 
@@ -167,7 +172,7 @@ def simulate_rank(
     """Price the traced step of a rank.
 
     Args:
-        trace: Of a job on several GPUs.
+        trace: Trace of a job on several GPUs.
         memory: A replay of the trace that is at hand already.
 
     Raises:
@@ -175,7 +180,9 @@ def simulate_rank(
     """
     step = simulate(trace, spec, settings, memory=memory)
     talk = communication_of(trace, spec, settings, layout, step.step_time_ms)
-    peak_mib = step.peak_memory_mib + communicators_mib(spec, layout, (one.axis for one in trace.collectives))
+    peak_mib = step.peak_memory_mib + communicators_mib(
+        spec, layout, (collective.axis for collective in trace.collectives)
+    )
     fits = step.fits and peak_mib <= spec.memory_mib
     return RankStep(replace(lengthened(step, talk, spec), peak_memory_mib=peak_mib, fits=fits), talk)
 

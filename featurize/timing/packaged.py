@@ -1,4 +1,4 @@
-"""The file of parameters that comes along: each part of the kernel model reads its own section.
+"""The packaged file of parameters: each part of the kernel model reads its own section.
 
 Start reading at `packaged_section`.
 """

@@ -54,7 +54,7 @@ class Wait(NamedTuple):
 
 
 Item: TypeAlias = Compute | Post | Wait
-_Key: TypeAlias = tuple[str, int, int]  # of a message: phase, stage, micro-batch
+_Key: TypeAlias = tuple[str, int, int]  # a message: phase, stage, micro-batch
 
 
 def finished_ms(
@@ -62,36 +62,35 @@ def finished_ms(
 ) -> list[float]:
     """Return when each rank has done all of its items, from their common beginning.
 
-    A message begins when both sides have posted it, and runs beside the kernels; what it shares its way with does not
-    slow it.
+    A message begins when both sides have posted it, and overlaps the kernels. Contention for the link is ignored.
 
     Args:
         orders: The items of each rank.
         lasts_ms: How long a pass takes.
         message_ms: How long a message takes.
     """
-    at, now = [0] * len(orders), [0.0] * len(orders)
+    position, now = [0] * len(orders), [0.0] * len(orders)
     posted: dict[_Key, list[float]] = {}
     moved = True
     while moved:
         moved = False
         for rank, items in enumerate(orders):
-            while at[rank] < len(items):
-                item = items[at[rank]]
+            while position[rank] < len(items):
+                item = items[position[rank]]
                 if isinstance(item, Compute):
                     now[rank] += lasts_ms(item)
                 elif isinstance(item, Post):
-                    for one in item.messages:
-                        posted.setdefault(one[:3], []).append(now[rank])
+                    for message in item.messages:
+                        posted.setdefault(message[:3], []).append(now[rank])
                 else:
-                    sides = [posted.get(one[:3], []) for one in item.messages]
+                    sides = [posted.get(message[:3], []) for message in item.messages]
                     if any(len(moments) < 2 for moments in sides):
                         break
-                    ends = [max(side) + message_ms(one) for side, one in zip(sides, item.messages, strict=True)]
+                    ends = [max(side) + message_ms(message) for side, message in zip(sides, item.messages, strict=True)]
                     now[rank] = max(now[rank], *ends)
-                at[rank] += 1
+                position[rank] += 1
                 moved = True
-    assert all(place == len(items) for place, items in zip(at, orders, strict=True)), "ranks wait for each other"
+    assert all(place == len(items) for place, items in zip(position, orders, strict=True)), "ranks wait for each other"
     return now
 
 
@@ -114,7 +113,7 @@ def orders_of(parallel: Parallel) -> tuple[tuple[Item, ...], ...]:
 
 @functools.lru_cache(maxsize=8)
 def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[Item, ...], ...]:
-    """One schedule runs as each of its ranks: PyTorch's own plan all of them when they are made."""
+    """Return each rank's items. One schedule runs as each rank: PyTorch's own plan all ranks when they are made."""
     items: list[Item] = []
     run = None
     orders = []
@@ -132,24 +131,24 @@ def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[I
 
 
 def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, set[int]]:
-    """Return micro-batches of each stage of a rank whose passes show what all others do, but for the first one's.
+    """Return micro-batches of each stage of a rank whose passes show what all others do, except the first one's.
 
     Args:
-        order: Of the rank.
+        order: The rank's order.
         by_state: A pass finds the parameters of its stage as the pass before it left them: gathered, or not.
     """
     noted: dict[int, set[int]] = {}
     before: dict[int, str] = {}
     known: set[tuple[str | int, ...]] = set()
-    for one in order:
-        if not isinstance(one, Compute):
+    for action in order:
+        if not isinstance(action, Compute):
             continue
-        context = (one.stage, one.phase, before.get(one.stage, "") if by_state else "")
-        of_stage = noted.setdefault(one.stage, set())
-        if one.micro_batch and context not in known:
+        context = (action.stage, action.phase, before.get(action.stage, "") if by_state else "")
+        of_stage = noted.setdefault(action.stage, set())
+        if action.micro_batch and context not in known:
             known.add(context)
-            of_stage.add(one.micro_batch)
-        before[one.stage] = one.phase
+            of_stage.add(action.micro_batch)
+        before[action.stage] = action.phase
     return noted
 
 
@@ -157,8 +156,8 @@ def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, s
 def _noting(items: list[Item]) -> Iterator[None]:
     def batched(messages: Sequence[Message], desc: str | None = None) -> list[_Posted]:
         """As PyTorch's own: messages of one direction are posted one by one, others together."""
-        both = len(messages) > 1 and len({one.sends for one in messages}) == 2
-        groups = [tuple(messages)] if both else [(one,) for one in messages]
+        both = len(messages) > 1 and len({message.sends for message in messages}) == 2
+        groups = [tuple(messages)] if both else [(message,) for message in messages]
         items.extend(map(Post, groups))
         return [_Posted(items, group) for group in groups]
 
@@ -242,21 +241,21 @@ def waits_of(
         step_ms: The rank's own step, without waiting for any other.
     """
     runs = training_of(settings).accumulation
-    alone: dict[int, _Lasting] = {}  # of each rank
+    alone: dict[int, _Lasting] = {}  # each rank's durations
     waiting: dict[int, _Lasting] = {}  # for collectives, too
     for group in part.groups:
-        timed = _timed(group.trace, spec, settings, parallel)
+        timed = _time_passes(group.trace, spec, settings, parallel)
         for of_rank, lasting in zip((alone, waiting), timed, strict=True):
             of_rank.update(dict.fromkeys(group.ranks, lasting))
     orders = [_whole_step(order, rank, runs, parallel.chunks) for rank, order in enumerate(orders_of(parallel))]
     moves_ms = _moves_ms(part.sent, spec, parallel)
 
-    def pass_ms(of_rank: Mapping[int, _Lasting], one: Compute) -> float:
-        number, rank = divmod(one.stage, parallel.pp)
-        return of_rank[rank][one.phase, number, one.micro_batch]
+    def pass_ms(of_rank: Mapping[int, _Lasting], computed: Compute) -> float:
+        number, rank = divmod(computed.stage, parallel.pp)
+        return of_rank[rank][computed.phase, number, computed.micro_batch]
 
-    def message_ms(one: Message) -> float:
-        return moves_ms[one.stage - 1 if one.phase == "forward" else one.stage]
+    def message_ms(message: Message) -> float:
+        return moves_ms[message.stage - 1 if message.phase == "forward" else message.stage]
 
     computed_ms = max(finished_ms(orders, functools.partial(pass_ms, alone), lambda _: 0.0))
     whole_ms = max(finished_ms(orders, functools.partial(pass_ms, waiting), message_ms))
@@ -264,26 +263,29 @@ def waits_of(
 
 
 def _whole_step(order: Sequence[Item], rank: int, runs: int, chunks: int) -> list[Item]:
-    """All runs of a schedule in a step, which number their micro-batches on; what comes before and after them."""
+    """Return all runs of a schedule in a step, which number their micro-batches on; what comes before and after
+    them."""
 
     def later(item: Item, run: int) -> Item:
         if isinstance(item, Compute):
             return item._replace(micro_batch=item.micro_batch + run * chunks)
-        moved = tuple(one._replace(micro_batch=one.micro_batch + run * chunks) for one in item.messages)
+        moved = tuple(message._replace(micro_batch=message.micro_batch + run * chunks) for message in item.messages)
         return Post(moved) if isinstance(item, Post) else Wait(moved)
 
     passes = [later(item, run) for run in range(runs) for item in order]
     return [Compute(_BEFORE, rank, 0), *passes, Compute(_AFTER, rank, 0)]
 
 
-def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel) -> list[_Lasting]:
+def _time_passes(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel) -> list[_Lasting]:
     part = trace.pipeline
     assert part is not None and part.passes, "a rank of a pipeline"
     step = time_step(trace, spec, settings)
     begins = begin_moments_ms(trace, spec, settings, step.busy_ms)
-    collectives = [one for one in trace.collectives if one.axis != AXIS]
-    fabrics = fabrics_of(spec, parallel, [one.axis for one in collectives])
-    lasts = [collective_s(one.kind, one.nbytes, fabrics[one.axis]) * 1e3 for one in collectives]
+    collectives = [collective for collective in trace.collectives if collective.axis != AXIS]
+    fabrics = fabrics_of(spec, parallel, [collective.axis for collective in collectives])
+    lasts = [
+        collective_s(collective.kind, collective.nbytes, fabrics[collective.axis]) * 1e3 for collective in collectives
+    ]
     delays = delays_ms(collectives, lasts, begins)
     moments = [moment for moment, _ in delays]
 
@@ -291,19 +293,19 @@ def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, paral
         place = bisect.bisect_right(moments, moment)
         return delays[place - 1][1] if place else 0.0
 
-    # A rank's pass goes on until its next one begins; the micro-steps of a step number their micro-batches on.
+    # A rank's pass continues until its next one begins; the micro-steps of a step number their micro-batches on.
     runs: dict[tuple[str, int, int], int] = {}
     keys = [(_BEFORE, 0, 0)]
-    for one in part.passes:
-        pass_key = one.phase, one.stage // parallel.pp, one.micro_batch
+    for part_pass in part.passes:
+        pass_key = part_pass.phase, part_pass.stage // parallel.pp, part_pass.micro_batch
         run = runs[pass_key] = runs.get(pass_key, -1) + 1
-        keys.append((*pass_key[:2], one.micro_batch + run * parallel.chunks))
+        keys.append((*pass_key[:2], part_pass.micro_batch + run * parallel.chunks))
     keys.append((_AFTER, 0, 0))
-    edges = [0, *(one.begin for one in part.passes), part.end, len(begins) - 1]
+    edges = [0, *(part_pass.begin for part_pass in part.passes), part.end, len(begins) - 1]
     waiting = [0.0, *(begins[edge] + late(edge) for edge in edges[1:])]
     lasting = []
     for ends_ms in ([begins[edge] for edge in edges], waiting):
-        # The host launches meanwhile: moments of the GPU's own time are later, in proportion.
+        # The host launches at the same time: moments of the GPU's own time are later, in proportion.
         slower = overlapped(ends_ms[-1], step.host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
         lasts_ms = np.diff([end * slower for end in ends_ms]).tolist()
         lasting.append(dict(zip(keys, lasts_ms, strict=True)))
@@ -314,8 +316,8 @@ def _moves_ms(sent: Sequence[int], spec: DeviceSpec, parallel: Parallel) -> list
     """How long a message takes from each stage to the next one, and back."""
     fabric, times = replace(fabric_of(spec, parallel), ranks=2), []
     for stage, nbytes in enumerate(sent):
-        firsts = [one % parallel.pp * parallel.of_stage for one in (stage, stage + 1)]
+        firsts = [number % parallel.pp * parallel.of_stage for number in (stage, stage + 1)]
         ends = [(first, first + parallel.of_stage - 1) for first in firsts]
-        nodes = [{at // parallel.gpus_per_node for at in pair} for pair in zip(*ends, strict=True)]
+        nodes = [{rank // parallel.gpus_per_node for rank in pair} for pair in zip(*ends, strict=True)]
         times.append(collective_s(SEND, nbytes, replace(fabric, nodes=max(map(len, nodes)))) * 1e3)
     return times

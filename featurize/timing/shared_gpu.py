@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHARING = ("mps", "time_slicing")
-_SWITCH = 0.05  # of a kernel's time, lost to a partner's: context switches or a shared L2. Chosen
+_SWITCH = 0.05  # share of a kernel's time lost to a partner's: context switches or a shared L2. Chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The time of one training step on one GPU model, by kind of kernel, with what held-out steps say of its error.
+"""The time of one training step on one GPU model, by kind of kernel, with its error on held-out steps.
 
 Start reading at `time_step`. `operator_costs` and `features` sum its kernels up by operator, and for a learner;
 `delays_ms` says how late collectives make kernels, `input_ms` what the input pipeline of a plain training loop adds.
@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,9 @@ from featurize.timing.times import (
     traffic_s,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 VERSION = 2
 _NORMAL = NormalDist()
 OVERLAP = 6  # how sharply the longer of GPU and host decides
@@ -85,7 +88,7 @@ class LearnedEfficiencies:
 
     @property
     def latency_s(self) -> float:
-        """The part of each kernel's time that is no work, in seconds."""
+        """The part of each kernel's time that is not work, in seconds."""
         return float(np.exp(self.parameters.single["latency_us"])) * 1e-6
 
 
@@ -98,7 +101,7 @@ class TimedStep:
         busy_ms: The GPU's own time.
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
         machines: Factor by which 9 of 10 machines' host takes at most longer.
-        input_ms: Of the input pipeline, which overlaps nothing.
+        input_ms: The input pipeline's time, which overlaps nothing.
         by_kind_ms: Kind of kernel -> its time, the longest first.
         activity: What the step keeps busy.
         kernels: What all of this is summed over.
@@ -129,7 +132,7 @@ class TimedStep:
             UsageError: A coverage that was not measured.
         """
         if coverage not in self.error_quantiles:
-            known = ", ".join(f"{one:g}" for one in self.error_quantiles)
+            known = ", ".join(f"{quantile:g}" for quantile in self.error_quantiles)
             raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
         slower = self.machines ** (_NORMAL.inv_cdf(coverage) / _NORMAL.inv_cdf(0.9))
         slow_ms = self.input_ms + overlapped(self.busy_ms, self.host_ms * slower)
@@ -152,7 +155,7 @@ def time_step(
         trace: One step.
         spec: The GPU model.
         settings: The trace's own, which say what launches the kernels.
-        input_ms: Of the input pipeline, which overlaps nothing.
+        input_ms: The input pipeline's time, which overlaps nothing.
         learned: The efficiencies; None: the packaged ones.
 
     Raises:
@@ -185,7 +188,7 @@ def time_step(
         host_ms=launching_ms,
         machines=machines_of(framework),
         input_ms=input_ms,
-        by_kind_ms=dict(sorted(by_kind.items(), key=lambda one: -one[1])),
+        by_kind_ms=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
         activity=step_activity(timed, spec, step_ms * 1e-3, learned.activity),
         kernels=timed,
         error_quantiles=learned.error_quantiles,
@@ -268,7 +271,10 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
         )
         of_activity = content["activity"]
         activity = ActivityParameters(
-            by_class={name: np.array([float(of_activity[name][one]) for one in CLASSES]) for name in CLASS_VALUES},
+            by_class={
+                name: np.array([float(of_activity[name][class_name]) for class_name in CLASSES])
+                for name in CLASS_VALUES
+            },
             single={name: float(of_activity[name]) for name in STEP_VALUES},
         )
         quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
@@ -287,24 +293,24 @@ def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, obj
         "fitted_on": dict(learned.fitted_on),
         "error_quantiles": {f"{coverage:g}": round(factor, 4) for coverage, factor in learned.error_quantiles.items()},
         "sharded": round(learned.sharded, 4),
-        "single": {name: _rounded(value) for name, value in parameters.single.items()},
-        "by_units": {name: _rounded(values) for name, values in parameters.by_units.items()},
-        "by_group": {name: _rounded(values) for name, values in parameters.by_group.items()},
+        "single": {name: _round(value) for name, value in parameters.single.items()},
+        "by_units": {name: _round(values) for name, values in parameters.by_units.items()},
+        "by_group": {name: _round(values) for name, values in parameters.by_group.items()},
         "activity": {
-            **{name: _rounded(value) for name, value in learned.activity.single.items()},
+            **{name: _round(value) for name, value in learned.activity.single.items()},
             **{
-                name: dict(zip(CLASSES, _rounded(values), strict=True))
+                name: dict(zip(CLASSES, _round(values), strict=True))
                 for name, values in learned.activity.by_class.items()
             },
         },
-        "compute": dict(zip(parameters.names[0], _rounded(parameters.compute), strict=True)),
-        "bandwidth": dict(zip(parameters.names[1], _rounded(parameters.bandwidth), strict=True)),
+        "compute": dict(zip(parameters.names[0], _round(parameters.compute), strict=True)),
+        "bandwidth": dict(zip(parameters.names[1], _round(parameters.bandwidth), strict=True)),
         **sections,
     }
     return json.dumps(content, indent=1) + "\n"
 
 
-def _rounded(values):
+def _round(values: ArrayLike) -> Any:
     return np.round(np.asarray(values, dtype=float), 4).tolist()
 
 
@@ -357,8 +363,8 @@ def operator_costs(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetting
     for run in of_operators:
         seconds = active_s = resident_s = 0.0
         for call, times in run:
-            one, of_active, of_resident = priced[call]
-            seconds += times * one
+            call_seconds, of_active, of_resident = priced[call]
+            seconds += times * call_seconds
             active_s += times * of_active
             resident_s += times * of_resident
         costs.append(OperatorCost(seconds, resident_s / active_s, active_s / seconds))
@@ -407,6 +413,7 @@ def features(step: TimedStep) -> dict[str, float]:
     }
 
 
+@functools.cache
 def kind_of(kind: str, group: str) -> str:
     """Return which of `KINDS` a kernel is."""
     if group != STREAM:
@@ -424,16 +431,16 @@ def delays_ms(
     on. Those of one dimension of the mesh run one after the other.
 
     Args:
-        collectives: In the order in which they begin.
+        collectives: Collectives in the order in which they begin.
         lasts_ms: How long each one runs.
         begins_ms: When each operator would begin without any communication, and the end of the step.
     """
     moments = sorted(
         (moment, kind, number)
-        for number, one in enumerate(collectives)
-        for moment, kind in ((one.after, _BEGINS), (one.before, _WAITS))
+        for number, collective in enumerate(collectives)
+        for moment, kind in ((collective.after, _BEGINS), (collective.before, _WAITS))
     )
-    late_ms = 0.0  # by which kernels are late
+    late_ms = 0.0  # time by which kernels are late
     delays: list[tuple[int, float]] = []
     free_ms: dict[str, float] = defaultdict(float)  # when a communicator is done with all that came before
     ends_ms: dict[int, float] = {}
@@ -451,7 +458,8 @@ def delays_ms(
 def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
     """Return when each operator begins, and the end of the step: in proportion to the GPU's own time."""
     ends = np.cumsum([0.0, *(cost.seconds for cost in operator_costs(trace, spec, settings))])
-    return (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()
+    moments: list[float] = (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()
+    return moments
 
 
 def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:

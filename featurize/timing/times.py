@@ -1,7 +1,8 @@
 """How long each kernel takes on a GPU model, and the host to launch it: rooflines over learned efficiencies.
 
-Start reading at `call_seconds` and `host_ms`. Kernels' times compute on NumPy arrays for estimates, and on torch
-tensors where `learn.fitting` fits the efficiencies, so that both have one formula.
+Start reading at `call_seconds` and `host_ms`; `seconds_at_peak` is the time of the model's FLOPs at the peak rate.
+Kernels' times compute on NumPy arrays for estimates, and on torch tensors where `learn.fitting` fits the efficiencies,
+so that both have one formula.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
-from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of
+from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of, uses_tf32
+from featurize.operators.table import CONVOLUTIONS, INT8_PRODUCT, SCALED_PRODUCT
 from featurize.timing.calls import (
     ATTENTION,
     CONVOLUTION,
@@ -30,11 +32,14 @@ from featurize.timing.calls import (
     TENSOR,
     TF32,
     Calls,
+    model_flops,
 )
 from featurize.timing.packaged import packaged_section
 
 if TYPE_CHECKING:
     from featurize.recording.step_trace import StepTrace
+
+Kernel = TypeVar("Kernel", str, tuple[str, int, int])
 
 # The logarithm of an efficiency is at most this: no kernel is faster than the roofline.
 _MOST_LOG = math.log(0.98)
@@ -45,7 +50,7 @@ _MOST_SPLITS = 8.0
 _OF_PADDING = 0.3  # exponent
 _LENGTH_HALF = 256.0  # queries at which attention reaches half its rate
 _CACHED, _SOFTNESS = 0.6, 4.0  # share of the L2 cache up to which tensors stay there, and how soon they no longer do
-CORNER = 4  # of the roofline: the larger it is, the sharper
+CORNER = 4  # the roofline's corner: the larger it is, the sharper
 _USUAL_SM_RATE = 1024.0  # FLOP in an SM and clock
 OTHER = "other"  # efficiency of a kind that nothing was learned of
 UNITS = ("fp32", "tensor")
@@ -60,7 +65,7 @@ class Parameters:
     """Learned parameters, as natural logarithms; `sm_rate`, `wave` and `power` are exponents.
 
     Args:
-        names: Of the kernels in `compute` and `bandwidth`: what `Kernels` looks up.
+        names: Names of the kernels in `compute` and `bandwidth`, which `Kernels` looks up.
         compute: Share of the units' rate that each kind reaches.
         bandwidth: Share of the memory's rate.
         by_group: Name -> an array of GROUPS x UNITS. `half_depth`, `half_width`: inner and smaller outer size at which
@@ -88,11 +93,11 @@ class Kernels:
     Args:
         compute, bandwidth: Index of the kernel's kind in `Parameters`.
         group, units: Index into GROUPS and UNITS.
-        math_s, memory_s: At the data sheet's rates.
+        math_s, memory_s: Times at the data sheet's rates.
         known: Share of the rate's logarithm that is not learned: padding, and attention over short texts.
-        log_filled: Of the share of the GPU that its waves of blocks fill.
-        log_sm_rate: Of the units' FLOP in an SM and clock over the usual number.
-        log_power: Of the power limit over what the chip takes.
+        log_filled: Logarithm of the share of the GPU that its waves of blocks fill.
+        log_sm_rate: The same of the units' FLOP in an SM and clock over the usual number.
+        log_power: The same of the power limit over what the chip takes.
         depth, width, head: Sizes of products and of attention; infinite where they do not count.
         cached: Share of the traffic that the L2 cache serves.
         unaligned, searched: 1 where it holds.
@@ -134,13 +139,13 @@ def kernels_on(
     Args:
         calls: The kernels.
         spec: The GPU model.
-        names: Of `Parameters`.
+        names: Names as in `Parameters`.
         channels_last: The convolutions' layout.
         searched: `cudnn.benchmark`.
         half: Type of half precision, of which only some GPUs have both at one rate: `fp16` or `bf16`.
     """
     bandwidth = spec.bandwidth_gb_s * 1e9
-    in_group = {name: calls.group == at for at, name in enumerate(GROUPS)}
+    in_group = {name: calls.group == place for place, name in enumerate(GROUPS)}
     attention, convolution = in_group[ATTENTION], in_group[CONVOLUTION] | in_group[GROUPED]
     tiled = in_group[PRODUCT] | convolution
     computes = tiled | attention | in_group[DEPTHWISE]
@@ -162,13 +167,13 @@ def kernels_on(
     layout = "/channels_last" if channels_last else ""
     return Kernels(
         compute=_places(
-            [
-                tuple(f"{kind}{of_layout}/{one}" for one in units_names(pipe, units) for of_layout in (layout, ""))
-                for kind, pipe, units in zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)
+            list(zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)),
+            lambda kernel: [
+                f"{kernel[0]}{of_layout}/{units}" for units in units_names(*kernel[1:]) for of_layout in (layout, "")
             ],
             names[0],
         ),
-        bandwidth=_places([(f"{kind}{layout}", kind) for kind in calls.kind], names[1]),
+        bandwidth=_places(calls.kind, lambda kind: [f"{kind}{layout}", kind], names[1]),
         group=calls.group,
         units=tensor.astype(int),
         math_s=np.where(computes, calls.flops / peak, 0.0),
@@ -195,7 +200,7 @@ def _units_on(
     pipe = np.where((pipe == PIPES.index(TF32)) & ~takes_tf32, PIPES.index(FP32), pipe)
     in_half = rates.bf16 or rates.fp16 if half == "bf16" else rates.fp16 or rates.bf16
     pipe = np.where((pipe == PIPES.index(FP8)) & (rates.fp8 is None), PIPES.index(TENSOR), pipe)
-    has_units = np.array([one is not None for one in (rates.fp32_matrix, rates.tf32, in_half, rates.fp8)])
+    has_units = np.array([rate is not None for rate in (rates.fp32_matrix, rates.tf32, in_half, rates.fp8)])
     fp32 = spec.tflops("fp32")
     tflops = np.array([fp32, spec.tflops("tf32"), in_half or fp32, rates.fp8 or fp32])
     vectors = ~product & (pipe == PIPES.index(FP32))
@@ -210,15 +215,15 @@ def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
         learned: The efficiencies, as arrays of `xp`.
         xp: numpy or torch.
     """
-    at = kernels.group, kernels.units
+    place = kernels.group, kernels.units
     group, units, single = learned.by_group, learned.by_units, learned.single
     share = (
         learned.compute[kernels.compute]
         + kernels.known
-        - group["sm_rate"][at] * kernels.log_sm_rate
-        + group["wave"][at] * kernels.log_filled
-        - xp.log1p(xp.exp(group["half_depth"][at]) / kernels.depth)
-        - xp.log1p(xp.exp(group["half_width"][at]) / kernels.width)
+        - group["sm_rate"][place] * kernels.log_sm_rate
+        + group["wave"][place] * kernels.log_filled
+        - xp.log1p(xp.exp(group["half_depth"][place]) / kernels.depth)
+        - xp.log1p(xp.exp(group["half_width"][place]) / kernels.width)
         - xp.log1p(xp.exp(single["half_head"]) / kernels.head)
         + units["power"][kernels.units] * kernels.log_power
         + units["searched"][kernels.units] * kernels.searched
@@ -243,10 +248,15 @@ def units_names(pipe: int, units: int) -> tuple[str, ...]:
     return (TF32, UNITS[units]) if pipe == PIPES.index(TF32) and UNITS[units] == "tensor" else (UNITS[units],)
 
 
-def _places(names: Sequence[tuple[str, ...]], known: Sequence[str]) -> np.ndarray:
-    """Return for each name and its more general ones the index of the first that is known; else of `OTHER`."""
-    place = {name: at for at, name in enumerate(known)}
-    return np.array([next((place[name] for name in one if name in place), place[OTHER]) for one in names], dtype=int)
+def _places(kernels: Sequence[Kernel], names_of: Callable[[Kernel], Sequence[str]], known: Sequence[str]) -> np.ndarray:
+    """Return for each kernel the index of the first of its names, the most special one first, that is known; else of
+    `OTHER`."""
+    place = {name: position for position, name in enumerate(known)}
+    places = {
+        kernel: next((place[name] for name in names_of(kernel) if name in place), place[OTHER])
+        for kernel in set(kernels)
+    }
+    return np.array([places[kernel] for kernel in kernels], dtype=int)
 
 
 def clock_ghz(spec: DeviceSpec) -> float:
@@ -294,7 +304,7 @@ def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:
         return training.framework
     if training.compile:
         return COMPILED
-    split = trace.pipeline is not None or any(one.axis == "tp" for one in trace.collectives)
+    split = trace.pipeline is not None or any(collective.axis == "tp" for collective in trace.collectives)
     return MEGATRON if split else EAGER
 
 
@@ -319,10 +329,76 @@ def host_ms(calls: Calls, spec: DeviceSpec, framework: str, hosts: Mapping[str, 
 
 def _passes(calls: Calls) -> float:
     """Return how often linear layers, convolutions and norms run, forward and backward; no attention's products."""
-    own = [kind.startswith(("product", "convolution")) or "norm" in kind for kind in calls.kind]
-    return float(calls.count[np.array(own) & (calls.batch == 1)].sum()) if own else 0.0
+    normalized = [kind.startswith(("product", "convolution")) or "norm" in kind for kind in calls.kind]
+    return float(calls.count[np.array(normalized) & (calls.batch == 1)].sum()) if normalized else 0.0
 
 
 def machines_of(framework: str) -> float:
     """Return the factor by which 9 of 10 machines' host takes at most longer."""
     return 1.0 if framework == GRAPHS else packaged_hosts()[framework].machines
+
+
+_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # types of operands, where the result has another
+_RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
+
+
+def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> float | None:
+    """Return how long the step's model FLOPs take at the GPU model's peak rates, in seconds.
+
+    Each operator counts at the dense rate of its own type: half precision at that of the tensor cores, fp32 at that of
+    TF32 where `precision` allows it (`featurize.job.training_settings.uses_tf32`) and the GPU's libraries have it: on
+    AMD's GPUs, convolutions and recurrent layers never take it.
+
+    Args:
+        trace: One step.
+        spec: The GPU model.
+        settings: The trace's own.
+
+    Returns:
+        None where the description has no rate for a type that the step uses, as bf16 on GPUs without it.
+
+    Known limitations:
+        Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.
+    """
+    flops = trace.remembered("model FLOPs", lambda: _flops_by_type(trace))
+    seconds = []
+    for (dtype, is_convolution), count in flops.items():
+        rate_tflops = _rate_tflops(spec, settings.precision, dtype, is_convolution=is_convolution)
+        if rate_tflops is None:
+            return None
+        seconds.append(count / (rate_tflops * 1e12))
+    return math.fsum(seconds)
+
+
+def precision_in_words(trace: StepTrace, precision: str) -> str:
+    """Return the precision of a step as a reader needs it: where weights are in fp32 and most products in half
+    precision, as FSDP's mixed precision has it, the type of the products first.
+
+    Args:
+        trace: One step.
+        precision: The setting that the step was traced with.
+    """
+    flops = trace.remembered("model FLOPs", lambda: _flops_by_type(trace))
+    most = max(flops, key=lambda kind: flops[kind], default=("float32", False))[0]
+    if precision not in ("fp32", "tf32") or most not in ("bfloat16", "float16"):
+        return precision
+    return f"{_RATES[most]} (weights in fp32)"
+
+
+def _flops_by_type(trace: StepTrace) -> dict[tuple[str, bool], int]:
+    """Return the step's model FLOPs by type, convolutions apart."""
+    flops: dict[tuple[str, bool], int] = {}
+    for op in trace.operators:
+        if count := model_flops(op):
+            kind = _TYPES.get(op.name, op.dtype), op.name in CONVOLUTIONS
+            flops[kind] = flops.get(kind, 0) + count
+    return flops
+
+
+def _rate_tflops(spec: DeviceSpec, precision: str, dtype: str, *, is_convolution: bool) -> float | None:
+    if dtype == "float32":
+        allowed = uses_tf32(precision)["tf32_convolutions" if is_convolution else "tf32_products"]
+        takes = allowed and (spec.architecture.tf32_convolutions or not is_convolution)
+        return spec.tflops("tf32" if takes else "fp32")
+    name = _RATES.get(dtype)
+    return None if name is None else getattr(spec.peak_tflops, name)

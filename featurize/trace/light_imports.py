@@ -20,7 +20,7 @@ def without_compiler() -> None:
 
     torch imports `torch._dynamo` to mark functions that must not be compiled, and torchvision to ask whether it can
     compile. For processes of our own only (a command, a simulated trial server, a Ray task): functions that were marked
-    meanwhile stay unmarked. Does nothing where the compiler is imported already.
+    in the meantime stay unmarked. Does nothing where the compiler is imported already.
     """
     _stand_in("torch._dynamo", {"disable": _as_it_is, "graph_break": _nothing, "is_compiling": lambda: False})
     _stand_in("torch._dynamo.utils", {"is_compile_supported": lambda _device: False})  # asked for by torchvision
@@ -32,9 +32,9 @@ def compiler_aside() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:
         yield
         return
-    marked: list[Callable] = []
+    marked: list[Callable[..., Any]] = []
 
-    def disable(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:
+    def disable(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
         if fn is not None:
             marked.append(fn)
         return _as_it_is(fn)
@@ -47,10 +47,10 @@ def compiler_aside() -> Iterator[None]:
             vars(function).pop("__dynamo_disable", None)
         if isinstance(stand_in := sys.modules.get("torch._dynamo"), _StandIn):
             stand_in._leave()
-        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Parts)]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Parts)]
 
 
-def _as_it_is(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:
+def _as_it_is(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
     return (lambda function: function) if fn is None else fn
 
 

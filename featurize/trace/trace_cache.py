@@ -1,10 +1,9 @@
 """Traces of steps that were traced before: in this process, and on disk for all processes of this user.
 
-Start reading at `traced`. A job without a key is one that no text tells: its traces live as long as whoever keeps them.
-A stale trace is worse than a slow one, so that a key holds all that a trace follows from, and what cannot be told has
-none: `config_key` for trial configs, `learn.job.traced` for modules. On disk a trace is JSON, checked value by value
-when read (`trace_of_json`), since who wrote it could have written anything; traces of pipelines and of batches of
-several shapes have no such form.
+Start reading at `traced`. A stale trace is worse than a slow one, so a key holds everything that a trace depends on:
+`config_key` for trial configs, `learn.job.traced` for modules. A job that no text can identify has no key; its traces
+live only as long as their owner. On disk a trace is JSON, checked value by value when read (`trace_of_json`), since its
+writer could have written anything; traces of pipelines and of batches of several shapes have no such form.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ if TYPE_CHECKING:
     Traces: TypeAlias = dict[tuple[AttentionKernels, bool], StepTrace]
 
 
-MOST_EVENTS = 500_000  # of all traces in memory: some 150 MB
+MOST_EVENTS = 500_000  # events of all traces in memory: some 150 MB
 _jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes last
 
 
 def config_key(config: TrialConfig, parallel: object = None) -> str | None:
-    """Return the text that tells a trial config's step from all others; None where it names somebody's own code, which
+    """Return the text that identifies a trial config's step; None where it names somebody's own code, which
     may change."""
     state = torch_state()
     if state is None or (code_fields(config.family) and data_refusal(config) is not None):
@@ -57,8 +56,8 @@ def config_key(config: TrialConfig, parallel: object = None) -> str | None:
 
 
 def torch_state() -> str | None:
-    """Return what this process has set in torch and timm that a trace may follow; None with hooks of all modules, whose
-    code no text tells."""
+    """Return the settings of torch and timm in this process that a trace may depend on, as text. None if hooks for all
+    modules are installed, since their code cannot be fingerprinted."""
     import torch
     from torch.nn.modules import module
 
@@ -82,7 +81,7 @@ def traced(
     """Return a job's trace: from memory, from disk, or as `trace` makes it now.
 
     Args:
-        key: Of the job; None: only `kept` is asked.
+        key: The job's key; None: only `kept` is searched.
         spec: The GPU model. Models whose attention kernels are alike for the job share a trace.
         training_loop: As in `featurize.trace.tracer.trace_step`.
         trace: Traces the job.
@@ -132,14 +131,14 @@ def _serving(kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace |
     return None
 
 
-def _are_alike(trace: StepTrace, one: AttentionKernels, other: AttentionKernels) -> bool:
+def _are_alike(trace: StepTrace, first: AttentionKernels, other: AttentionKernels) -> bool:
     """Return whether both take the same of the trace's heads. Flash attention computes in half precision only."""
     widest = trace.widest_head
     if widest is None:
         return False
     halves = any(op.dtype in ("float16", "bfloat16") for op in trace.operators)
-    flash = not halves or min(one.flash, widest) == min(other.flash, widest)
-    return flash and min(one.efficient, widest) == min(other.efficient, widest)
+    flash = not halves or min(first.flash, widest) == min(other.flash, widest)
+    return flash and min(first.efficient, widest) == min(other.efficient, widest)
 
 
 def _from_disk(key: str, kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
@@ -147,7 +146,7 @@ def _from_disk(key: str, kind: tuple[AttentionKernels, bool], traces: Traces) ->
     from featurize.device.device_spec import AttentionKernels
 
     try:
-        stored = recall(f"trace {kind[1]} {key}") or {}
+        (stored,) = recall(f"trace {kind[1]} {key}")
         traces[AttentionKernels(**stored["kernels"]), kind[1]] = trace_of_json(stored["trace"])
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None
@@ -200,7 +199,7 @@ def trace_of_json(content: Mapping[str, Any]) -> StepTrace:
     for anything else."""
     hints = get_type_hints(StepTrace)
     trace = StepTrace(**{name: _reader(hints[name])(content[name]) for name in _STORED})
-    phases = {one.phase for one in trace.operators} | {one.phase for one in trace.events}
+    phases = {entry.phase for entry in trace.operators} | {entry.phase for entry in trace.events}
     _require(phases <= {*PHASES} and all(block.kind in _KINDS_OF_BLOCKS for block in trace.blocks), "a known name")
     for place, operator in enumerate(trace.operators):
         _require(all(-2 <= source < place for source in operator.sources), "an operator after its sources")
@@ -245,10 +244,10 @@ def _reader(kind: Any, signed: bool = False) -> Callable[[Any], Any]:
         some = _reader(kinds[0])
         return lambda value: None if value is None else some(value)
     if Ellipsis in kinds:
-        one = _reader(kinds[0], signed)
-        return lambda values: tuple([one(value) for value in fields_of(values, list)])
+        read_value = _reader(kinds[0], signed)
+        return lambda values: tuple([read_value(value) for value in fields_of(values, list)])
     if kinds:
-        parts = [_reader(one) for one in kinds]
+        parts = [_reader(inner) for inner in kinds]
     else:
         parts = [_reader(hint, f"{kind.__name__}.{name}" in _SIGNED) for name, hint in get_type_hints(kind).items()]
     make = tuple if kinds else kind._make
@@ -265,14 +264,15 @@ def fields_of(value: Any, kind: Any) -> Any:
 def _integer(value: Any) -> int:
     if type(value) is not int or abs(value) > LARGEST_INT:
         raise BadRecord("not a whole number of a reasonable size")
-    return value
+    return int(value)
 
 
 def count_of(value: Any) -> int:
     """Return a whole number from 0 on. Raises `BadRecord` for anything else."""
-    if _integer(value) < 0:
+    count = _integer(value)
+    if count < 0:
         raise BadRecord("a negative count")
-    return value
+    return count
 
 
 def text_of(value: Any) -> str:

@@ -46,8 +46,8 @@ from featurize.recording.values import (
     shape_of,
     tensors_of,
 )
+from featurize.trace.later_steps import SecondStep, State, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.trace.light_imports import compiler_aside
-from featurize.trace.steps_in_a_loop import SecondStep, State, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.training.play_rank import played_rank, settings_of_ranks
 from featurize.training.rank import Rank
 from featurize.training.stages import DoesNotRepeat
@@ -72,15 +72,15 @@ class TraceError(Exception):
         super().__init__(f"{doing}{where}: {exception_line(cause)}")
         self._made_of = doing, operator, module, cause
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_of
 
 
 def trace_config(
     config: TrialConfig, *, device: str | DeviceSpec = DEFAULT_DEVICE, training_loop: bool = False
 ) -> StepTrace:
-    """The trace of one training step of a family's model, run as the farm's devices do; of a trial on several GPUs the
-    step of one rank. Raises `TraceError`."""
+    """Return the trace of one training step of a family's model, run as the farm's devices do; of a trial on several
+    GPUs the step of one rank. Raises `TraceError`."""
     from featurize.families import get_family, loss_of
     from featurize.trace import trace_cache
 
@@ -102,7 +102,7 @@ def trace_config(
 
 def trace_step(
     model: nn.Module | Callable[[], nn.Module],
-    inputs: Tensor | Inputs | Callable | None,
+    inputs: Tensor | Inputs | Callable[..., Any] | None,
     target: Tensor | None = None,
     loss: Callable[..., Tensor] | None = None,
     optimizer: str | None = None,
@@ -111,16 +111,16 @@ def trace_step(
     *,
     settings: TrainingSettings | None = None,
     training_loop: bool = True,
-    batches: Sequence[Tensor | Inputs | Callable] = (),
+    batches: Sequence[Tensor | Inputs | Callable[..., Any]] = (),
     parallel: Parallel | None = None,
     rank: int | None = None,
     every_pass: bool | None = None,
 ) -> StepTrace:
-    """The trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
+    """Return the trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
 
     model      a module, which is left as it is, or a zero-argument factory, built without memory
     inputs     the model's arguments: a tensor, a tuple of positional ones, or a mapping of keyword ones, with tensors
-               also in lists and mappings; or a function of the device that gives `(inputs, target)`, where target may
+               also in lists and mappings; or a function of the device that returns `(inputs, target)`, where target may
                be None. Of tensors with memory, small ones keep their values (`featurize.recording.values`), which
                models read
     target     class indices; None takes the loss that the output holds, or makes indices to suit the output
@@ -133,18 +133,18 @@ def trace_step(
                leaves nothing behind, as in the farm's own trials.
     batches    the inputs of each step, in order, instead of `inputs` (None): a job whose batches have several shapes.
                Each shape is traced once, and the trace holds all these steps, then two on the longest batch; see
-               `featurize.trace.steps_in_a_loop`. Batches of a single shape are one of `inputs`
+               `featurize.trace.later_steps`. Batches of a single shape are one of `inputs`
     parallel   one rank of a job on several GPUs: the trace holds what its wrapper takes, and what the ranks send. Such
                a job has batches of a single shape
     rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
                the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
                trace is that of the one with the most bytes alive (`featurize.training.pipeline`)
-    every_pass  of a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
+    every_pass  for a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
                `featurize.training.stages.DoesNotRepeat` where they are not. None: the latter, where it goes
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.operators.library_calls` notes what
-    cuDNN and flash attention take besides. Of recurrent layers, `featurize.operators.cudnn_rnn` models the memory and
+    cuDNN and flash attention take on top. Of recurrent layers, `featurize.operators.cudnn_rnn` models the memory and
     counts the products; their many small kernels are one launch. Raises `TraceError`, for instance where a forward pass
     reads a value back (`.item()`), and `UsageError` for unknown names.
     """
@@ -176,7 +176,7 @@ def trace_step(
 
         return trace_ranks(of_rank, parallel, rank)
     traced = functools.partial(
-        _traced,
+        _trace,
         model,
         inputs=inputs,
         target=target,
@@ -197,7 +197,7 @@ def trace_step(
     return trace
 
 
-def _traced(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
+def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     while True:
         try:
             return _traced_once(model, **request)
@@ -226,22 +226,22 @@ STEPS = 2  # the optimizer makes its state in the first; the second is as all la
 
 @dataclass(kw_only=True)
 class Tracing:
-    """One trace. `build`, `run` and `result` are called once each, in this order; `doing` says what fails meanwhile.
+    """One trace. `build`, `run` and `result` are called once each, in this order; `doing` is the message if one fails.
 
     Args:
         entered: Holds what is replaced in the process until the trace ends. All else as
-            `featurize.trace.tracer.trace_step` has it.
-        targets: Of each shape of batches, where a model that was tried for them was changed by that; None: not known.
+            `trace_step` has it.
+        targets: The targets of each shape of batches, where trying a model for them changed it; None: not known.
         repeats: The second step may be made of the first.
     """
 
-    inputs: Tensor | Inputs | Callable | None
+    inputs: Tensor | Inputs | Callable[..., Any] | None
     target: Tensor | None
     loss: Callable[..., Tensor] | None
     settings: TrainingSettings
     spec: DeviceSpec
     training_loop: bool
-    batches: Sequence[Tensor | Inputs | Callable]
+    batches: Sequence[Tensor | Inputs | Callable[..., Any]]
     parallel: Parallel | None
     rank: int
     every_pass: bool
@@ -275,9 +275,9 @@ class Tracing:
         """Wrap the model, and run its steps."""
         recorder = self._recorder
         # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
-        given = [batch_on_meta(one, self.target, self._rank) for one in self.batches or (self.inputs,)]
+        given = [batch_on_meta(batch, self.target, self._rank) for batch in self.batches or (self.inputs,)]
         shapes: dict[Hashable, int] = {}
-        self._order = [shapes.setdefault(shape_of(one), len(shapes)) for one in given]
+        self._order = [shapes.setdefault(shape_of(batch), len(shapes)) for batch in given]
         self._met_at = [self._order.index(shape) for shape in range(len(shapes))]
         heads = self._heads
         policy = as_on_cuda(
@@ -295,7 +295,7 @@ class Tracing:
         self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
         self.repeats &= alone and training.set_to_none and not training.optimizer_in_backward
         with recorder.modules(), policy as enter_policy, self._rank.intercept():
-            of_shape = self._with_targets([given[at] for at in self._met_at])
+            of_shape = self._with_targets([given[number] for number in self._met_at])
             self._wrap(*of_shape[0])
             self._play(of_shape, enter_policy)
             recorder.stop()
@@ -500,7 +500,7 @@ def _require_trainable(model: nn.Module) -> None:
 
 
 def batch_on_meta(
-    inputs: Tensor | Inputs | Callable | None, target: Tensor | None, rank: Rank
+    inputs: Tensor | Inputs | Callable[..., Any] | None, target: Tensor | None, rank: Rank
 ) -> tuple[Inputs, Tensor | None]:
     """Return inputs and target on meta, with names and small values; of ranks that share a batch, this one's part."""
     made: object = inputs

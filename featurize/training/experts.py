@@ -38,17 +38,17 @@ _FIRST_NAME = 1 << 30  # names of groups are numbers; those of the caller's own 
 def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     """The mesh of a job's ranks, as one of them has it; nothing is sent within it.
 
-    Process groups of the caller are out of sight meanwhile, and are back afterwards.
+    Process groups of the caller are hidden inside, and are back afterwards.
 
     Args:
         parallel: The job.
-        rank: Which of them, from 0.
+        rank: Its number, from 0.
     """
     # Its import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # Torch's world of process groups lies in variables of its module.
-    own = {
+    replacements = {
         "_pg_map": {},
         "_pg_names": {},
         "_pg_group_ranks": {},
@@ -63,7 +63,7 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     with contextlib.ExitStack() as stack:
         # In the end this process has the rank of its own group again.
         stack.callback(distributed_c10d._update_default_pg, distributed_c10d.GroupMember.WORLD)
-        for name, value in own.items():
+        for name, value in replacements.items():
             stack.enter_context(replaced(distributed_c10d, name, value))
         # A group's start replaces the hook by one that names the rank.
         stack.enter_context(replaced(sys, "excepthook", sys.excepthook))
@@ -89,7 +89,7 @@ def mesh_of_sizes(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return the ranks of a mesh in other dimensions, with groups of their own. Every rank has to call it.
 
     Args:
-        mesh: Of all ranks of a job.
+        mesh: The mesh of all ranks of a job.
         sizes: Name of a dimension -> its size, the outermost first.
     """
     with _real_tensors():
@@ -117,7 +117,7 @@ def axes_of_groups(*meshes: DeviceMesh) -> dict[str, str]:
     return {mesh.get_group(name).group_name: name for mesh in meshes for name in mesh.mesh_dim_names or ()}
 
 
-_NAME = "experts"  # of the module that holds a mixture's experts
+_NAME = "experts"  # name of the module that holds a mixture's experts
 _KNOWN = (
     "a module named `experts` whose parameters are [experts, ...] and whose forward pass takes (tokens, top_k_index, "
     "top_k_weights), as in transformers, or (tokens, num_tokens_per_expert), as in torchtitan"
@@ -136,8 +136,8 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | Non
 
     Args:
         model: Its optimizer is made afterwards.
-        mesh: Of the ranks that have different experts.
-        sharing: Of those among them that have the same tokens; None where each has its own. They exchange a part each.
+        mesh: The mesh of the ranks that have different experts.
+        sharing: The mesh of those among them with the same tokens; None: each has its own. They exchange a part each.
 
     Returns:
         The modules that hold experts; those of one mixture are together.
@@ -186,13 +186,15 @@ def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh, sharing: Dev
     _keep_own(path, module, experts, mesh)
     if hasattr(module, "num_experts"):
         vars(module)["num_experts"] = experts // mesh.size()
-    own, ranks = module.forward, _Ranks(mesh, experts)
+    own_forward, ranks = module.forward, _Ranks(mesh, experts)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         given = list(signature.bind(*args, **kwargs).arguments.values())
         if sharing is None:
-            return exchange(own, ranks, *given)
-        return _whole(exchange(own, ranks, *(_part(one, sharing) for one in given)), len(given[0]), sharing)
+            return exchange(own_forward, ranks, *given)
+        return _whole(
+            exchange(own_forward, ranks, *(_part(tensor, sharing) for tensor in given)), len(given[0]), sharing
+        )
 
     # A module's own `forward` is found before its class's, whatever wrapper makes of the class.
     vars(module)["forward"] = forward
@@ -206,12 +208,12 @@ def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[n
     group = mesh.get_group()
 
     def to_experts(_module: nn.Module, args: tuple[Tensor]) -> Tensor:
-        parts = _exchanged(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
+        parts: Tensor = _exchange(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
         return parts.transpose(0, 1).flatten(1, 2)
 
     def to_tokens(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
         parts = out.unflatten(1, (mesh.size(), -1)).transpose(0, 1).flatten(0, 1)
-        return _exchanged(parts, None, None, group)
+        return _exchange(parts, None, None, group)
 
     module.rise.register_forward_pre_hook(to_experts)
     module.fall.register_forward_hook(to_tokens)
@@ -221,16 +223,14 @@ def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[n
 def _keep_own(path: str, module: nn.Module, experts: int, mesh: DeviceMesh) -> None:
     ranks = mesh.size()
     if experts % ranks:
-        fitting = ", ".join(str(one) for one in range(2, experts + 1) if experts % one == 0)
-        raise UsageError(
-            f"parallel: ep={ranks} does not divide the {experts} experts of {path}; of these, {fitting} do"
-        )
+        fitting = ", ".join(str(number) for number in range(2, experts + 1) if experts % number == 0)
+        raise UsageError(f"parallel: ep={ranks} does not divide the {experts} experts of {path}; ep can be {fitting}")
     count = experts // ranks
     first = mesh.get_local_rank() * count
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.shape[:1] == (experts,):
-            own = parameter.detach()[first : first + count].clone()
-            setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+            own_experts = parameter.detach()[first : first + count].clone()
+            setattr(module, name, nn.Parameter(own_experts, requires_grad=parameter.requires_grad))
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class _Ranks:
 
     def counts_of(self, counts_X: Tensor) -> Tensor:
         """Return how many rows each rank sends to each of this one's experts: [ranks, own experts]."""
-        return _exchanged(counts_X.view(self.mesh.size(), self.own), None, None, self.mesh.get_group())
+        return _exchange(counts_X.view(self.mesh.size(), self.own), None, None, self.mesh.get_group())
 
     def sizes_of(self, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
         """Return how many rows go to each rank, and how many come from each; in a trace all get alike, and the first
@@ -266,7 +266,7 @@ class _Ranks:
         return numbers.repeat_interleave(received.view(-1).long())
 
     def exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return _exchanged(rows, sent, received, self.mesh.get_group())
+        return _exchange(rows, sent, received, self.mesh.get_group())
 
 
 def _of_choices(
@@ -328,14 +328,15 @@ class _Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.way = received, sent, group
         made = functional.all_to_all_single(rows.contiguous(), received, sent, group)
-        return functional.wait_tensor(made)
+        arrived: Tensor = functional.wait_tensor(made)
+        return arrived
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _Exchange.apply(gradients[0], *ctx.way), None, None, None
 
 
-def _exchanged(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+def _exchange(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
     """Return the rows that all ranks of a group send to this one, as many of each where sizes are None."""
     out = _Exchange.apply(rows, sent, received, group)
     assert isinstance(out, Tensor)

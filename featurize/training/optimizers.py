@@ -10,7 +10,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from conf.errors import EnvironmentProblem, unknown_name
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.nets.vision import import_library
-from featurize.operators.autocast import replaced
+from featurize.operators.replacing import replaced
 from featurize.operators.tensor_parts import mesh_of
 
 _T = TypeVar("_T")
@@ -34,7 +34,6 @@ def make_optimizer(
     name: str,
     parameters: Iterable[nn.Parameter],
     *,
-    foreach: bool | None,
     implementation: str | None = None,
     weight_decay: float | None = None,
 ) -> torch.optim.Optimizer:
@@ -43,12 +42,11 @@ def make_optimizer(
     Args:
         name: One of `OPTIMIZERS`. `momentum` is SGD with 0.9, `nesterov` the same with Nesterov's step.
         parameters: What it updates.
-        foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
-            and the loop on CPU. Adafactor's default is the loop everywhere.
-        implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
-        weight_decay: None is the library's default. Where it is no part of the step itself, as in AdamW, torch adds the
-            decayed weights to a copy of the gradients: of all at once with `foreach` (`_multi_tensor_sgd` and its
-            likes in torch/optim), of one after the other with `loop`, of none with `fused`.
+        implementation: `foreach`, `fused` or `loop`. None: torch's choice, which is `foreach` on CUDA, for which meta
+            tensors stand, and the loop on CPU. Adafactor's default is the loop everywhere.
+        weight_decay: None: the library's default. Where it is not part of the step itself, as in AdamW, torch adds the
+            decayed weights to a copy of the gradients: all at once with `foreach` (`_multi_tensor_sgd` and its
+            likes in torch/optim), one after the other with `loop`, not at all with `fused`.
 
     Raises:
         UsageError: There is no such optimizer, or transformers is missing for its Adafactor.
@@ -59,17 +57,16 @@ def make_optimizer(
     given: list[Any] = alike(parameters)
     known = OPTIMIZERS[name]
     more: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
+    on_meta = all(p.is_meta for p in _parameters(given))
     if known.cuda_only:
-        if all(p.is_meta for p in _parameters(given)):
+        if on_meta:
             # The kernel decays weights in place.
             return BlockwiseAdamW(given, bits=32 if name == "paged_adamw" else 8, paged=name.startswith("paged"))
         return _of_bitsandbytes(name, given, more)
-    if known.implementations != ("loop",):
-        more["foreach"] = foreach
-        if implementation is not None:
-            more["foreach"] = implementation == "foreach"
-        elif name == "adafactor":
-            more["foreach"] = None
+    if implementation is None and on_meta and name != "adafactor":
+        implementation = "foreach"
+    if known.implementations != ("loop",) and implementation is not None:
+        more["foreach"] = implementation == "foreach"
         if "fused" in known.implementations and implementation == "fused":
             more["fused"] = True
     with _fused_on_meta(_parameters(given)):
@@ -77,7 +74,7 @@ def make_optimizer(
 
 
 def _adafactor_of_transformers(parameters: list[Any], lr: float, **more: Any) -> torch.optim.Optimizer:
-    adafactor = import_library("transformers.optimization").Adafactor
+    adafactor: Callable[..., torch.optim.Optimizer] = import_library("transformers.optimization").Adafactor
     return adafactor(parameters, lr=lr, relative_step=False, scale_parameter=False, **more)
 
 
@@ -89,12 +86,13 @@ def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> 
     except ImportError as error:
         raise EnvironmentProblem(f"optimizer={name} needs bitsandbytes: pip install bitsandbytes") from error
     names = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
-    return getattr(optim, names[name])(parameters, lr=LEARNING_RATE, **more)
+    optimizer: Callable[..., torch.optim.Optimizer] = getattr(optim, names[name])
+    return optimizer(parameters, lr=LEARNING_RATE, **more)
 
 
 def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:
     """Return the parameters of a list of them, or of groups."""
-    return [p for one in given for p in (one["params"] if isinstance(one, dict) else [one])]
+    return [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])]
 
 
 class _TensorByTensor(torch.optim.Optimizer):
@@ -104,16 +102,11 @@ class _TensorByTensor(torch.optim.Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.update(parameter, parameter.grad, group)
-        return loss
 
 
 class Lion(_TensorByTensor):
@@ -191,13 +184,6 @@ class BlockwiseAdamW(_TensorByTensor):
         state |= {name: torch.zeros(blocks, device=p.device) for name in ("absmax1", "absmax2")}
 
 
-class HasState(Protocol):
-    """An optimizer, as far as its state is read."""
-
-    @property
-    def state(self) -> Any: ...
-
-
 class OptimizerInBackward:
     """An optimizer for each parameter, which steps in the backward pass and frees the gradient at once.
 
@@ -261,7 +247,7 @@ def run_step(optimizer: torch.optim.Optimizer) -> None:
     """Step; also the fused implementation on meta tensors, which torch reserves for real devices.
 
     There, counters on the host, one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long
-    as all else. Both replace parts of PyTorch: no other thread may trace meanwhile.
+    as all else. Both replace parts of PyTorch: no other thread may trace at the same time.
     """
     parameters = _parameters(optimizer.param_groups)
     if not any(p.is_meta for p in parameters):
@@ -279,8 +265,8 @@ def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
     return ctypes.c_float.from_address(value.data_ptr()).value if counts else read(value)
 
 
-def state_tensors(optimizer: HasState) -> Iterator[Tensor]:
-    """Every tensor of the optimizer's state."""
+def state_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Return every tensor of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
@@ -288,7 +274,7 @@ def state_tensors(optimizer: HasState) -> Iterator[Tensor]:
 def _fused_on_meta(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     name = "_get_fused_kernels_supported_devices"
     known = getattr(torch_optimizer, name, None)
-    # There are releases that do not ask. Real training may go on in another thread: nothing of it is replaced.
+    # There are releases that do not ask. Real training may continue in another thread: nothing of it is replaced.
     if known is None or not any(p.is_meta for p in parameters):
         yield
         return
@@ -306,12 +292,12 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
         return
     # Those of one mesh are reduced together.
     totals = [
-        torch.linalg.vector_norm(torch.stack([norm.float() for norm in of_mesh]))
-        for of_mesh in _grouped(norms, mesh_of)
+        torch.linalg.vector_norm(torch.stack([norm.float() for norm in of_mesh])) for of_mesh in _group(norms, mesh_of)
     ]
     total = totals[0]
     if len(totals) > 1:
-        total = torch.linalg.vector_norm(torch.stack([_whole(one) for one in totals]))
+        whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in totals]
+        total = torch.linalg.vector_norm(torch.stack(whole))
     factor = torch.clamp(largest / (total + 1e-6), max=1.0)
     for group in groups:
         torch._foreach_mul_(group, factor)
@@ -327,10 +313,10 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return tensors in groups that for-each kernels take: of one type, and of one mesh of ranks."""
-    return _grouped(tensors, _kind_of)
+    return _group(tensors, _kind_of)
 
 
-def _grouped(items: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
+def _group(items: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
     groups: dict[object, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -344,13 +330,12 @@ def _kind_of(tensor: Tensor) -> object:
 def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
     """Return parameters as an optimizer takes them: in a group for each mesh of ranks, which for-each kernels cannot
     mix."""
-    groups = _grouped(parameters, mesh_of)
-    return [{"params": group} for group in groups] if len(groups) > 1 else [one for group in groups for one in group]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The value of a distributed tensor on each rank."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    groups = _group(parameters, mesh_of)
+    return (
+        [{"params": group} for group in groups]
+        if len(groups) > 1
+        else [parameter for group in groups for parameter in group]
+    )
 
 
 class MovingAverage:
@@ -365,5 +350,5 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         pairs = [(a, s.detach()) for a, s in zip(self.tensors, self._sources, strict=True) if a.is_floating_point()]
-        for group in _grouped(pairs, lambda pair: _kind_of(pair[0])):
+        for group in _group(pairs, lambda pair: _kind_of(pair[0])):
             torch._foreach_lerp_([ours for ours, _ in group], [theirs for _, theirs in group], 1 - self.decay)

@@ -32,7 +32,7 @@ from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAli
 from featurize.recording.values import Inputs, named_tensors, tensors_of
 from featurize.timing.collectives import SEND
 from featurize.timing.pipeline_time import AXIS, noted_micro_batches, orders_of, schedule_class
-from featurize.training.data_parallel import Replica
+from featurize.training.rank import Replica
 from featurize.training.sharded_rank import ShardedRank, ShardStates
 from featurize.training.sharding import DTYPES, shard_units, split_modules, units
 from featurize.training.stages import (
@@ -53,13 +53,13 @@ from featurize.training.training_step import TrainingStep
 
 
 class TracedStage(PipelineStage):
-    """PyTorch's stage, which says what begins and what its memory is for.
+    """PyTorch's stage, which reports what begins and what its memory is for.
 
     Args:
         stage: The model that runs.
-        number: Of the stage.
-        rank: That has it, and hears of each pass that begins.
-        group: Of the ranks of the pipeline.
+        number: Number of the stage.
+        rank: The rank that has it, which is notified of each pass that begins.
+        group: Process group of the pipeline's ranks.
         replica: The wrapper of the stage's model, where data parallelism replicates it.
     """
 
@@ -95,7 +95,7 @@ class TracedStage(PipelineStage):
         return self._run(FORWARD, compute)[0]
 
     def loss(self, compute: Callable[[], Tensor]) -> Any:
-        """Return the loss of the micro-batch whose forward pass was the last one. Args: `compute()` is it."""
+        """Return the loss of the micro-batch whose forward pass was the last one; `compute()` computes it."""
 
         def computed() -> list[Tensor]:
             loss = compute()
@@ -127,18 +127,6 @@ class TracedStage(PipelineStage):
         self._micro_batch = micro_batch
         self._rank.begin_pass(phase, self.stage_index, micro_batch)
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        self._name_buffers(self.args_recv_info)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        self._name_buffers(self.grad_recv_info)
-
-    def _name_buffers(self, infos: Mapping[int, Sequence[Any]]) -> None:
-        buffers = [info.buffer for several in infos.values() for info in several if info.buffer is not None]
-        self._rank.recorder.memory.name(buffers, COMMUNICATION)
-
 
 class _Message:
     """A message that is under way. What is sent lives as long as this (ProcessGroupNCCL.cpp, `pointToPoint`: a work's
@@ -158,12 +146,14 @@ def schedules_on_meta(streams: Streams) -> Iterator[None]:
 
     def batched(messages: Sequence[dist.P2POp], desc: str | None = None) -> list[_Message]:
         under_way = []
-        for one in messages:
-            tensor = one.tensor
+        for message in messages:
+            tensor = message.tensor
             if isinstance(tensor, AsyncCollectiveTensor):  # a collective makes it
                 tensor = tensor.trigger_wait()
-            if one.op is dist.isend:
+            if message.op is dist.isend:
                 streams.send(SEND, tensor.nbytes, AXIS, asynchronous=True)
+            else:
+                streams.name([tensor], COMMUNICATION)
             under_way.append(_Message(tensor))
         return under_way
 
@@ -202,7 +192,7 @@ class PipelineRank(ShardedRank):
 
     Args:
         parallel, mesh, streams, experts: As of any rank.
-        rank: Which of all ranks, from 0.
+        rank: Its number among all ranks, from 0.
         every_pass: Each pass of each micro-batch runs; False: passes that are alike are repeated.
     """
 
@@ -240,13 +230,13 @@ class PipelineRank(ShardedRank):
         """Leave in a model what this rank's stages need, and wrap them as the layout says. Changes the model.
 
         Args:
-            model: What `prepare` gave, with the types that it trains with.
-            inputs: Of the whole batch.
+            model: What `prepare` returned, with the types that it trains with.
+            inputs: Inputs of the whole batch.
 
         Raises:
             UsageError: The batch does not divide, or the model cannot be cut.
         """
-        recorder = self.recorder  # which records only names of modules meanwhile
+        recorder = self.recorder  # records only names of modules inside
         recorder.values.learn(tensors_of(inputs), default=1)
         for name, tensor in named_tensors(inputs):
             if tensor.dim() == 0 or tensor.shape[0] % self.parallel.chunks:
@@ -272,28 +262,28 @@ class PipelineRank(ShardedRank):
         starts = starts_of(survey, parallel)
         gathered = units(model, parallel.wrap) if parallel.sharded > 1 else []
         if not self._stages:
-            given = [example_of(survey.outputs[at - 1], parallel) for at in starts[1:-1]]
+            given = [example_of(survey.outputs[start - 1], parallel) for start in starts[1:-1]]
             self._part = replace(
                 self._part,
                 kinds=_kinds(survey, starts),
-                starts=tuple(survey.paths[at] for at in starts[1:-1]),
-                sent=tuple(one.nbytes for one in tensors_of(given)),
+                starts=tuple(survey.paths[start] for start in starts[1:-1]),
+                sent=tuple(tensor.nbytes for tensor in tensors_of(given)),
             )
         stage = cut(model, survey, starts[number], starts[number + 1], inputs)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"parallel: pp: stage {number} has nothing to train")
         left = {id(module) for module in model.modules()}
-        own = [module for module in gathered if id(module) in left]
+        own_modules = [module for module in gathered if id(module) in left]
         held = [modules for modules in mixtures if id(modules[0]) in left]
-        shard_units(model, parallel, self._mesh, own, self._experts, held)
+        shard_units(model, parallel, self._mesh, own_modules, self._experts, held)
         return stage
 
     def begin(self, step: TrainingStep, inputs: Inputs, target: Tensor | None) -> None:
         """Make PyTorch's schedule of the stages, which `run` runs.
 
         Args:
-            step: Whose model `wrap` wrapped.
-            inputs: Of the whole batch.
+            step: The step whose model `wrap` wrapped.
+            inputs: Inputs of the whole batch.
             target: Likewise; None where the model computes its loss itself.
         """
         parallel, self._step = self.parallel, step
@@ -309,7 +299,7 @@ class PipelineRank(ShardedRank):
         whole = target is None or target.dim() == 0
         scale, last = step.settings.accumulation, self._stages[-1]
 
-        def loss_of(_output: Any, chunk: Tensor) -> Tensor:
+        def loss_of(_output: Any, chunk: Tensor) -> Any:
             def compute() -> Tensor:
                 loss = step.loss(last.output(), target if whole else chunk)
                 return loss / scale if scale > 1 else loss
@@ -332,8 +322,8 @@ class PipelineRank(ShardedRank):
         if not self._every_pass:
             noted = noted_micro_batches(orders_of(parallel)[self._place], by_state=parallel.sharded > 1)
         unlike = (0, parallel.chunks - 1) if self._replicas else (0,)
-        known = [values for one in batch if (values := recorder.values.of(one)) is not None and values.dim()]
-        chunks = [one.chunk(parallel.chunks) for one in known]
+        known = [values for tensor in batch if (values := recorder.values.of(tensor)) is not None and values.dim()]
+        chunks = [value.chunk(parallel.chunks) for value in known]
         differ = any(not torch.equal(chunk, of_one[0]) for of_one in chunks for chunk in of_one)
         return RepeatedPasses(recorder, self._streams, states, noted, unlike, values_differ=differ)
 
@@ -343,7 +333,7 @@ class PipelineRank(ShardedRank):
         """Return what of a batch lies on this rank: the inputs on the first one, what the loss needs on the last,
         as the labels from which transformers' models compute theirs."""
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        of_inputs = [one for one in tensors_of(inputs) if one is not labels] if self._stages[0].first else []
+        of_inputs = [tensor for tensor in tensors_of(inputs) if tensor is not labels] if self._stages[0].first else []
         of_loss = list(tensors_of((labels, target))) if self._stages[-1].last else []
         return (*of_inputs, *of_loss)
 
@@ -374,14 +364,14 @@ class PipelineRank(ShardedRank):
     def _scheduled(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
         """Run PyTorch's schedule. Errors of a stage are its own: PyTorch wraps them, with all shapes."""
         target, returns = self._targets if self._stages[-1].last else None, not self.parallel.drop_outputs
-        own: BaseException | None = None
+        cause: BaseException | None = None
         try:
             return self._schedule.step(*args, target=target, losses=losses, return_outputs=returns, **kwargs)
         except RuntimeError as error:
             if error.__cause__ is None or "ailed to run" not in str(error):
                 raise
-            own = error.__cause__
-        raise own  # outside of the handler: else each would be the other's cause
+            cause = error.__cause__
+        raise cause  # outside of the handler: else each would be the other's cause
 
     def begin_pass(self, phase: str, stage: int, micro_batch: int) -> None:
         """Begin a stage's pass over a micro-batch."""
@@ -409,7 +399,9 @@ def _kinds(survey: Survey, starts: Sequence[int]) -> tuple[str, ...]:
     for begin, end in itertools.pairwise(starts):
         texts: list[object] = [begin == 0, end == len(members)]
         for member in members[begin:end]:
-            tensors = [(name, one.shape, one.dtype, one.requires_grad) for name, one in member.named_parameters()]
+            tensors = [
+                (name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in member.named_parameters()
+            ]
             texts.append((repr(member), tensors))
         kinds.append(hashlib.sha256(repr(texts).encode()).hexdigest()[:16])
     return tuple(kinds)
@@ -422,7 +414,7 @@ def trace_ranks(of_rank: Callable[[int, bool], StepTrace], parallel: Parallel, r
     flight, whatever the schedule.
 
     Args:
-        of_rank: Gives the trace of one of all ranks; its second argument is `every_pass` of `trace_step`.
+        of_rank: Returns the trace of one of all ranks; its second argument is `every_pass` of `trace_step`.
         parallel: The job, with a pipeline.
         rank: The only one that is wanted, of all ranks. None: all of them.
     """

@@ -22,7 +22,7 @@ def played_rank(
     Args:
         parallel: The job; None is on one GPU.
         training: As `settings_of_ranks` returns it.
-        rank: Which one, from 0.
+        rank: Its number, from 0.
         every_pass: As `featurize.training.pipeline.PipelineRank` takes it.
 
     Raises:

@@ -1,21 +1,36 @@
 """One rank of a job in a trace: what it holds of the model and of the batch, and what it sends.
 
 Start reading at `Rank`, which each way of spreading a job extends; `featurize.training.play_rank` chooses among them.
+`Replica` is DistributedDataParallel: buckets of gradients, and copies of the buffers that it sends. The reducer itself
+is C++ and wants several processes; its rules are followed here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from conf.errors import UsageError
+from conf.units import MIB
 from featurize.job.layout import Parallel
 from featurize.operators.own_operators import elements
+from featurize.operators.tensor_parts import local_tensor, own_part
 from featurize.recording.recorder import Recorder
-from featurize.recording.step_trace import Collective, PipelinePart
+from featurize.recording.step_trace import BUCKET, Collective, PipelinePart
 from featurize.recording.values import Inputs, tensors_of
-from featurize.training.data_parallel import DataParallel, Replica, limits_of
+from featurize.timing.collectives import ALL_REDUCE, BROADCAST
 from featurize.training.training_step import TrainingStep
+
+ONE_BUCKET = (float("inf"),)
+BROADCAST_LIMITS = (250.0 * MIB,)  # broadcast_bucket_size of torch/nn/parallel/distributed.py
+_FIRST_MIB, _LATER_MIB = 1, 25  # torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes, ...BytesCap
+_IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: kMaxInFlight)
 
 
 class Rank:
@@ -30,7 +45,7 @@ class Rank:
         bucket_limits: Bytes of the buckets at which a wrapper divides that graph; None: at none.
         keeps_operators: Operators of all steps are kept, since later ones repeat them.
         parameters: Elements of the whole model, from `wrap` on.
-        recorder: Of the trace, from `attach` on.
+        recorder: The trace's recorder, from `attach` on.
     """
 
     needs_factory = divides_graphs = keeps_operators = False
@@ -44,7 +59,7 @@ class Rank:
         return model
 
     def attach(self, recorder: Recorder) -> None:
-        """Tell a recorder of the rank from now on. None is told before."""
+        """Report to a recorder of the rank from now on; to none before."""
         self.recorder = recorder
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
@@ -60,8 +75,8 @@ class Rank:
         """Wrap the model of a step, whose parameters are this rank's part from then on.
 
         Args:
-            step: That trains.
-            inputs: Of a step.
+            step: The training step.
+            inputs: Inputs of a step.
         """
         self.parameters = elements(step.model)
 
@@ -93,18 +108,32 @@ class Rank:
 
 
 class ReplicatedRank(Rank):
-    """A rank that reduces gradients in the buckets of DistributedDataParallel, where the layout has such replicas."""
+    """A rank that reduces gradients in the buckets of DistributedDataParallel, where the layout has such replicas.
+    Micro-steps before the last of a step are taken to run under `no_sync`."""
 
     def __init__(self, parallel: Parallel, *, axis: str = "") -> None:
         self.parallel, self._axis = parallel, axis
         self.bucket_limits = limits_of(parallel.bucket_cap_mb)
         self._replicas: list[Replica] = []
+        self._passes = 0  # forward passes so far
 
     def begin(self, step: TrainingStep, inputs: Inputs, target: Tensor | None) -> None:
         super().begin(step, inputs, target)
         if self.parallel.replicates:
-            micro_steps = step.settings.accumulation
-            self._replicas = [DataParallel(step.model, self.recorder, self.parallel, micro_steps, axis=self._axis)]
+            self._replicas = [Replica(step.model, self.recorder, self.parallel, axis=self._axis)]
+            step.model.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, _model: nn.Module, _inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        (replica,), micro_steps = self._replicas, self._step.settings.accumulation
+        first = self._passes % micro_steps == 0
+        self._passes += 1
+        replica.synchronizes = self._passes % micro_steps == 0
+        if first:
+            replica.rebuild()
+            if self.parallel.broadcast_buffers:
+                replica.broadcast_buffers()
 
     def begin_step(self) -> None:
         for replica in self._replicas:
@@ -115,4 +144,207 @@ class ReplicatedRank(Rank):
             replica.begin_phase(phase)
 
     def collectives(self) -> tuple[Collective, ...]:
-        return tuple(one for replica in self._replicas for one in replica.collectives())
+        return tuple(collective for replica in self._replicas for collective in replica.collectives())
+
+
+class Replica:
+    """A model's wrapper: buckets in which gradients are reduced, and copies in which parameters and buffers are sent.
+
+    The first step of torch knows no order of gradients, and takes one bucket of a type. After it the buckets are
+    rebuilt in the order in which gradients were complete, unless parameters may go without one.
+
+    Args:
+        model: On the meta device, as the optimizer gets it.
+        recorder: Is notified of memory and operators.
+        parallel: The wrapper's own settings.
+        kind: Kind of the buckets' blocks.
+        axis: The dimension of the mesh whose ranks hold replicas; empty: all ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, parallel: Parallel, *, kind: str = BUCKET, axis: str = ""
+    ) -> None:
+        self._model, self._recorder, self._parallel, self._axis = model, recorder, parallel, axis
+        self._kind, self._as_view = kind, parallel.gradient_as_bucket_view
+        self._limits = limits_of(parallel.bucket_cap_mb)
+        self._rebuilds = parallel.static_graph or not parallel.find_unused_parameters
+        self.synchronizes = True
+        self._sent: list[Collective] = []  # collectives of buffers
+        self._complete: dict[int, Tensor] = {}  # parameter -> itself, in the order of the first step's gradients
+        self._ready: dict[int, int] = {}
+        self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass
+        self._backward_end = 0  # operators before it
+        self._parameters = [p for p in dense_parameters(model) if p.requires_grad]
+        with recorder, torch.no_grad():
+            # The first rank's state is sent in flat copies, a few at a time.
+            in_flight: deque[Tensor] = deque(maxlen=_IN_FLIGHT)
+            for members in _in_groups([local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]):
+                in_flight.append(_flat(members))
+            in_flight.clear()
+            # In the order of the parameters, and then from the last one: about that in which gradients are complete.
+            limits = ONE_BUCKET if self._rebuilds else self._limits
+            self._fill(assigned(map(_size, self._parameters), limits)[::-1], self._parameters)
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+
+    def begin_step(self) -> None:
+        """Forget what was sent, and which buckets were ready."""
+        self._sent = []
+        self._ready.clear()
+
+    def rebuild(self) -> None:
+        """Give the buckets back and take the final ones, where torch does: once, after the first gradients."""
+        if not (self._rebuilds and self._complete):
+            return
+        self._rebuilds = False
+        order = [*self._complete.values(), *(p for p in self._parameters if id(p) not in self._complete)]
+        self._fill(assigned(map(_size, order), self._limits), order)
+
+    @property
+    def has_reduced(self) -> bool:
+        """Gradients were reduced so far."""
+        return bool(self._complete)
+
+    def _reduce(self, parameter: Tensor) -> None:
+        """Copy a complete gradient into its bucket, and leave it there, or copy the reduced one back at the end of the
+        backward pass (reducer.cpp: `finalize_backward`)."""
+        gradient, view = parameter.grad, self._views.get(id(parameter))
+        if not self.synchronizes or gradient is None or view is None or gradient.is_sparse:
+            return
+        self._complete.setdefault(id(parameter), parameter)
+        with torch.no_grad():  # divided by the number of ranks on the way (`mark_variable_ready_dense`)
+            view.div_(1.0) if gradient is view else view.copy_(own_part(gradient, parameter))
+        if self._as_view:
+            parameter.grad = view
+        self._ready[self._bucket_of[id(parameter)]] = len(self._recorder.log.operators)
+        if not self._reduced:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._reduced.append(parameter)
+
+    def _finish(self) -> None:
+        self._backward_end = len(self._recorder.log.operators)
+        for parameter in self._reduced if not self._as_view else ():
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    own_part(parameter.grad, parameter).copy_(self._views[id(parameter)])
+        self._reduced.clear()
+
+    def _fill(self, buckets: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> None:
+        self._views: dict[int, Tensor] = {}
+        self._bucket_of: dict[int, int] = {}
+        self._bytes: list[int] = []
+        for members in buckets:
+            self._take([parameters[place] for place in members])
+
+    def _take(self, members: Sequence[Tensor]) -> None:
+        parts = [local_tensor(parameter.detach()) for parameter in members]
+        flat = _flat(parts)
+        if flat.is_meta:
+            self._recorder.memory.name((flat,), self._kind)
+        offsets = itertools.accumulate((part.numel() for part in parts), initial=0)
+        for parameter, part, offset in zip(members, parts, offsets, strict=False):
+            view = flat.as_strided(part.shape, part.stride(), offset)
+            self._views[id(parameter)], self._bucket_of[id(parameter)] = view, len(self._bytes)
+            if self._as_view and parameter.grad is not None and not parameter.grad.is_sparse:
+                with torch.no_grad():
+                    view.copy_(parameter.grad)
+                parameter.grad = view
+        self._bytes.append(flat.nbytes)
+
+    def broadcast_buffers(self) -> None:
+        """Send the first rank's buffers to all others."""
+        buffers, now = list(self._model.buffers()), len(self._recorder.log.operators)
+        with torch.no_grad():
+            for members in _in_groups(buffers):
+                _flat(members)
+                self._sent.append(Collective(BROADCAST, sum(t.nbytes for t in members), now, now, self._axis))
+                self._recorder.log.copied(members)  # into one
+                for buffer in members:
+                    self._recorder.log.copied([buffer])  # and back
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return what the ranks sent since the step began. Buckets are reduced in their order (reducer.cpp:
+        `mark_bucket_ready`)."""
+        ready = itertools.accumulate((self._ready.get(bucket, 0) for bucket in range(len(self._bytes))), max)
+        reduced = zip(self._bytes, ready, strict=True)
+        return (
+            *self._sent,
+            *(Collective(ALL_REDUCE, nbytes, after, self._backward_end, self._axis) for nbytes, after in reduced),
+        )
+
+    def without_gradient(self) -> list[str]:
+        """Return the names of the parameters that no gradient came for so far, where torch stops at them in its second
+        step."""
+        if self._parallel.find_unused_parameters or self._parallel.static_graph:
+            return []
+        missing = {id(p) for p in self._parameters} - self._complete.keys()
+        return [name for name, p in self._model.named_parameters() if id(p) in missing]
+
+    def begin_phase(self, phase: str) -> None:
+        """Raise `UsageError` before the update where torch stops in its second step: a parameter took no part in the
+        loss."""
+        if phase == "optimizer" and (names := self.without_gradient()):
+            raise UsageError(
+                f"{len(names)} parameters get no gradient (the first: {names[0]}), at which DistributedDataParallel "
+                "stops; add find_unused_parameters=true to parallel, or freeze them"
+            )
+
+
+def limits_of(bucket_cap_mb: float | None) -> tuple[float, ...]:
+    """Return the bytes at which the first bucket and all later ones are full.
+
+    Only torch's own size has a smaller first bucket (torch/nn/parallel/distributed.py: `_BucketCapacityConfig`).
+
+    Args:
+        bucket_cap_mb: Argument of DistributedDataParallel, in MiB.
+    """
+    if bucket_cap_mb is None:
+        return _FIRST_MIB * MIB, _LATER_MIB * MIB
+    return (int(bucket_cap_mb * MIB),)
+
+
+def assigned(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -> list[list[int]]:
+    """Return the tensors of each bucket, by their places, in the order in which the buckets fill up.
+
+    A bucket holds one type. It takes tensors until its bytes reach the limit, the last one whole; each type goes
+    through the limits by itself (torch/csrc/distributed/c10d/reducer.cpp: `compute_bucket_assignment_by_size`).
+
+    Args:
+        tensors: Type and bytes of each tensor.
+        limits: Bytes of each bucket; the last one counts for all further buckets.
+    """
+    full: list[list[int]] = []
+    waiting: dict[Hashable, tuple[list[int], int]] = {}
+    filled: dict[Hashable, int] = {}
+    for place, (kind, nbytes) in enumerate(tensors):
+        members, total = waiting.pop(kind, ([], 0))
+        members.append(place)
+        total += nbytes
+        number = filled.get(kind, 0)
+        if total >= limits[min(number, len(limits) - 1)]:
+            full.append(members)
+            filled[kind] = number + 1
+        else:
+            waiting[kind] = members, total
+    return [*full, *(members for members, _ in waiting.values())]
+
+
+def _in_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors that are sent together."""
+    groups = assigned(((t.dtype, t.nbytes) for t in tensors), BROADCAST_LIMITS)
+    return [[tensors[place] for place in members] for members in groups]
+
+
+def _flat(members: Sequence[Tensor]) -> Tensor:
+    return torch.empty(sum(t.numel() for t in members), dtype=members[0].dtype, device=members[0].device)
+
+
+def dense_parameters(model: nn.Module) -> list[Tensor]:
+    """Return a model's parameters whose gradients lie in buckets: all but the weights of sparse embeddings
+    (torch/nn/parallel/distributed.py: `_build_params_for_reducer`)."""
+    sparse = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+    return [p for p in model.parameters() if id(p) not in sparse]
+
+
+def _size(tensor: Tensor) -> tuple[torch.dtype, int]:
+    return tensor.dtype, local_tensor(tensor.detach()).nbytes

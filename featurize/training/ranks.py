@@ -24,7 +24,6 @@ from featurize.recording.values import tensors_of
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND
 from featurize.training.streams import Streams
 
-_WRAPPERS = (DTensor, AsyncCollectiveTensor)
 # What process groups run, into tensors that they are given (torch/csrc/distributed/c10d/Ops.cpp), and what DTensor runs
 # beside the kernels until it is waited for (Functional.cpp).
 _KINDS = {
@@ -62,8 +61,7 @@ _KINDS = {
     **dict.fromkeys(("c10d::alltoall_base_", "c10d::alltoall_", "_c10d_functional::all_to_all_single"), ALL_TO_ALL),
 }
 _WAIT = "_c10d_functional::wait_tensor"
-_WRAP = "_c10d_functional::_wrap_tensor_autograd"  # whose kernel for meta tensors does not
-_NO_WORK = "profiler::"
+_WRAP = "_c10d_functional::_wrap_tensor_autograd"  # its kernel for meta tensors does not wrap
 _COPY_IN = "fsdp::all_gather_copy_in"
 
 
@@ -71,7 +69,7 @@ class Ranks:
     """One rank among those of a traced job.
 
     Args:
-        streams: Of its GPU, with the recorder of its step.
+        streams: The streams of its GPU, with the recorder of its step.
         axes: Name of a process group -> the mesh's dimension that it joins.
     """
 
@@ -81,17 +79,17 @@ class Ranks:
         # Storage of a result -> its collective, and the inputs that live until it is over.
         self._under_way: dict[int, tuple[int, list[Tensor]]] = {}
 
-    def ran(self, func: OpOverload, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def ran(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that sends, or waits for what was sent; `KERNEL` for one that computes. NotImplemented where
         its tensors are shared among ranks: PyTorch then runs it on this one's part of them.
 
         Args:
             func: The operator.
-            types: Of its tensors.
+            types: Types of its tensors.
             args: On meta tensors.
             kwargs: Likewise.
         """
-        if self.are_shared(types):
+        if any(issubclass(tensor_type, DTensor | AsyncCollectiveTensor) for tensor_type in types):
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):
@@ -100,51 +98,40 @@ class Ranks:
             with self._recorder:  # what runs below DTensor was not taken apart above it
                 return func.decompose(*args, **kwargs)
         if name == _WAIT:
-            return self._waited(args[0])
+            if (under_way := self._under_way.pop(args[0].untyped_storage()._cdata, None)) is not None:
+                self._streams.wait_for(under_way[0])
+            return args[0]
         if name == _WRAP:
             return AsyncCollectiveTensor(args[0])
         kind = _KINDS.get(name)
         if name == _COPY_IN and not self._recorder.paused:
             self._recorder.log.copied(args[0])
-        if name == _COPY_IN or name.startswith(_NO_WORK) or (kind is not None and self._recorder.paused):
+        if name == _COPY_IN or name.startswith("profiler::") or (kind is not None and self._recorder.paused):
             return func(*args, **kwargs)
         if kind is None:
             return KERNEL
-        return (self._of_group if name.startswith("c10d::") else self._functional)(kind, func, args, kwargs)
-
-    @staticmethod
-    def are_shared(types: Sequence[type]) -> bool:
-        """Return whether some of these types of tensors are shared among ranks."""
-        return any(issubclass(one, _WRAPPERS) for one in types)
-
-    def _of_group(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
-        self._streams.send(kind, _nbytes(args[:2]), self._axis(func, args, kwargs), asynchronous=asynchronous)
-        return func(*args, **kwargs)
-
-    def _functional(self, kind: str, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        axis = self._axis(func, args, kwargs)
+        if name.startswith("c10d::"):
+            asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
+            self._streams.send(kind, _nbytes(args[:2]), axis, asynchronous=asynchronous)
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
         given, made = list(tensors_of(args[0])), list(tensors_of(out))
         if kind == ALL_TO_ALL:
             sizes = _argument(func, args, kwargs, "input_split_sizes", ())
             kind = SEND if sum(size > 0 for size in sizes) == 1 < len(sizes) else kind  # all goes to one rank
-        number = self._streams.send(kind, _nbytes((given, made)), self._axis(func, args, kwargs), asynchronous=True)
+        number = self._streams.send(kind, _nbytes((given, made)), axis, asynchronous=True)
         for tensor in made:
-            self._recorder.made(tensor, func._schema.name)
+            self._recorder.made(tensor, name)
             self._under_way[tensor.untyped_storage()._cdata] = number, given
         return out
-
-    def _waited(self, tensor: Tensor) -> Tensor:
-        if (under_way := self._under_way.pop(tensor.untyped_storage()._cdata, None)) is not None:
-            self._streams.wait_for(under_way[0])
-        return tensor
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self._under_way.clear()
         self._streams.begin_step()
 
-    def _axis(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> str:
+    def _axis(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         group = _argument(func, args, kwargs, "process_group", _argument(func, args, kwargs, "group_name", None))
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
@@ -163,13 +150,13 @@ def own_axis(group: Any) -> str:
     return f"{len(members)}x{members[1] - members[0] if len(members) > 1 else 1}"
 
 
-def _argument(func: OpOverload, args: tuple, kwargs: dict[str, Any], name: str, default: object) -> Any:
+def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: object) -> Any:
     if name in kwargs:
         return kwargs[name]
     names = [argument.name for argument in func._schema.arguments]
     return args[names.index(name)] if name in names and names.index(name) < len(args) else default
 
 
-def _nbytes(sides: Sequence) -> int:
-    """Bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
+def _nbytes(sides: Sequence[Any]) -> int:
+    """Return the bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
     return max((sum(tensor.nbytes for tensor in tensors_of(side)) for side in sides), default=0)

@@ -1,9 +1,9 @@
 """One rank of a job whose wrapper is PyTorch's own, in a trace: `fully_shard` itself runs, on meta tensors.
 
 Start reading at `ShardedRank`, which works within `pretended_ranks`. `shards_on_meta` lets `fully_shard` and FSDP1 work
-on meta tensors, and tells a recorder what their memory is for; what it replaces is private to PyTorch, and real ranks
-test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py). `ring_attention` is
-context parallelism, for real ranks too: keys and values are gathered or rotated, and partial outputs merged by their
+on meta tensors, and reports to a recorder what their memory is for; what it replaces is private to PyTorch, and real
+ranks test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py). `ring_attention`
+is context parallelism, for real ranks too: keys and values are gathered or rotated, and partial outputs merged by their
 log-sum-exp, by torch.distributed.tensor.experimental.
 """
 
@@ -65,8 +65,8 @@ class ShardedRank(ReplicatedRank):
 
     Args:
         parallel: The job.
-        mesh: Of all ranks.
-        streams: Of the GPU.
+        mesh: The mesh of all ranks.
+        streams: The GPU's streams.
         experts: As `featurize.training.experts.expert_mesh` returns it, where there is `ep`.
     """
 
@@ -79,7 +79,7 @@ class ShardedRank(ReplicatedRank):
         self.bucket_limits, self.needs_factory = None, parallel.own > 1
         self._mesh, self._streams, self._experts = mesh, streams, experts
         self._spreads = True
-        self._length = 0  # of the sequence that ranks share
+        self._length = 0  # length of the sequence that ranks share
         self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
@@ -148,7 +148,7 @@ class ShardedRank(ReplicatedRank):
                 f"fsdp={self.parallel.own}"
             )
         reduced = super().collectives()
-        return tuple(sorted((*reduced, *sent), key=lambda one: one.after)) if reduced else sent
+        return tuple(sorted((*reduced, *sent), key=lambda collective: collective.after)) if reduced else sent
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
 
     Args:
         parallel: The job.
-        rank: Which one, from 0. Of unevenly sharded parameters the first one has the largest part.
+        rank: Its number, from 0. Of unevenly sharded parameters the first one has the largest part.
 
     Yields:
         What `ShardedRank` takes: the mesh, the streams, and the mesh of experts.
@@ -169,7 +169,7 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide warnings that the real job gives, too: of fully_shard on outputs that are views, of DTensor on reductions
+    """Hide warnings that the real job shows, too: of fully_shard on outputs that are views, of DTensor on reductions
     one after the other."""
     logger = logging.getLogger("torch.distributed")
     level = logger.level
@@ -183,7 +183,6 @@ def _quiet() -> Iterator[None]:
 
 
 _LENGTH = 1  # the dimension of inputs and targets that holds the sequence
-_HEADS_FIRST = 2  # that of queries, keys and values [N, heads, L, E]
 _TOKENS = "input_ids"
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -199,7 +198,7 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
     """While entered, `scaled_dot_product_attention` attends to the sequence of all ranks.
 
     Args:
-        mesh: Of the ranks that share the sequence, as `sequence_mesh` returns it.
+        mesh: The mesh of the ranks that share the sequence, as `sequence_mesh` returns it.
         parallel: The job's layout.
 
     Raises:
@@ -222,8 +221,17 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
     ) -> Tensor:
         nonlocal calls
         calls += 1
-        _require_attention_of_a_ring(attn_mask, is_causal, balanced=_is_balanced(parallel))
-        shared = (DTensor.from_local(one, mesh, [Shard(_HEADS_FIRST)], run_check=False) for one in (query, key, value))
+        if attn_mask is not None:
+            raise UsageError(
+                "parallel: cp: attention with a mask does not run over several ranks in PyTorch, is_causal=True does; "
+                "leave the attention mask out of the inputs"
+            )
+        if _is_balanced(parallel) and not is_causal:
+            raise UsageError(
+                "parallel: cp: balanced parts of the sequence are of causal attention only; give cp_load_balance=false"
+            )
+        # Of [N, heads, L, E] each rank has a part of the sequence.
+        shared = (DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in (query, key, value))
         more = {"enable_gqa": True} if enable_gqa else {}
         out = local(*shared, None, dropout_p, is_causal, scale=scale, **more)
         assert isinstance(out, DTensor)
@@ -256,12 +264,12 @@ def sequence_length(inputs: object) -> int:
     return first.shape[_LENGTH]
 
 
-def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, parallel: Parallel) -> tuple:
+def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, parallel: Parallel) -> tuple[Any, ...]:
     """Return this rank's part of a batch: of each tensor that has the sequence's length in its second dimension.
 
     Args:
         inputs: The batch of the ranks that share it.
-        target: Likewise; None is none.
+        target: Likewise; None: there is none.
         mesh: As `sequence_mesh` returns it.
         parallel: The job's layout.
 
@@ -283,7 +291,7 @@ def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, pa
         if tensor.dim() <= _LENGTH or tensor.shape[_LENGTH] != length:
             return tensor
         chunks = tensor.detach().chunk(parts, dim=_LENGTH)
-        return torch.cat([chunks[at] for at in chosen], dim=_LENGTH).requires_grad_(tensor.requires_grad)
+        return torch.cat([chunks[number] for number in chosen], dim=_LENGTH).requires_grad_(tensor.requires_grad)
 
     return mapped(inputs, part), None if target is None else part(target)
 
@@ -292,28 +300,16 @@ def _is_balanced(parallel: Parallel) -> bool:
     return parallel.cp_load_balance is not False
 
 
-def _require_attention_of_a_ring(mask: Tensor | None, causal: bool, *, balanced: bool) -> None:
-    if mask is not None:
-        raise UsageError(
-            "parallel: cp: attention with a mask does not run over several ranks in PyTorch, is_causal=True does; "
-            "leave the attention mask out of the inputs"
-        )
-    if balanced and not causal:
-        raise UsageError(
-            "parallel: cp: balanced parts of the sequence are of causal attention only; give cp_load_balance=false"
-        )
-
-
 _META = torch.device("meta")
 
 
 @contextlib.contextmanager
 def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[None]:
-    """While entered, meshes stand for GPUs on which meta tensors lie.
+    """Within, meshes stand for GPUs that hold meta tensors.
 
     Args:
-        streams: Of the GPU. Its recorder hears of storages that are resized, and of what blocks are for.
-        device: What meta tensors say that they lie on.
+        streams: The GPU's streams. Their recorder is notified of resized storages and of what blocks are for.
+        device: The device that meta tensors report.
     """
     with contextlib.ExitStack() as stack:
 
@@ -422,14 +418,14 @@ def _naming_gradients(streams: Streams) -> Callable[..., Any]:
     @functools.wraps(reduce)
     def foreach_reduce(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         streams.name(gradients, UNREDUCED)
-        on_host = [one for one in params if one.offload_to_cpu]
-        for one in on_host:
-            one.offload_to_cpu = False  # there are no values to copy
+        on_host = [parameter for parameter in params if parameter.offload_to_cpu]
+        for parameter in on_host:
+            parameter.offload_to_cpu = False  # there are no values to copy
         try:
             out = reduce(params, gradients, *args, **kwargs)
         finally:
-            for one in on_host:
-                one.offload_to_cpu, one.sharded_param.grad = True, None
+            for parameter in on_host:
+                parameter.offload_to_cpu, parameter.sharded_param.grad = True, None
         streams.name([out[0]], COMMUNICATION)  # which is kept until it was sent
         return out
 
@@ -439,7 +435,7 @@ def _naming_gradients(streams: Streams) -> Callable[..., Any]:
 def _copied_from_host() -> property:
     inputs: property = vars(param.FSDPParam)["all_gather_inputs"]
 
-    def all_gather_inputs(self: param.FSDPParam) -> list[torch.Tensor]:
+    def all_gather_inputs(self: param.FSDPParam) -> Any:
         if not self.offload_to_cpu:
             return inputs.__get__(self)
         kept = self._sharded_param_data
@@ -469,8 +465,8 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def _same_storage(tensor: Tensor, other: Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _catch_all_reshard(state: Any) -> None:
@@ -488,7 +484,7 @@ class ShardStates:
 
     Args:
         model: With modules that `fully_shard` wrapped, or none.
-        recorder: Hears nothing of what `bring_to` does.
+        recorder: Is not notified of what `bring_to` does.
         streams: Likewise.
     """
 
@@ -498,7 +494,8 @@ class ShardStates:
 
     def now(self) -> Hashable:
         """Return the state of each module's parameters."""
-        return tuple(tuple(group._sharded_state for group in _groups(module)) for module in self._modules)
+        states = (module._get_fsdp_state() for module in self._modules)
+        return tuple(tuple(group._sharded_state for group in state._fsdp_param_groups) for state in states)
 
     def bring_to(self, state: Hashable) -> None:
         """Gather or free parameters, as they are in another state."""
@@ -515,7 +512,3 @@ class ShardStates:
                     module.reshard()
         finally:
             self._streams.recorder, self._recorder.paused = recorder, paused
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    return module._get_fsdp_state()._fsdp_param_groups

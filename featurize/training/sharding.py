@@ -42,8 +42,7 @@ from torch.distributed.tensor.parallel import (
 from conf.errors import UsageError, shown
 from featurize.job.layout import EXAMPLE_PLAN, EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, MODES, OWN, WRAPPED, Parallel
 from featurize.nets.checkpointing import repeated_blocks
-from featurize.operators.tensor_parts import local_tensor
-from featurize.training.data_parallel import own_part
+from featurize.operators.tensor_parts import local_tensor, own_part
 from featurize.training.experts import divide_experts
 from featurize.training.optimizers import run_step
 
@@ -75,8 +74,8 @@ def shard_flat(
     Args:
         model: Its optimizer is made afterwards.
         parallel: The degrees and FSDP1's own settings.
-        mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
-        chosen: The modules around which a wrapper goes, besides the model.
+        mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
+        chosen: The modules around which a wrapper goes, in addition to the model.
         types: Those of gathered parameters and of reduced gradients.
 
     Raises:
@@ -85,7 +84,7 @@ def shard_flat(
     """
     shards = mesh.get_group("fsdp")
     replicas = parallel.ddp > 1
-    members = {id(one) for one in chosen}
+    members = {id(member) for member in chosen}
     device = next(model.parameters()).device
     try:
         wrapper = FlatShards(
@@ -128,7 +127,7 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
     Args:
         model: Its optimizer is made afterwards.
         parallel: The degrees and FSDP2's own settings.
-        mesh: Of all ranks, with dimensions as `Parallel.axes` names them.
+        mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
         experts: As `featurize.training.experts.expert_mesh` returns it, where there is `ep`.
 
     Raises:
@@ -172,7 +171,7 @@ def shard_units(
     """Shard parameters with FSDP2, where the layout does. Changes the model.
 
     Args:
-        model: Whose parameters outside of the units are one more unit.
+        model: The model. Its parameters outside of the units are one more unit.
         parallel: The degrees and FSDP2's own settings.
         mesh: As `shard`.
         chosen: What `units` returns.
@@ -191,9 +190,9 @@ def shard_units(
         options["reshard_after_forward"] = parallel.reshard_after_forward
     if experts is not None:
         _shard_experts(mixtures, parallel, experts, options)
-    own = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
+    unit_mesh = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
     for unit in (*chosen, model):
-        fully_shard(unit, mesh=own, **options)
+        fully_shard(unit, mesh=unit_mesh, **options)
 
 
 def _shard_experts(
@@ -203,7 +202,7 @@ def _shard_experts(
     kept = parallel.reshard_after_forward
     if isinstance(kept, int) and not isinstance(kept, bool):
         options = {**options, "reshard_after_forward": True}
-    own = mesh[EXPERT_REPLICAS, EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
+    expert_mesh = mesh[EXPERT_REPLICAS, EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
     ranks = parallel.expert_shards
 
     def place(parameter: nn.Parameter) -> Shard | None:
@@ -212,19 +211,19 @@ def _shard_experts(
         return Shard(1) if few else None
 
     for modules in mixtures:
-        unit = fully_shard(modules, mesh=own, shard_placement_fn=place, **options)
-        for one in unit:
-            if isinstance(one, FSDPModule):
+        unit = fully_shard(modules, mesh=expert_mesh, shard_placement_fn=place, **options)
+        for part in unit:
+            if isinstance(part, FSDPModule):
                 # Of an expert's gradients, all ranks' batches are the mean: a sum, divided by itself.
-                one.set_gradient_divide_factor(float(parallel.ddp * parallel.sharded))
-                one.set_force_sum_reduction_for_comms(ranks > 1)
+                part.set_gradient_divide_factor(float(parallel.ddp * parallel.sharded))
+                part.set_force_sum_reduction_for_comms(ranks > 1)
 
 
 def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules whose parameters are gathered together, inner ones first; the rest is the model's own unit.
 
     Args:
-        model: Whose modules.
+        model: The modules' model.
         classes: Names of their classes. None: the repeated blocks; none of these where the model has none.
     """
     if classes is None:
@@ -279,15 +278,15 @@ class LocalOptimizer:
     """Updates parts of parameters; gradients are read, and freed, where the wrapper leaves them.
 
     Args:
-        parameters: Of the wrapped model.
-        make: Gives the optimizer of some parameters; an elementwise one.
+        parameters: Parameters of the wrapped model.
+        make: Returns an elementwise optimizer of some parameters.
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     ) -> None:
         self._pairs = [(p, nn.Parameter(local_tensor(p.detach()), requires_grad=p.requires_grad)) for p in parameters]
-        self._optimizer = make([own for _, own in self._pairs])
+        self._optimizer = make([own_copy for _, own_copy in self._pairs])
 
     @property
     def state(self) -> Any:
@@ -303,11 +302,11 @@ class LocalOptimizer:
                 local_tensor(parameter.grad).zero_()
 
     def step(self) -> None:
-        for parameter, own in self._pairs:
-            own.grad = None if parameter.grad is None else own_part(parameter.grad, parameter)
+        for parameter, own_copy in self._pairs:
+            own_copy.grad = None if parameter.grad is None else own_part(parameter.grad, parameter)
         run_step(self._optimizer)
-        for _, own in self._pairs:
-            own.grad = None
+        for _, own_copy in self._pairs:
+            own_copy.grad = None
 
 
 STYLES: Mapping[str, Callable[[], ParallelStyle | None]] = {
@@ -337,7 +336,7 @@ def apply_plan(
     Args:
         model: Its optimizer is made afterwards.
         plan: Path of a module, with `*` for any part of it -> its style, of `STYLES`. None: the model's own.
-        mesh: Of the ranks that share each module.
+        mesh: The mesh of the ranks that share each module.
         whole_experts: Rules of mixtures are left out, as their experts are divided.
 
     Raises:
@@ -357,12 +356,9 @@ def apply_plan(
     if not whole_experts:
         split_experts(model, of_experts, mesh)
     _require_whole_heads(model, styles, mesh.size())
-    done: dict[str, ParallelStyle] = {}
-    for path, style in styles.items():
-        if (made := STYLES[style]()) is not None:
-            done[path] = made
+    plan_made = {path: made for path, style in styles.items() if (made := STYLES[style]()) is not None}
     # Without a rank whose weights the others would be sent.
-    parallelize_module(model, mesh, done, src_data_rank=None)
+    parallelize_module(model, mesh, plan_made, src_data_rank=None)
     return model
 
 
@@ -403,9 +399,9 @@ def _require_whole_heads(model: nn.Module, styles: Mapping[str, str], ranks: int
         for name in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, name, None)
             if isinstance(heads, int) and heads % ranks:
-                fitting = ", ".join(str(one) for one in range(2, heads + 1) if heads % one == 0)
+                fitting = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
                 raise UsageError(
-                    f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); of these, {fitting} do"
+                    f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); tp can be {fitting}"
                 )
 
 
@@ -439,39 +435,43 @@ def split_experts(model: nn.Module, rules: Mapping[str, Mapping[str, str]], mesh
     Args:
         model: Its optimizer is made afterwards.
         rules: As `rules_of_experts` returns them.
-        mesh: Of the ranks that share each module.
+        mesh: The mesh of the ranks that share each module.
 
     Raises:
         UsageError: The ranks do not divide a parameter.
     """
-    for path, module in model.named_modules():
-        for pattern, styles in rules.items():
-            if fnmatch.fnmatchcase(path, pattern):
-                _split(path, module, styles, mesh)
+    fitting = [
+        (path, module, styles)
+        for path, module in model.named_modules()
+        for pattern, styles in rules.items()
+        if fnmatch.fnmatchcase(path, pattern)
+    ]
+    for path, module, styles in fitting:
+        for name, style in styles.items():
+            parameter = module._parameters.get(name)
+            if parameter is None:
+                continue
+            place = OF_PARAMETERS[style] % parameter.dim()
+            if parameter.shape[place] % mesh.size():
+                raise UsageError(
+                    f"parallel: tp={mesh.size()} does not divide the {parameter.shape[place]} features of {path}.{name}"
+                )
+            own_experts = distribute_tensor(parameter.detach(), mesh, [Shard(place)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(own_experts, requires_grad=parameter.requires_grad))
+        vars(module)["forward"] = _sum_gradients(module, module.forward, mesh.get_group())
 
 
-def _split(path: str, module: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
-    for name, style in styles.items():
-        parameter = module._parameters.get(name)
-        if parameter is None:
-            continue
-        place = OF_PARAMETERS[style] % parameter.dim()
-        if parameter.shape[place] % mesh.size():
-            raise UsageError(
-                f"parallel: tp={mesh.size()} does not divide the {parameter.shape[place]} features of {path}.{name}"
-            )
-        own = distribute_tensor(parameter.detach(), mesh, [Shard(place)], src_data_rank=None)
-        setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-    vars(module)["forward"] = _summed(module, module.forward, mesh.get_group())
-
-
-def _summed(module: nn.Module, forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _sum_gradients(
+    module: nn.Module, forward: Callable[..., Tensor], group: dist.ProcessGroup
+) -> Callable[..., Tensor]:
     signature = inspect.signature(forward)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         given = [
-            _SummedGradient.apply(one, group) if isinstance(one, Tensor) and one.requires_grad else one
-            for one in signature.bind(*args, **kwargs).arguments.values()
+            _SummedGradient.apply(argument, group)
+            if isinstance(argument, Tensor) and argument.requires_grad
+            else argument
+            for argument in signature.bind(*args, **kwargs).arguments.values()
         ]
         with _own_parts(module):
             out = forward(*given)
@@ -486,7 +486,9 @@ def _summed(module: nn.Module, forward: Callable[..., Tensor], group: dist.Proce
 def _own_parts(module: nn.Module) -> Iterator[None]:
     """While entered, a module's parameters are this rank's parts, as plain tensors."""
     whole = dict(module._parameters)
-    parts: dict[str, Any] = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in whole.items()}
+    parts: dict[str, Any] = {
+        name: value.to_local() if isinstance(value, DTensor) else value for name, value in whole.items()
+    }
     module._parameters.update(parts)
     try:
         yield
@@ -518,6 +520,6 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        own = gradients[0].contiguous()
-        dist.all_reduce(own, group=ctx.group)
-        return own, None
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None

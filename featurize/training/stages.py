@@ -3,13 +3,14 @@
 Start reading at `surveyed`, which looks at the whole model, and at `cut`. What runs before the blocks belongs to the
 first stage, what runs after them to the last one. `RepeatedPasses.run` runs one pass of a stage and notes its
 operators, its collectives, and when memory is taken and given back; that record stands for other micro-batches, which
-give tensors that stand for what the stage would have computed.
+return tensors that stand for what the stage would have computed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -28,6 +29,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Operator
 from featurize.recording.values import Inputs, call, mapped
 from featurize.training.streams import Moments, SentNote, Since, Streams
+from featurize.training.training_step import logits_of
 
 if TYPE_CHECKING:
     from featurize.training.sharded_rank import ShardStates
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 BEFORE = -1  # the place of what runs before the first member
 
 
-# Puts the tensor that the next member takes into the form in which a member gives it: alone, or before other things.
+# Puts the tensor that the next member takes into the form in which a member returns it: alone, or before other things.
 Form: TypeAlias = Callable[[Tensor], Any]
 
 
@@ -44,16 +46,16 @@ Form: TypeAlias = Callable[[Tensor], Any]
 class Survey:
     """A model's members in the order in which they run, and who uses which parameter.
 
-    container  whose members the stages share
-    names      of the members, within the container
-    paths      of the members, within the model
+    container  the container whose members the stages share
+    names      the members' names within the container
+    paths      the members' paths within the model
     blocks     places of the repeated blocks among them; all places where there are none
     outputs    place -> a tensor like that which the next member takes
     forms      place -> in what form it is given
     inputs     place -> a tensor like that which the member takes, where the model computes it of what the one before
-               gave
+               returned
     uses       parameter (by its id) -> places where it is used; the number of members: after all of them
-    result     the tensor among what the model gives that the loss is computed from
+    result     the tensor among the model's outputs that the loss is computed from
     """
 
     container: nn.Module
@@ -76,17 +78,21 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
 
     Args:
         model: The whole one, on the meta device.
-        inputs: Of one micro-batch.
+        inputs: Inputs of one micro-batch.
         stages: Their number.
-        dtype: To which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as they
-            are.
+        dtype: Type to which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as
+            they are.
 
     Raises:
-        UsageError: The model has no blocks in one container, or these give one another more than a tensor.
+        UsageError: The model has no blocks in one container, or these pass one another more than a tensor.
     """
     survey = _line_of(model, stages)
     watch = _Uses(model, survey, dtype)
-    with watch.hooks(), watch:
+    with contextlib.ExitStack() as hooks, watch:
+        for place, member in enumerate(survey.members()):
+            entered, left = functools.partial(watch.entered, place), functools.partial(watch.left, place)
+            hooks.enter_context(member.register_forward_pre_hook(entered, with_kwargs=True))
+            hooks.enter_context(member.register_forward_hook(left))
         survey.result = like(result_of(call(model, cast(Inputs, mapped(inputs, watch.cast)))))
     if lacking := [path for place, path in enumerate(survey.paths) if place not in survey.forms]:
         raise UsageError(f"parallel: pp: {lacking[0]} does not run in the forward pass, so no stage has it")
@@ -105,22 +111,22 @@ def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
     (`generate_llm_fqn_per_model_part`): parameters used before them count as one more, those used after, too.
 
     Raises:
-        UsageError: There are fewer blocks than stages, a path that is no member's, or a stage begins with a member that
-            takes another kind of tensor than the one before gives.
+        UsageError: There are fewer blocks than stages, a path that is not a member's, or a stage begins with a member
+            that takes another kind of tensor than the one before returns.
     """
     starts = _chosen_starts(survey, parallel)
     for place in starts[1:-1]:
         given, taken = survey.outputs[place - 1], survey.inputs.get(place)
         if taken is not None and (taken.shape, taken.dtype) != (given.shape, given.dtype):
             raise UsageError(
-                f"parallel: pp: the model changes what {survey.paths[place - 1]} gives ({_described(given)}) before "
-                f"{survey.paths[place]} takes it ({_described(taken)}), so that no stage begins between the two; "
+                f"parallel: pp: the model changes what {survey.paths[place - 1]} gives ({_describe(given)}) before "
+                f"{survey.paths[place]} takes it ({_describe(taken)}), so that no stage begins between the two; "
                 f"stage_starts names other modules, {EXAMPLE_STARTS}"
             )
     return starts
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
@@ -143,10 +149,10 @@ def _chosen_starts(survey: Survey, parallel: Parallel) -> list[int]:
         sizes[-1] -= extra[1]
     else:
         sizes = _even(count, stages)
-    starts, at = [0], 0
+    starts, position = [0], 0
     for size in sizes[:-1]:
-        at += size
-        starts.append(survey.blocks[at])
+        position += size
+        starts.append(survey.blocks[position])
     return [*starts, len(survey.names)]
 
 
@@ -158,7 +164,9 @@ def _even(count: int, stages: int) -> list[int]:
 def _line_of(model: nn.Module, stages: int) -> Survey:
     blocks = repeated_blocks(model)
     # The outermost one of enough members.
-    sequences = (one for one in model.modules() if isinstance(one, nn.Sequential) and len(one) >= stages)
+    sequences = (
+        sequence for sequence in model.modules() if isinstance(sequence, nn.Sequential) and len(sequence) >= stages
+    )
     container = container_of(model, blocks) if blocks else next(sequences, None)
     if container is None:
         raise UsageError(
@@ -167,7 +175,7 @@ def _line_of(model: nn.Module, stages: int) -> Survey:
         )
     within = next(path for path, module in model.named_modules() if module is container)
     members, chosen = list(container.named_children()), {id(block) for block in blocks}
-    if not isinstance(container, nn.Sequential):  # whose other members may run at any time, or not at all
+    if not isinstance(container, nn.Sequential):  # its other members may run at any time, or not at all
         members = [(name, member) for name, member in members if id(member) in chosen]
     return Survey(
         container=container,
@@ -178,7 +186,7 @@ def _line_of(model: nn.Module, stages: int) -> Survey:
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which member runs while a parameter is used, and what each one gives."""
+    """Notes which member runs while a parameter is used, and what each one returns."""
 
     def __init__(self, model: nn.Module, survey: Survey, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -189,11 +197,13 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for one in tree_leaves((args, kwargs)):
-            if id(one) in self._parameters:
-                self._survey.uses.setdefault(id(one), set()).add(self._now)
+        for leaf in tree_leaves((args, kwargs)):
+            if id(leaf) in self._parameters:
+                self._survey.uses.setdefault(id(leaf), set()).add(self._now)
         if self._dtype is not None:
-            args, kwargs = tree_map(self._gathered, (args, kwargs))
+            args, kwargs = tree_map(
+                lambda leaf: self.cast(leaf) if id(leaf) in self._parameters else leaf, (args, kwargs)
+            )
         return func(*args, **(kwargs or {}))
 
     def cast(self, value: Any) -> Any:
@@ -201,52 +211,32 @@ class _Uses(TorchFunctionMode):
         floats = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self._dtype) if floats and self._dtype is not None else value
 
-    def _gathered(self, value: Any) -> Any:
-        return self.cast(value) if id(value) in self._parameters else value
+    def entered(self, place: int, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a member's forward pass, with its inputs in the type that it computes in."""
+        if place < self._now:
+            raise UsageError(
+                f"parallel: pp: {self._survey.paths[place]} runs after {self._survey.paths[self._now]}, so that "
+                "no cut between the two is a stage's"
+            )
+        self._now = place
+        taken = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
+        if taken is not None and taken is not self._given:
+            self._survey.inputs[place] = like(taken)
+        return tree_map(self.cast, (args, kwargs))
 
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """While entered, members are followed."""
-        handles = []
-        for place, member in enumerate(self._survey.members()):
-            handles.append(member.register_forward_pre_hook(self._entering(place), with_kwargs=True))
-            handles.append(member.register_forward_hook(self._leaving(place)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _entering(self, place: int) -> Callable[..., None]:
-        def entered(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if place < self._now:
-                raise UsageError(
-                    f"parallel: pp: {self._survey.paths[place]} runs after {self._survey.paths[self._now]}, so that "
-                    "no cut between the two is a stage's"
-                )
-            self._now = place
-            taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-            if taken is not None and taken is not self._given:
-                self._survey.inputs[place] = like(taken)
-            return tree_map(self.cast, (args, kwargs))
-
-        return entered
-
-    def _leaving(self, place: int) -> Callable[..., None]:
-        def left(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._survey.forms[place], self._survey.outputs[place] = _form_of(output, self._survey.paths[place])
-            self._given = tree_leaves(output)[0]
-            if place == len(self._survey.names) - 1:
-                self._now = len(self._survey.names)
-
-        return left
+    def left(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        """End a member's forward pass."""
+        self._survey.forms[place], self._survey.outputs[place] = _form_of(output, self._survey.paths[place])
+        self._given = tree_leaves(output)[0]
+        if place == len(self._survey.names) - 1:
+            self._now = len(self._survey.names)
 
 
 def _form_of(output: Any, path: str) -> tuple[Form, Tensor]:
     if isinstance(output, Tensor):
         return lambda tensor: tensor, like(output)
     first, *rest = output if isinstance(output, tuple) and output else (None,)
-    if isinstance(first, Tensor) and not any(isinstance(one, Tensor) for one in tree_leaves(rest)):
+    if isinstance(first, Tensor) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(rest)):
         return lambda tensor: (tensor, *rest), like(first)
     raise UsageError(
         f"parallel: pp: {path} gives the next block more than one tensor, or none; stages that send each other one "
@@ -267,10 +257,7 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def result_of(output: Any) -> Tensor:
     """Return the tensor among what a model gives that the loss is computed from. Raises `UsageError` for none."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, list | tuple) and output:
-        logits = output[0]
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits := logits_of(output), Tensor):
         raise UsageError(
             f"parallel: pp: the model's output ({type(output).__name__}) holds no logits, which the last stage returns"
         )
@@ -294,7 +281,7 @@ def _some(paths: Sequence[str]) -> str:
 
 
 class Stage:
-    """A model that runs as one stage, made by `cut`: its first argument is what the stage before gave.
+    """A model that runs as one stage, made by `cut`: its first argument is what the stage before returned.
 
     first, last   whether it is the first or the last one
     received, given   tensors like those that it receives and gives; the first stage receives none
@@ -332,12 +319,12 @@ class Stage:
             torch.set_grad_enabled(enabled)
 
     def output(self) -> Any:
-        """Return all that the last stage gave, once: schedules know tensors only."""
+        """Return all that the last stage returned, once: schedules know tensors only."""
         output, self._output = self._output, None
         return output
 
     def arrived(self) -> Tensor:
-        """Return what the stage before gave: from here on, it is this stage that runs."""
+        """Return what the stage before returned: from here on, it is this stage that runs."""
         assert self._arriving is not None, "a stage runs from its beginning"
         arriving, self._arriving = self._arriving, None
         self.pause(False)
@@ -355,15 +342,15 @@ class Stage:
 
 
 class _WithOwnHooks:
-    """A model's whole forward pass with the hooks of its own, which what a stage gives does not go through. Takes them
+    """A model's whole forward pass with the hooks of its own, which a stage's result does not go through. Takes them
     from the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._forward = model, model.forward
         self._before = [
-            (one, key in model._forward_pre_hooks_with_kwargs) for key, one in _taken(model._forward_pre_hooks)
+            (hook, key in model._forward_pre_hooks_with_kwargs) for key, hook in _take(model._forward_pre_hooks)
         ]
-        self._after = [(one, key in model._forward_hooks_with_kwargs) for key, one in _taken(model._forward_hooks)]
+        self._after = [(hook, key in model._forward_hooks_with_kwargs) for key, hook in _take(model._forward_hooks)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for hook, takes_named in self._before:
@@ -379,7 +366,7 @@ class _WithOwnHooks:
         return out
 
 
-def _taken(hooks: dict[int, Any]) -> list[tuple[int, Any]]:
+def _take(hooks: dict[int, Any]) -> list[tuple[int, Any]]:
     taken = list(hooks.items())
     hooks.clear()
     return taken
@@ -393,10 +380,10 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
 
     Args:
         model: The whole one, as it was surveyed.
-        survey: Of it.
+        survey: The model's survey.
         begin: Place of the stage's first member.
         end: The place after its last one.
-        inputs: Of one micro-batch, which stages but the first need for what they compute of it themselves.
+        inputs: One micro-batch. Stages after the first need it for what they compute from it themselves.
     """
     places = set(range(begin, end))
     places |= {BEFORE} if begin == 0 else set()
@@ -405,7 +392,7 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
     for place, name in enumerate(survey.names):
         if place in places:
             continue
-        kind = _Enter if place == begin - 1 else _Leave if place == end else _PassedBy
+        kind = _Enter if place == begin - 1 else _Leave if place == end else _Placeholder
         survey.container._modules[name] = kind(survey.forms[place], survey.outputs[place].detach(), stage)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -415,8 +402,8 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
     return stage
 
 
-class _PassedBy(nn.Module):
-    """Stands for a member of another stage: gives a tensor like its own, whatever comes in."""
+class _Placeholder(nn.Module):
+    """Replaces a member of another stage: returns a tensor like that member's, whatever comes in."""
 
     def __init__(self, form: Form, example: Tensor, stage: Stage) -> None:
         super().__init__()
@@ -428,18 +415,20 @@ class _PassedBy(nn.Module):
         return self.form(self.example)
 
 
-class _Enter(_PassedBy):
-    """Stands for the member before a stage's first one."""
+class _Enter(_Placeholder):
+    """Replaces the member before a stage's first one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.form(vars(self)["stage"].arrived())
 
 
-class _Leave(_PassedBy):
-    """Stands for the member after a stage's last one."""
+class _Leave(_Placeholder):
+    """Replaces the member after a stage's last one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        vars(self)["stage"].leave(next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))
+        vars(self)["stage"].leave(
+            next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
+        )
         return super().forward()
 
 
@@ -451,7 +440,7 @@ class DoesNotRepeat(Exception):
 
 
 class _Result(NamedTuple):
-    """A tensor that a pass gives: its block, and its form."""
+    """A tensor that a pass returns: its block, and its form."""
 
     block: int
     size: torch.Size
@@ -473,8 +462,8 @@ class _Batch:
     """A micro-batch on its way through one stage.
 
     kept        blocks that its passes so far took for a later one; None: given back, or a result since
-    signatures  of these
-    spans       operators of its passes so far
+    signatures  signatures of these blocks
+    spans       operators of the passes so far
     """
 
     kept: list[int | None] = field(default_factory=list)
@@ -495,7 +484,7 @@ class _Memory(NamedTuple):
     used     block that earlier passes of the micro-batch kept, and this one uses up -> its place among these
     held     storages that hold another block before each pass
     keeps    blocks that it takes for a later pass
-    results  what it gives
+    results  its results
     kept     signatures of what earlier passes of the micro-batch took for later ones
     """
 
@@ -515,9 +504,9 @@ class _Note:
     operators: list[Operator]
     sent: list[SentNote]
     spans: list[tuple[int, int]]  # the operators of the micro-batch's passes so far, of this one last
-    state: Hashable  # of the stage's shards afterwards
+    state: Hashable  # state of the stage's shards afterwards
     began: Since
-    before: Moments  # of the streams
+    before: Moments  # the streams' moments
     after: Moments
 
 
@@ -525,9 +514,9 @@ class RepeatedPasses:
     """Runs passes of the stages of one rank, or repeats those that were noted.
 
     Args:
-        recorder: Of the step.
-        streams: Of the GPU.
-        states: Of the shards of each stage: passes repeat others that begin in the same state.
+        recorder: The step's recorder.
+        streams: The GPU's streams.
+        states: States of each stage's shards: passes repeat others that begin in the same state.
         noted: Stage -> micro-batches whose passes run, and are noted, in the first run of the schedule. None: all
             passes run in every one.
         unlike: Micro-batches that run in every one, since no other is like them.
@@ -557,10 +546,10 @@ class RepeatedPasses:
     def run(
         self, kind: str, stage: int, micro_batch: int, compute: Callable[[], Sequence[Tensor | None]]
     ) -> Sequence[Tensor | None]:
-        """Return what a pass gives.
+        """Return a pass's results.
 
         Args:
-            kind: Of the pass; a micro-batch has one of each, `BACKWARD` last.
+            kind: Kind of the pass; a micro-batch has one of each, `BACKWARD` last.
             stage: Number of the stage.
             micro_batch: Number of the micro-batch.
             compute: Runs the pass.
@@ -604,16 +593,16 @@ class RepeatedPasses:
         batch.spans.append((now.operators, now.operators + len(note.operators)))
         known = self._remembered(note.memory, batch)
         if recorder.log.keep_operators:
-            recorder.log.operators.extend(_moved(one, note.spans, batch.spans) for one in note.operators)
+            recorder.log.operators.extend(_move(operator, note.spans, batch.spans) for operator in note.operators)
         later = Since(now.operators - note.began.operators, now.collectives - note.began.collectives)
-        for one in note.sent:
-            if one.before is not None and one.before > note.spans[-1][1]:
+        for sent in note.sent:
+            if sent.before is not None and sent.before > note.spans[-1][1]:
                 raise DoesNotRepeat("a collective is waited for after its pass")
-            self._streams.repeat(one, note.began, later)
+            self._streams.repeat(sent, note.began, later)
         self._streams.repeat_moments(note.before, note.after, later)
         storages: dict[int, torch.UntypedStorage] = {}
         with _disable_current_modes():
-            results = [one and self._result(one, known[one.block], storages) for one in note.memory.results]
+            results = [result and self._result(result, known[result.block], storages) for result in note.memory.results]
         self._states[stage].bring_to(note.state)
         return results
 
@@ -623,7 +612,7 @@ class RepeatedPasses:
         if batch.signatures != note.kept:
             raise DoesNotRepeat("what passes keep differs")
         replaced_by = {block: batch.kept[place] for block, place in note.used.items()}
-        replaced_by |= {one.before: memory.block_in(one.storage) for one in note.held}
+        replaced_by |= {held.before: memory.block_in(held.storage) for held in note.held}
         entering = {block: now for block, now in replaced_by.items() if now is not None}
         if len(entering) < len(replaced_by) or any(memory.size_of(a) != memory.size_of(b) for a, b in entering.items()):
             raise DoesNotRepeat("there is nothing alike to give back")
@@ -635,11 +624,13 @@ class RepeatedPasses:
         batch.keep((known[block] for block in note.keeps), memory)
         return known
 
-    def _result(self, one: _Result, block: int, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    def _result(self, result: _Result, block: int, storages: dict[int, torch.UntypedStorage]) -> Tensor:
         if block not in storages:
             storages[block] = torch.UntypedStorage(self._recorder.memory.size_of(block), device="meta")
             self._recorder.memory.stand_for(block, storages[block])
-        return torch.empty(0, dtype=one.dtype, device="meta").set_(storages[block], one.offset, one.size, one.stride)
+        return torch.empty(0, dtype=result.dtype, device="meta").set_(
+            storages[block], result.offset, result.size, result.stride
+        )
 
 
 def _memory_of(
@@ -648,20 +639,20 @@ def _memory_of(
     """Return what a pass does to memory.
 
     Args:
-        memory: Of the step.
+        memory: The step's memory.
         stretch: The pass's events.
-        batch: The pass's micro-batch, which hears of what is kept.
-        results: What it gives.
+        batch: The pass's micro-batch, which is told what is kept.
+        results: The pass's results.
         ends: It is the micro-batch's last one.
 
     Raises:
-        DoesNotRepeat: It gives back or returns what belongs to another pass, or leaves memory behind at the end.
+        DoesNotRepeat: It frees or returns what belongs to another pass, or leaves memory behind at the end.
     """
     kept, signatures = {block: place for place, block in enumerate(batch.kept)}, list(batch.signatures)
-    placed = [one if one is None else _result_of(memory, one) for one in results]
-    given = [one.block for one in placed if one is not None]
+    placed = [result if result is None else _result_of(memory, result) for result in results]
+    given = [result.block for result in placed if result is not None]
     left = [block for block in stretch.leaving if block not in given]
-    held = [_held(memory, block, left) for block in stretch.entering if block not in kept]
+    held = [_hold(memory, block, left) for block in stretch.entering if block not in kept]
     used = {block: kept[block] for block in (*stretch.entering, *given) if block in kept}
     if not set(given) <= {*used, *stretch.leaving}:
         raise DoesNotRepeat("a pass gives what was there before")
@@ -675,12 +666,16 @@ def _memory_of(
     return _Memory(stretch, used, held, left, placed, signatures)
 
 
-def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
-    """Return the storage whose block a pass gives back, with the one that it takes in its place, which is taken out
+def _hold(memory: BlockRecord, before: int, left: list[int]) -> _Held:
+    """Return the storage whose block a pass frees, with the one that it takes in its place, which is taken out
     of those that it leaves."""
     about, storage = memory.signature(before), memory.storage_of(before)
-    resized = (one for one in left if memory.storage_of(one) == storage and memory.signature(one)[1:] == about[1:])
-    after = next(resized, None) or next((one for one in left if memory.signature(one) == about), None)
+    resized = (
+        candidate
+        for candidate in left
+        if memory.storage_of(candidate) == storage and memory.signature(candidate)[1:] == about[1:]
+    )
+    after = next(resized, None) or next((candidate for candidate in left if memory.signature(candidate) == about), None)
     if after is None:
         raise DoesNotRepeat("a pass gives back what another one took")
     left.remove(after)
@@ -689,14 +684,14 @@ def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
 
 def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
     try:
-        block = memory.block_of(getattr(tensor, "elem", tensor))  # of what a collective makes
+        block = memory.block_of(getattr(tensor, "elem", tensor))  # the block that a collective makes
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
     return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
-def _moved(one: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:
-    """The operator of a repeated pass, with the sources of its own micro-batch; others count as there before."""
+def _move(operator: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:
+    """Return the operator of a repeated pass, with the sources of its own micro-batch; others count as there before."""
 
     def source(number: int) -> int:
         for (begin, end), (to, last) in zip(noted, now, strict=True):
@@ -704,4 +699,4 @@ def _moved(one: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[
                 return min(to + number - begin, last - 1)
         return min(number, -1)
 
-    return one._replace(sources=tuple(map(source, one.sources)))
+    return operator._replace(sources=tuple(map(source, operator.sources)))

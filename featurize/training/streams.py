@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from featurize.recording.recorder import Recorder
 
 MAIN = 0  # the stream of the kernels
-_BESIDE = -1  # that of a process group, for collectives that are asynchronous
+_BESIDE = -1  # a process group's stream, for asynchronous collectives
 
 
 Moments: TypeAlias = list[tuple[int, dict[int, int]]]
@@ -40,7 +40,7 @@ class Streams:
     with. A moment is the number of the step's operators that come before it; operators of all streams count as the
     kernels'.
 
-    recorder   hears on which stream memory is taken; None while the model is built
+    recorder   is notified of the stream on which memory is taken; None while the model is built
     sent       collectives of the step
     main       the stream of the kernels
     """
@@ -50,7 +50,7 @@ class Streams:
         self._all = [OneStream(self, MAIN)]
         self._current = self.main = self._all[MAIN]
         self.sent: list[SentNote] = []
-        self._host_after = 0  # what begins now comes after so many operators, for which the host has waited
+        self._host_after = 0  # number of operators that the host has waited for: what begins now comes after them
 
     # -- what torch.cuda has
 
@@ -92,9 +92,9 @@ class Streams:
         """Note a collective, and return its number.
 
         Args:
-            kind: Of `featurize.timing.collectives.KINDS`.
+            kind: A name of `featurize.timing.collectives.KINDS`.
             nbytes: As `Collective` has them.
-            axis: Whose ranks take part.
+            axis: The axis whose ranks take part.
             asynchronous: It runs beside the current stream, which waits for it later.
         """
         stream, number = self._current, len(self.sent)
@@ -110,9 +110,9 @@ class Streams:
         """Note a collective like another one.
 
         Args:
-            one: Of a pass that is repeated.
+            one: The collective of a pass that is repeated.
             began: When that pass began.
-            later: So much later the repeated one begins.
+            later: How much later the repeated one begins.
         """
         after = max(one.after + later.operators, 0)
         if one.after < began.operators and one.stream > MAIN:  # what it waited for came before the pass
@@ -121,16 +121,16 @@ class Streams:
         self.sent.append(dataclasses.replace(one, after=after, before=before))
 
     def moments(self) -> Moments:
-        """Return of each stream what its work waits for: so many operators, and collectives of others."""
+        """Return what each stream's work waits for: a number of operators, and other streams' collectives."""
         return [(stream.after, dict(stream.done)) for stream in self._all]
 
     def repeat_moments(self, before: Moments, after: Moments, later: Since) -> None:
-        """Make each stream wait for what it came to wait for between two moments, so much later in the step."""
-        for stream, (first, done), (last, all_done) in zip(self._all, before, after, strict=False):
+        """Make each stream wait for what it came to wait for between two moments, this much later in the step."""
+        for stream, (first, waits), (last, all_done) in zip(self._all, before, after, strict=False):
             if last != first:
                 stream.after = max(stream.after, last + later.operators)
             for other, number in all_done.items():
-                if number != done.get(other):
+                if number != waits.get(other):
                     stream.done[other] = max(stream.done.get(other, -1), number + later.collectives)
 
     def since(self) -> Since:
@@ -146,8 +146,8 @@ class Streams:
         """Return what was sent in the step, in its order. What no kernel waits for ends with the step."""
         end = self.now()
         return tuple(
-            Collective(one.kind, one.nbytes, one.after, end if one.before is None else one.before, one.axis)
-            for one in self.sent
+            Collective(note.kind, note.nbytes, note.after, end if note.before is None else note.before, note.axis)
+            for note in self.sent
         )
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -156,7 +156,7 @@ class Streams:
             self.recorder.memory.name(tensors, kind)
 
     def empty(self, count: int, like: Tensor, kind: str) -> Tensor:
-        """Take a block of so many elements of a tensor's type, and say what it is."""
+        """Take a block of this many elements of a tensor's type, and say what it is."""
         made = torch.empty(count, dtype=like.dtype, device=like.device)
         self.name([made], kind)
         return made
@@ -189,9 +189,9 @@ class Streams:
         """Make a stream wait for the collectives of others up to some."""
         if stream.number != MAIN:
             return
-        for number, one in enumerate(self.sent):
-            if one.before is None and number <= done.get(one.stream, -1):
-                one.before = self.now()
+        for number, note in enumerate(self.sent):
+            if note.before is None and number <= done.get(note.stream, -1):
+                note.before = self.now()
 
     def _enter(self, stream: OneStream) -> None:
         self._current = stream
@@ -204,7 +204,7 @@ class OneStream:
 
     def __init__(self, streams: Streams, number: int) -> None:
         self.number = number
-        self.after = 0  # its work waits for so many operators
+        self.after = 0  # number of operators that its work waits for
         self.done: dict[int, int] = {}  # stream -> the last of its collectives that this one's work waits for
         self._streams = streams
 

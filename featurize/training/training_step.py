@@ -48,7 +48,7 @@ PRICED = (
     "products of 8-bit floats (torch._scaled_mm) are priced at the share of the peak rate that bf16 products reach: "
     "none was measured"
 )
-_MULTIPLE = 16  # of both sizes of a weight, and of what a product sums over (ATen/native/cuda/ScaledBlas.cpp)
+_MULTIPLE = 16  # divides both sizes of a weight, and what a product sums over (ATen/native/cuda/ScaledBlas.cpp)
 
 
 def convert_float8(
@@ -56,7 +56,7 @@ def convert_float8(
 ) -> None:
     """Replace the model's linear layers by torchao's for float8 training. Changes the model.
 
-    Layers of which a size is no multiple of 16 stay as they are, as in torchtitan.
+    Layers one of whose sizes is not a multiple of 16 stay as they are, as in torchtitan.
 
     Args:
         model: Not yet converted.
@@ -67,7 +67,7 @@ def convert_float8(
 
     Raises:
         EnvironmentProblem: torchao is not installed.
-        UsageError: A name of `skip` is no linear layer's, the model is converted already, or nothing is left to
+        UsageError: A name of `skip` is not a linear layer's, the model is converted already, or nothing is left to
             convert.
     """
     package = _torchao()
@@ -97,7 +97,7 @@ def refuse_odd_tokens(model: nn.Module) -> None:
     asked: it leaves products out that nobody reads.
 
     Args:
-        model: That is traced; its layers' calls raise `UsageError`.
+        model: The model that is traced; its layers' calls raise `UsageError`.
     """
     for name, layer in model.named_modules():
         if is_float8(layer) and _sums_8_bits(layer):
@@ -216,12 +216,12 @@ class TrainingStep:
         self.on_batch: Callable[[], None] = lambda: None
         self.loss = loss or cross_entropy
         self.holds_output = holds_output and self.settings.holds_output
-        self.held: tuple = ()
+        self.held: tuple[Any, ...] = ()
         self.on_hold: Callable[..., None] = lambda *variables: None
         self.on_updated: Callable[[], None] = lambda: None
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
             model.compile(mode=self.settings.compile_mode)
-        model = _prepared(model, self.settings)
+        model = _prepare(model, self.settings)
         self._take((model if wrap is None else wrap(model)).train())
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
         self._weight_dtype = WEIGHT_DTYPES.get(settings.precision)
@@ -286,15 +286,14 @@ class TrainingStep:
         self.optimizer = self._make_optimizer() if update is None else update(self._making())
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
-        """The tensors of the optimizer's state that lie on the device."""
+        """Return the tensors of the optimizer's state that lie on the device."""
         return state_tensors(self.optimizer)
 
     def _making(self) -> MakeOptimizer:
-        settings, foreach = self.settings, True if self.device.type == "meta" else None
+        settings = self.settings
         return functools.partial(
             make_optimizer,
             settings.optimizer,
-            foreach=foreach,
             implementation=settings.implementation,
             weight_decay=settings.weight_decay,
         )
@@ -304,7 +303,7 @@ class TrainingStep:
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:
-            return OptimizerOnHost(self.model.parameters(), functools.partial(make, foreach=None))
+            return OptimizerOnHost(self.model.parameters(), make)
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
             from featurize.training.sharding import LocalOptimizer  # its imports are heavy
 
@@ -328,11 +327,11 @@ class TrainingStep:
             self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
 
     def converted(self, inputs: Inputs) -> Inputs:
-        """The inputs in the format and type that the model takes."""
+        """Return the inputs in the format and type that the model takes."""
         if self.settings.channels_last:
             inputs = arguments(mapped(inputs, _channels_last))
         if (dtype := self._weight_dtype) is not None:
-            inputs = arguments(mapped(inputs, lambda x: _in_dtype(x, dtype)))
+            inputs = arguments(mapped(inputs, lambda x: x.to(dtype) if x.is_floating_point() else x))
         return inputs
 
     def _forward(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
@@ -385,7 +384,7 @@ class TrainingStep:
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         # Autocast does nothing to meta tensors; the trace brings its own (featurize.operators.cuda_policy).
         if self._autocast_dtype is None or self.device.type == "meta":
             return contextlib.nullcontext()
@@ -404,8 +403,8 @@ class TrainingStep:
         return saved_tensors_hooks(_to_host, _from_host)
 
 
-def _prepared(model: nn.Module, settings: Training) -> nn.Module:
-    """The model in the types, formats and wrappers that the settings ask for."""
+def _prepare(model: nn.Module, settings: Training) -> nn.Module:
+    """Return the model in the types, formats and wrappers that the settings ask for."""
     if settings.channels_last:
         layout: dict[str, Any] = {"memory_format": torch.channels_last}  # which the stubs of torch leave out
         model = model.to(**layout)
@@ -424,7 +423,7 @@ def _prepared(model: nn.Module, settings: Training) -> nn.Module:
 
 
 def cross_entropy(output: Any, targets: Tensor | None) -> Tensor:
-    """Cross entropy of a model's output: logits [N, C] or [N, C, ...], or [N, T, C] with targets [N, T].
+    """Return the cross entropy of a model's output: logits [N, C] or [N, C, ...], or [N, T, C] with targets [N, T].
 
     An output object with `logits` (as many published models return) or a tuple's first tensor counts as the logits.
     Without targets it is the loss that the output holds (`featurize.recording.values.own_loss`).
@@ -443,17 +442,20 @@ def cross_entropy(output: Any, targets: Tensor | None) -> Tensor:
     return nn.functional.cross_entropy(output, targets)
 
 
-def targets_for(output: Any, loss: Callable | None = None) -> Tensor:
-    """Class indices, all 0, of the shape that `cross_entropy` wants for this output, on its device.
+def logits_of(output: Any) -> Any:
+    """Return the tensor among a model's output that its loss is computed from: itself, its `logits`, or the first one
+    of several. None where it holds none."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return output[0] if logits is None and isinstance(output, list | tuple) and output else logits
+
+
+def targets_for(output: Any, loss: Callable[..., Any] | None = None) -> Tensor:
+    """Return class indices, all 0, of the shape that `cross_entropy` wants for this output, on its device.
 
     The classes are in the last dimension of [N, C] and [N, T, C] and in the second of [N, C, H, W]. An output without
     logits is an `UsageError`, but where there is a `loss` of its own: that gets a single 0.
     """
-    logits = output
-    if not isinstance(logits, Tensor):
-        logits = getattr(output, "logits", None)
-        if logits is None and isinstance(output, list | tuple) and output:
-            logits = output[0]
+    logits = logits_of(output)
     if not isinstance(logits, Tensor) or logits.dim() == 0 or not logits.is_floating_point():
         if loss is not None:
             return torch.zeros((), dtype=torch.long)
@@ -480,10 +482,6 @@ def preload() -> None:
 
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_floating_point() else x
-
-
-def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _to_host(tensor: Tensor) -> Tensor | tuple[torch.Size, torch.dtype]:

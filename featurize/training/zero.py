@@ -6,6 +6,7 @@ Start reading at `PartitionedRank`. DeepSpeed wants several processes; its rules
 
 from __future__ import annotations
 
+import abc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +23,8 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
 from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
-from featurize.training.data_parallel import dense_parameters
 from featurize.training.optimizers import run_step, state_tensors
-from featurize.training.rank import Rank
+from featurize.training.rank import Rank, dense_parameters
 from featurize.training.streams import OneStream, Streams
 from featurize.training.training_step import TrainingStep, is_float8
 
@@ -37,7 +37,7 @@ class FlatPartition:
 
     Args:
         sizes: Elements of each parameter.
-        ranks: That share them.
+        ranks: Ranks that share them.
     """
 
     def __init__(self, sizes: Sequence[int], ranks: int) -> None:
@@ -50,7 +50,9 @@ class FlatPartition:
     def of_rank(self, rank: int) -> dict[int, tuple[int, int]]:
         """Return what a rank updates: place of a parameter -> its first element there, and how many."""
         begin, end = self.size * rank, self.size * (rank + 1)
-        edges = [(max(begin - at, 0), min(end - at, size)) for at, size in zip(self.starts, self.sizes, strict=True)]
+        edges = [
+            (max(begin - start, 0), min(end - start, size)) for start, size in zip(self.starts, self.sizes, strict=True)
+        ]
         return {place: (first, last - first) for place, (first, last) in enumerate(edges) if first < last}
 
     def slices(self, places: Sequence[int]) -> list[tuple[int, int]]:
@@ -58,18 +60,18 @@ class FlatPartition:
         neighbours of the same rank are one piece."""
         pieces = []
         for place in places:
-            at, end = self.starts[place], self.starts[place] + self.sizes[place]
-            while at < end:
-                rank = at // self.size
-                count = min(end, self.size * (rank + 1)) - at
+            position, end = self.starts[place], self.starts[place] + self.sizes[place]
+            while position < end:
+                rank = position // self.size
+                count = min(end, self.size * (rank + 1)) - position
                 pieces.append((rank, count))
-                at += count
+                position += count
         return [
-            (rank, sum(count for _, count in run)) for rank, run in itertools.groupby(pieces, key=lambda one: one[0])
+            (rank, sum(count for _, count in run))
+            for rank, run in itertools.groupby(pieces, key=lambda piece: piece[0])
         ]
 
 
-_TRUE = {"bf16": "bf16-true", "fp16": "fp16-true"}
 # Type of the model -> precisions that say the same, or nothing
 _APT = {"bf16": ("fp32", "bf16", "bf16-true"), "fp16": ("fp32", "fp16", "fp16-true"), "fp32": ("fp32", "tf32")}
 
@@ -81,7 +83,18 @@ def settings_of_stage(parallel: Parallel, training: Training) -> Training:
     Raises:
         UsageError: `param_dtype` contradicts the precision; a setting that DeepSpeed does not have.
     """
-    _require_known(parallel, training)
+    others = {
+        "clip_value": training.clip_value is not None,  # DeepSpeed clips the norm
+        "ema": training.ema,
+        "optimizer_in_backward": training.optimizer_in_backward,
+        "compile": bool(training.compile),
+        "float8": training.float8 is not None,
+        "quantize": training.quantize is not None and parallel.zero == 3,  # packed weights are not parameters to it
+        "offload_activations": training.offload_activations and parallel.zero == 3,  # it would move gathered weights
+        "grad_scaler": training.grad_scaler is True,  # DeepSpeed scales the loss itself
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise UsageError(f"parallel: zero={parallel.zero} does not go with {', '.join(given)}; leave either out")
     dtype = parallel.param_dtype
     if dtype is None:
         return training
@@ -90,36 +103,21 @@ def settings_of_stage(parallel: Parallel, training: Training) -> Training:
             f"parallel: param_dtype={dtype} of zero contradicts precision={training.precision}; with it precision is "
             f"one of {', '.join(_APT[dtype])}, or left out"
         )
-    return replace(training, precision=_TRUE.get(dtype, training.precision))
-
-
-def _require_known(parallel: Parallel, training: Training) -> None:
-    others = {
-        "clip_value": training.clip_value is not None,  # DeepSpeed clips the norm
-        "ema": training.ema,
-        "optimizer_in_backward": training.optimizer_in_backward,
-        "compile": bool(training.compile),
-        "float8": training.float8 is not None,
-        "quantize": training.quantize is not None and parallel.zero == 3,  # packed weights are no parameters to it
-        "offload_activations": training.offload_activations and parallel.zero == 3,  # it would move gathered weights
-        "grad_scaler": training.grad_scaler is True,  # DeepSpeed scales the loss itself
-    }
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise UsageError(f"parallel: zero={parallel.zero} does not go with {', '.join(given)}; leave either out")
+    return replace(training, precision=training.precision if dtype == "fp32" else f"{dtype}-true")
 
 
 Make = Callable[..., torch.optim.Optimizer]
 NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
 
 
-class ZeroRank(Rank):
+class ZeroRank(Rank, abc.ABC):
     """A rank of any stage, which is the optimizer of its part, too: master weights in fp32 with an optimizer for each,
     none where they are in host memory.
 
     Args:
         parallel: Stage and settings.
-        rank: Which one, from 0.
-        settings: Of the training.
+        rank: Its number, from 0.
+        settings: The training settings.
     """
 
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
@@ -127,8 +125,10 @@ class ZeroRank(Rank):
         self._streams = Streams()
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
-        # Says whether a micro-step is the last one of its step, where the settings do not.
+        # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
+        self._offloads = settings.offload_optimizer  # so do gradients
+        self._elements = 0  # elements of gradients that wait in the bucket
         self._masters: list[nn.Parameter] = []
         self._optimizers: list[torch.optim.Optimizer] = []
 
@@ -148,9 +148,9 @@ class ZeroRank(Rank):
         super().wrap(step, inputs)
         step.rewrap(self.wrapped, self.update)
 
+    @abc.abstractmethod
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Return the model as the rank has it from now on. Raises `UsageError` for parameters of several types."""
-        raise NotImplementedError
 
     def update(self, make: Make) -> ZeroRank:
         """Return the optimizer of the rank's part, after `wrapped`."""
@@ -177,20 +177,22 @@ class ZeroRank(Rank):
     @property
     def state(self) -> Any:
         """The states of all optimizers."""
-        return {key: value for one in self._optimizers for key, value in one.state.items()}
+        return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients were freed as they were reduced."""
 
+    @abc.abstractmethod
     def step(self) -> None:
         """Check the gradients, take their norm, update the rank's part, and gather parameters."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _make_masters(self, make: Make) -> None:
-        raise NotImplementedError
+        """Make master weights and their optimizers, unless they are in host memory."""
 
+    @abc.abstractmethod
     def _end_backward(self) -> None:
-        raise NotImplementedError
+        """Reduce what waits, and keep the rank's gradients."""
 
     def _add_master(self, make: Make, weights: Tensor) -> None:
         master = nn.Parameter(weights)
@@ -223,20 +225,18 @@ class PartitionedRank(ZeroRank):
         self._trained, self._places = trained, {id(p): place for place, p in enumerate(trained)}
         self._partition = FlatPartition([p.numel() for p in trained], parallel.ddp)
         self._own = self._partition.of_rank(self._rank)
-        self._offloads = self._settings.offload_optimizer  # so do gradients
         self._contiguous = parallel.contiguous_gradients or self._offloads
         self._beside: OneStream | None = streams.Stream() if parallel.overlap_comm else None
         self._buffers: list[Tensor] = []
-        self._turn = 0  # in which of them the bucket is
+        self._turn = 0  # which of them has the bucket
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
-        self._elements = 0
         self._late: list[Tensor] = []  # parameters whose gradients are freed once their reduction is over
         self._kept: Tensor | None = None  # the rank's own gradients, one after the other
         self._filled = 0
         self._summed: list[Tensor] | None = None  # own gradients of the micro-steps so far
         self._on_host: set[int] = set()  # places whose gradients of earlier micro-steps are in host memory
-        self._averaged: list[Tensor] = []  # of the rank's partition, once the step's last backward pass is over
-        self._norms: list[Tensor] = []  # of those that are in host memory
+        self._averaged: list[Tensor] = []  # the partition's gradients, once the step's last backward pass is over
+        self._norms: list[Tensor] = []  # norms of those that are in host memory
         self.recorder.hold(trained, "temporary")
         with self.recorder:
             padding = self._partition.padded - sum(self._partition.sizes)
@@ -338,13 +338,13 @@ class PartitionedRank(ZeroRank):
         """Copy each rank's pieces of a bucket together, and the sum of the rank's own back."""
         whole.div_(self._partition.ranks)
         groups: list[list[tuple[int, Tensor]]] = [[]]
-        at = elements = 0
+        position = elements = 0
         for rank, count in self._partition.slices([self._places[id(p)] for p in self._waiting]):
             if elements > self._parallel.reduce_bucket_size:
                 groups.append([])
                 elements = 0
-            groups[-1].append((rank, whole.narrow(0, at, count)))
-            at, elements = at + count, elements + count
+            groups[-1].append((rank, whole.narrow(0, position, count)))
+            position, elements = position + count, elements + count
         for group in groups:
             self._all_reduce([piece for _, piece in group], [rank == self._rank for rank, _ in group])
 
@@ -359,16 +359,16 @@ class PartitionedRank(ZeroRank):
                 tensor.copy_(summed.view(tensor.shape))
 
     def _leave(self, parameter: Tensor) -> None:
-        own = self._places[id(parameter)] in self._own
-        if own and self._offloads:
+        is_own = self._places[id(parameter)] in self._own
+        if is_own and self._offloads:
             self._to_host(parameter)
-        elif own and self._contiguous:  # out of the bucket, which will be filled again
+        elif is_own and self._contiguous:  # out of the bucket, which will be filled again
             if self._kept is None:
                 size = sum(self._partition.sizes[place] for place in self._own)
                 self._kept = self._streams.empty(size, parameter, "gradient")
             _move_gradient(parameter, self._kept, self._filled)
             self._filled += parameter.numel()
-        elif not own and self._parallel.zero == 2:
+        elif not is_own and self._parallel.zero == 2:
             if self._beside is not None and not self._contiguous:
                 self._late.append(parameter)
             else:
@@ -453,9 +453,9 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _move_gradient(parameter: Tensor, buffer: Tensor, at: int) -> None:
+def _move_gradient(parameter: Tensor, buffer: Tensor, position: int) -> None:
     """Copy a gradient into a buffer, and leave it there."""
-    place = buffer.narrow(0, at, parameter.numel())
+    place = buffer.narrow(0, position, parameter.numel())
     place.copy_(_gradient(parameter).reshape(-1))
     parameter.grad = place.view(parameter.shape)
 
@@ -473,7 +473,7 @@ def look_for_overflow(tensor: Tensor) -> None:
 
 def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the norm of each tensor, in fp64."""
-    return [torch.linalg.vector_norm(one.to(torch.float64)) for one in tensors]
+    return [torch.linalg.vector_norm(tensor.to(torch.float64)) for tensor in tensors]
 
 
 def one_type(model: nn.Module) -> list[nn.Parameter]:

@@ -39,32 +39,30 @@ class ZeroShardedRank(ZeroRank):
         overlaps = parallel.overlap_comm is not False
         gathers, self._reduces = ((streams.Stream() if overlaps else streams.main) for _ in range(2))
         self._waiting: list[Shared] = []  # parameters whose gradients wait in the bucket
-        self._elements = 0
-        self._offloads = self._settings.offload_optimizer  # so do parts of gradients
         with self.recorder:
             self._shared = SharedParameters(model, parallel, streams, gathers)
-            self._trained = [one for one in self._shared.all if one.parameter.requires_grad]
+            self._trained = [shared for shared in self._shared.all if shared.parameter.requires_grad]
             self._flat = None if parallel.offload_param else self._make_parts()
-        for one in self._trained:
-            one.parameter.register_post_accumulate_grad_hook(self._arrived)
+        for shared in self._trained:
+            shared.parameter.register_post_accumulate_grad_hook(self._arrived)
         self._shared.follow(model)
         return model
 
     def _make_parts(self) -> Tensor:
         """Return the rank's parts of what trains in one buffer. Each of the others has one for itself."""
-        first, counts = self._trained[0].parameter, [one.count for one in self._trained]
+        first, counts = self._trained[0].parameter, [shared.count for shared in self._trained]
         flat = torch.empty(sum(counts), dtype=first.dtype, device=first.device)
-        for one, part in zip(self._trained, flat.split(counts), strict=True):
-            one.part = part
-        for one in self._shared.all:
-            if not one.parameter.requires_grad:
-                one.part = self._streams.empty(one.count, one.parameter, "parameter")
+        for shared, part in zip(self._trained, flat.split(counts), strict=True):
+            shared.part = part
+        for shared in self._shared.all:
+            if not shared.parameter.requires_grad:
+                shared.part = self._streams.empty(shared.count, shared.parameter, "parameter")
         self._streams.name([flat], "parameter")
         return flat
 
     def update(self, make: Make) -> ZeroRank:
         super().update(make)
-        first, counts = self._trained[0].parameter, [one.count for one in self._trained]
+        first, counts = self._trained[0].parameter, [shared.count for shared in self._trained]
         self._bucket: Tensor | None = None
         self._parts: dict[Shared, Tensor] = {}
         with self.recorder:
@@ -79,19 +77,19 @@ class ZeroShardedRank(ZeroRank):
     def _make_masters(self, make: Make) -> None:
         self._groups = self._grouped()
         for group in () if self._offloads else self._groups:
-            copy = torch.empty(sum(one.count for one in group), device=self._trained[0].parameter.device)
+            copy = torch.empty(sum(shared.count for shared in group), device=self._trained[0].parameter.device)
             self._add_master(make, copy.clone())
 
     def _grouped(self) -> list[list[Shared]]:
         """Return the parameters that are updated together (`_create_fp16_sub_groups`)."""
         groups: list[list[Shared]] = [[]]
         count = 0
-        for one in self._trained:
+        for shared in self._trained:
             if count >= self._parallel.sub_group_size:
                 groups.append([])
                 count = 0
-            groups[-1].append(one)
-            count += one.count
+            groups[-1].append(shared)
+            count += shared.count
         return groups
 
     # -- gradients
@@ -124,19 +122,20 @@ class ZeroShardedRank(ZeroRank):
         """Reduce the bucket, and keep the rank's parts."""
         if not self._waiting:
             return
-        several = sorted(self._waiting, key=lambda one: one.number)
+        several = sorted(self._waiting, key=lambda shared: shared.number)
         with self._streams.stream(self._reduces):
-            received = self._scattered(several).split([one.count for one in several])
-            for one, padded in zip(several, received, strict=True):
-                count = max(min(one.count, one.numel - self._rank * one.count), 0)  # elements that are not padding
+            received = self._scattered(several).split([shared.count for shared in several])
+            for shared, padded in zip(several, received, strict=True):
+                # Elements that are not padding.
+                count = max(min(shared.count, shared.numel - self._rank * shared.count), 0)
                 if count:
-                    self._keep(one, padded.narrow(0, 0, count))
-                one.parameter.grad = None
+                    self._keep(shared, padded.narrow(0, 0, count))
+                shared.parameter.grad = None
         self._waiting, self._elements = [], 0
 
     def _scattered(self, several: Sequence[Shared]) -> Tensor:
         """Return what the rank receives: its parts, padded."""
-        ranks, count = self._parallel.ddp, sum(one.count for one in several)
+        ranks, count = self._parallel.ddp, sum(shared.count for shared in several)
         gradient = several[0].parameter.grad
         assert gradient is not None
         if len(several) == 1 and not several[0].numel % ranks:
@@ -148,11 +147,11 @@ class ZeroShardedRank(ZeroRank):
         self._streams.send(REDUCE_SCATTER, together.nbytes, "")
         return together.narrow(0, self._rank * count, count)
 
-    def _keep(self, one: Shared, part: Tensor) -> None:
+    def _keep(self, shared: Shared, part: Tensor) -> None:
         """Keep a part; those of the step's later backward passes are added."""
         first = self._passes == 1
         if not self._offloads:
-            kept = self._parts[one].narrow(0, 0, part.numel())
+            kept = self._parts[shared].narrow(0, 0, part.numel())
             kept.copy_(part) if first else kept.add_(part)
             return
         self._streams.copied(part)
@@ -179,7 +178,7 @@ class ZeroShardedRank(ZeroRank):
                 torch.stack(norms).pow(2.0).sum()
             del norms
             self._streams.send(ALL_REDUCE, 2 * NORM, "")
-        counts = [sum(one.count for one in group) for group in self._groups]
+        counts = [sum(shared.count for shared in group) for group in self._groups]
         parts = [None] * len(counts) if self._flat is None else self._flat.split(counts)
         for number, (group, part) in enumerate(zip(self._groups, parts, strict=True)):
             if self._masters:
@@ -189,10 +188,10 @@ class ZeroShardedRank(ZeroRank):
                 master.grad = None
             elif part is not None:
                 self._streams.copied(part)  # from host memory
-        self._shared.gather_each(one for one in self._shared.all if one.stays)
+        self._shared.gather_each(shared for shared in self._shared.all if shared.stays)
 
     def _gradients_of(self, group: Sequence[Shared]) -> list[Tensor]:
-        return [] if self._offloads else [self._parts[one] for one in group]
+        return [] if self._offloads else [self._parts[shared] for shared in group]
 
 
 AWAY, COMING, HERE = "away", "coming", "here"
@@ -239,10 +238,10 @@ class SharedParameters:
     Modules are followed forward and back. The first pass is recorded; later ones are fetched ahead.
 
     Args:
-        model: Whose. Its parameters are empty from now on.
+        model: The model. Its parameters are empty from now on.
         parallel: The ranks that share them, and stage 3's settings.
-        streams: Of the rank's GPU.
-        stream: On which parameters are gathered.
+        streams: The streams of the rank's GPU.
+        stream: The stream on which parameters are gathered.
     """
 
     def __init__(self, model: nn.Module, parallel: Parallel, streams: Streams, stream: OneStream) -> None:
@@ -252,21 +251,21 @@ class SharedParameters:
             Shared(p, number, p.numel(), p.shape, -(-p.numel() // ranks), p.numel() <= threshold)
             for number, p in enumerate(model.parameters())
         ]
-        self.by_parameter = {id(one.parameter): one for one in self.all}
+        self.by_parameter = {id(shared.parameter): shared for shared in self.all}
         self._taken: dict[int, list[Shared]] = {}  # module -> what it takes of others
         self._running: list[nn.Module] = []
-        self._order: list[nn.Module] = []  # of the recorded pass
+        self._order: list[nn.Module] = []  # order of the recorded pass
         self._records = self._complete = False
         self._before: list[int] = [0]  # place in the order -> elements of all modules before it
-        self._uses: dict[Shared, list[int]] = {}  # -> places of the modules that use it
+        self._uses: defaultdict[Shared, list[int]] = defaultdict(list)  # -> places of the modules that use it
         self._to_come: deque[tuple[Shared, int]] = deque()
         self._fetched_for: dict[Shared, int] = {}  # -> place of the last module that it was fetched for
         self._at = 0  # place of the next module
         self._gathered = 0  # elements
         self._coming: dict[Shared, Gathering] = {}
         self._backward: dict[nn.Module, set[Shared]] = {}  # modules whose backward pass runs -> what it computes again
-        for one in self.all:
-            self._free(one)
+        for shared in self.all:
+            self._free(shared)
 
     def follow(self, model: nn.Module) -> None:
         """Follow the modules of a model from now on (DeepSpeed 0.19, deepspeed/runtime/zero/parameter_offload.py)."""
@@ -280,10 +279,10 @@ class SharedParameters:
 
     def _gather(self, wanted: Iterable[Shared]) -> Gathering:
         """Begin to gather parameters that are away, on the current stream."""
-        several = sorted(wanted, key=lambda one: one.number)
+        several = sorted(wanted, key=lambda shared: shared.number)
         first, ranks = several[0].parameter, self._parallel.ddp
-        count = sum(one.count for one in several)
-        sources = [self._source(one) for one in several]
+        count = sum(shared.count for shared in several)
+        sources = [self._source(shared) for shared in several]
         flat = torch.empty(count * ranks, dtype=first.dtype, device=first.device)
         together = len(several) > 1
         if together:
@@ -292,8 +291,8 @@ class SharedParameters:
         # The host sends it where the kernels are now.
         self._streams.current_stream().wait_stream(self._streams.main)
         sent = self._streams.send(ALL_GATHER, flat.nbytes, "", asynchronous=True)
-        for one in several:
-            one.state = COMING
+        for shared in several:
+            shared.state = COMING
         if together:
             self._streams.name([flat], COMMUNICATION)
         else:
@@ -305,42 +304,42 @@ class SharedParameters:
         if gathering.is_over:
             return
         self._streams.wait_for(gathering.sent)
-        for one in gathering.several:
+        for shared in gathering.several:
             if gathering.buffer is not None:
-                whole = torch.empty(one.numel, dtype=gathering.buffer.dtype, device=gathering.buffer.device)
+                whole = torch.empty(shared.numel, dtype=gathering.buffer.dtype, device=gathering.buffer.device)
                 self._streams.copied(whole)
-                self._put(one, whole)
-            one.state = HERE
+                self._put(shared, whole)
+            shared.state = HERE
         gathering.is_over = True
 
     def gather_each(self, wanted: Iterable[Shared]) -> None:
         """Gather parameters one by one, and wait for them (`_allgather_params_coalesced`)."""
-        away = [one for one in wanted if one.state == AWAY]
-        sources = [self._source(one) for one in away]
+        away = [shared for shared in wanted if shared.state == AWAY]
+        sources = [self._source(shared) for shared in away]
         wholes = [
-            torch.empty(one.count * self._parallel.ddp, dtype=one.parameter.dtype, device=one.parameter.device)
-            for one in away
+            torch.empty(shared.count * self._parallel.ddp, dtype=shared.parameter.dtype, device=shared.parameter.device)
+            for shared in away
         ]
-        for one, whole in zip(away, wholes, strict=True):
+        for shared, whole in zip(away, wholes, strict=True):
             self._streams.send(ALL_GATHER, whole.nbytes, "")
-            self._put(one, whole)
-            one.state = HERE
+            self._put(shared, whole)
+            shared.state = HERE
         del sources
 
-    def _free(self, one: Shared) -> None:
+    def _free(self, shared: Shared) -> None:
         """Leave a parameter without elements."""
-        one.parameter.data = torch.empty(0, dtype=one.parameter.dtype, device=one.parameter.device)
-        one.state = AWAY
+        shared.parameter.data = torch.empty(0, dtype=shared.parameter.dtype, device=shared.parameter.device)
+        shared.state = AWAY
 
-    def _put(self, one: Shared, whole: Tensor) -> None:
+    def _put(self, shared: Shared, whole: Tensor) -> None:
         self._streams.name([whole], GATHERED)
-        one.parameter.data = whole[: one.numel].view(one.shape)
+        shared.parameter.data = whole[: shared.numel].view(shared.shape)
 
-    def _source(self, one: Shared) -> Tensor | None:
+    def _source(self, shared: Shared) -> Tensor | None:
         """Return the rank's part, which is copied from host memory where it lies there."""
         if not self._parallel.offload_param:
-            return one.part
-        copy = self._streams.empty(one.count, one.parameter, COMMUNICATION)
+            return shared.part
+        copy = self._streams.empty(shared.count, shared.parameter, COMMUNICATION)
         self._streams.copied(copy)
         return copy
 
@@ -351,9 +350,16 @@ class SharedParameters:
         self._wait_for_rest()
         if not self._complete and self._records:
             self._complete = True
-            self._prepare()
+            of_modules = [self._sorted(module) for module in self._order]
+            self._before = [0, *accumulate(sum(shared.numel for shared in several) for several in of_modules)]
+            self._uses = defaultdict(list)
+            for position, several in enumerate(of_modules):
+                for shared in several:
+                    self._uses[shared].append(position)
         self._records = True
-        self._to_come = deque((one, at) for at, m in enumerate(self._order) for one in self._sorted(m))
+        self._to_come = deque(
+            (shared, position) for position, m in enumerate(self._order) for shared in self._sorted(m)
+        )
         self._fetched_for = {}
         self._at = self._gathered = 0
 
@@ -362,21 +368,25 @@ class SharedParameters:
         """Fetch what a module needs, and begin to fetch what comes after it."""
         if forward:
             self._running.append(module)
-        self._compare(module)
+        if self._complete and (self._at >= len(self._order) or module is not self._order[self._at]):
+            # The pass takes another order than the one that was recorded.
+            self._records = self._complete = False
+            self._order, self._to_come, self._fetched_for = [], deque(), {}
+            self._wait_for_rest()
         if self._records and not self._complete:
             self._order.append(module)
         if not forward:
             self._backward.setdefault(module, set())
         wanted = self._sorted(module)
-        self._begin([one for one in wanted if one.state == AWAY])
+        self._begin([shared for shared in wanted if shared.state == AWAY])
         again = forward and torch._C._current_graph_task_id() != -1 and self._backward
-        for one in wanted:
-            one.users.add(id(module))
-            if again and not one.parameter.requires_grad:
+        for shared in wanted:
+            shared.users.add(id(module))
+            if again and not shared.parameter.requires_grad:
                 last = next(reversed(self._backward))
-                self._backward[last].add(one)
-                one.users.add(id(last))
-            if (gathering := self._coming.pop(one, None)) is not None:
+                self._backward[last].add(shared)
+                shared.users.add(id(last))
+            if (gathering := self._coming.pop(shared, None)) is not None:
                 with self._streams.stream(self._stream):
                     self._finish(gathering)
         self._streams.current_stream().wait_stream(self._stream)
@@ -386,116 +396,100 @@ class SharedParameters:
 
     @torch.no_grad()
     def _left(self, module: nn.Module, forward: bool) -> None:
-        """Free what a module needed, but for what is used again soon."""
+        """Free what a module needed, except what is used again soon."""
         while forward and self._running and self._running.pop() is not module:
             pass  # a checkpoint left it early
         wanted = set(self._sorted(module))
-        freed = {one for one in wanted if not self._complete or self._can_go(one)}
+        freed = {shared for shared in wanted if not self._complete or self._can_go(shared)}
         if not forward:
             again = self._backward.pop(module, set())
             wanted |= again
-            freed |= {one for one in again if not one.stays}
-        for one in sorted(wanted, key=lambda one: one.number):
-            one.users.discard(id(module))
-            if one in freed:
-                self._release(one)
+            freed |= {shared for shared in again if not shared.stays}
+        for shared in sorted(wanted, key=lambda shared: shared.number):
+            shared.users.discard(id(module))
+            if shared in freed:
+                self._release(shared)
 
     def end_backward(self) -> None:
         """Free what modules hold whose inputs need no gradient."""
         for module, again in reversed(self._backward.items()):
-            for one in dict.fromkeys((*self._sorted(module), *sorted(again, key=lambda one: one.number))):
-                one.users.discard(id(module))
-                if not one.stays:
-                    self._release(one)
+            for shared in dict.fromkeys((*self._sorted(module), *sorted(again, key=lambda shared: shared.number))):
+                shared.users.discard(id(module))
+                if not shared.stays:
+                    self._release(shared)
         self._backward.clear()
 
     def free_all(self) -> None:
         """Free all parameters, before an update."""
         self._wait_for_rest()
-        for one in self.all:
-            one.users.clear()
-            self._release(one)
+        for shared in self.all:
+            shared.users.clear()
+            self._release(shared)
 
-    def _compare(self, module: nn.Module) -> None:
-        """Forget the order where a pass takes another one."""
-        if self._complete and (self._at >= len(self._order) or module is not self._order[self._at]):
-            self._records = self._complete = False
-            self._order, self._to_come, self._fetched_for = [], deque(), {}
-            self._wait_for_rest()
-
-    def _prepare(self) -> None:
-        of_modules = [self._sorted(module) for module in self._order]
-        self._before = [0, *accumulate(sum(one.numel for one in several) for several in of_modules)]
-        uses: dict[Shared, list[int]] = defaultdict(list)
-        for at, several in enumerate(of_modules):
-            for one in several:
-                uses[one].append(at)
-        self._uses = dict(uses)
-
-    def _can_go(self, one: Shared) -> bool:
-        """Return whether a parameter may be freed: it is not used again within so many elements, nor was it passed over
-        when parameters were fetched ahead."""
-        if one.stays or self._fetched_for.get(one, _LONG_AGO) > self._at:
+    def _can_go(self, shared: Shared) -> bool:
+        """Return whether a parameter may be freed: it is not used again within this many elements, nor was it passed
+        over when parameters were fetched ahead."""
+        if shared.stays or self._fetched_for.get(shared, _LONG_AGO) > self._at:
             return False
-        uses = self._uses.get(one, [])
+        uses = self._uses[shared]
         following = bisect.bisect_left(uses, self._at)
         if following == len(uses):
             return True
         return self._before[uses[following]] - self._before[self._at] >= self._parallel.stage3_max_reuse_distance
 
     def _fetch_ahead(self, wanted: list[Shared]) -> None:
-        missing = {one for one in wanted if self._fetched_for.get(one, _LONG_AGO) < self._at}
+        missing = {shared for shared in wanted if self._fetched_for.get(shared, _LONG_AGO) < self._at}
         seen: set[Shared] = set()
         while self._to_come and len(seen) < len(missing):
-            one, place = self._to_come.popleft()
-            self._fetched_for[one] = place
-            seen.add(one)
+            shared, place = self._to_come.popleft()
+            self._fetched_for[shared] = place
+            seen.add(shared)
         room = self._parallel.stage3_max_live_parameters - self._gathered
         most = min(room, self._parallel.stage3_prefetch_bucket_size)
         ahead: list[Shared] = []
         elements = 0
         while self._to_come and elements < most:
-            one, place = self._to_come.popleft()
-            self._fetched_for[one] = max(self._fetched_for.get(one, _LONG_AGO), place)
-            if one.state == AWAY and one not in ahead:
-                ahead.append(one)
-                elements += one.numel
+            shared, place = self._to_come.popleft()
+            self._fetched_for[shared] = max(self._fetched_for.get(shared, _LONG_AGO), place)
+            if shared.state == AWAY and shared not in ahead:
+                ahead.append(shared)
+                elements += shared.numel
         self._begin(ahead)
 
     def _begin(self, several: list[Shared]) -> None:
         if not several:
             return
-        self._gathered += sum(one.numel for one in several)
+        self._gathered += sum(shared.numel for shared in several)
         with self._streams.stream(self._stream):
             gathering = self._gather(several)
-        for one in several:
-            self._coming[one] = gathering
+        for shared in several:
+            self._coming[shared] = gathering
 
-    def _release(self, one: Shared) -> None:
-        if one.state == HERE and not one.users:
-            self._free(one)
-            self._gathered -= one.numel
+    def _release(self, shared: Shared) -> None:
+        if shared.state == HERE and not shared.users:
+            self._free(shared)
+            self._gathered -= shared.numel
 
     def _wait_for_rest(self) -> None:
         coming, self._coming = self._coming, {}
         while coming:
-            one, gathering = coming.popitem()
+            shared, gathering = coming.popitem()
             self._finish(gathering)
             del gathering
-            self._release(one)
+            self._release(shared)
 
     def _sorted(self, module: nn.Module) -> list[Shared]:
         """Return the parameters of a module itself, and those that it takes from others, in their order."""
-        own = {self.by_parameter[id(p)] for p in dict.values(module._parameters) if p is not None}
-        return sorted(own.union(self._taken.get(id(module), ())), key=lambda one: one.number)
+        own_shared = {self.by_parameter[id(p)] for p in dict.values(module._parameters) if p is not None}
+        return sorted(own_shared.union(self._taken.get(id(module), ())), key=lambda shared: shared.number)
 
     @torch.no_grad()
     def _took(self, parameter: nn.Parameter) -> None:
         """Fetch another module's parameter for the one that takes it, now and from now on."""
-        one = self.by_parameter.get(id(parameter))
-        if one is not None and one.state == AWAY and self._running:
-            self._taken.setdefault(id(self._running[-1]), []).append(one)
-            self.gather_each([one])
+        shared = self.by_parameter.get(id(parameter))
+        if shared is not None and shared.state == AWAY and self._running:
+            self._taken.setdefault(id(self._running[-1]), []).append(shared)
+            self.gather_each([shared])
 
 
 def _hook(
@@ -524,7 +518,8 @@ def _hook(
         def mark(tensor: Tensor) -> Tensor:
             nonlocal waiting
             waiting += tensor.requires_grad
-            return _Mark.apply(tensor, end)
+            marked: Tensor = _Mark.apply(tensor, end)
+            return marked
 
         return tree_map_only(Tensor, mark, inputs)
 
@@ -532,7 +527,8 @@ def _hook(
         def mark(tensor: Tensor) -> Tensor:
             nonlocal begun
             begun += 1
-            return _Mark.apply(tensor, begin)
+            marked: Tensor = _Mark.apply(tensor, begin)
+            return marked
 
         return tree_map_only(Tensor, mark, output)
 
@@ -556,7 +552,7 @@ class _Mark(torch.autograd.Function):
         return gradient, None
 
 
-class LentParameters(dict):
+class LentParameters(dict[str, nn.Parameter | None]):
     """A module's parameters, of which other modules may take one.
 
     Args:
@@ -581,7 +577,8 @@ def frugal_linear() -> Iterator[None]:
     gathered weight alive."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # torch's names
-        return _Linear.apply(input, weight, bias)
+        output: Tensor = _Linear.apply(input, weight, bias)
+        return output
 
     with replaced(nn.functional, "linear", linear):
         yield

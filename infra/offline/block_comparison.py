@@ -41,7 +41,7 @@ HISTORY_KEYS = (
 ALLOCATOR, REQUESTS, WORKSPACES, ORDER, NONE = "allocator", "requests", "workspaces", "order", "none"
 CAUSES = (ALLOCATOR, REQUESTS, WORKSPACES, ORDER)
 _CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and what a step reserves otherwise
-_MOST_BYTES = 256 * MIB  # of a history, unpacked
+_MOST_BYTES = 256 * MIB  # largest history, unpacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class BlocksApart:
     """Blocks of one size that only one side has.
 
     Args:
-        nbytes: Of each block, rounded as the allocator rounds.
+        nbytes: Size of each block, rounded as the allocator rounds.
         count: How many more this side has than the other.
         where: Traced: kind, operator and module; recorded: phase and module, empty where the release cannot say.
     """
@@ -86,20 +86,20 @@ class BlockComparison:
     """Result of `compare_blocks`. Bytes; allocated ones are sums of rounded blocks.
 
     Args:
-        name: Of the history.
+        name: Name of the history.
         measured_allocated_bytes: Most bytes that were allocated, from the recorded requests.
         measured_reserved_bytes: Most bytes that PyTorch reserved.
         replayed_reserved_bytes: Most bytes that our allocator reserves for the recorded requests.
         traced_allocated_bytes: Most bytes that our trace allocates.
         traced_reserved_bytes: Most bytes that our allocator reserves for our trace.
-        allocator_difference: The first segment that our allocator takes or gives back otherwise for the recorded
+        allocator_difference: The first segment that our allocator takes or frees otherwise for the recorded
             requests, in words; None where there is none.
         at_peak: Blocks alive at the moments of the most allocated bytes.
         in_step: Blocks requested in the last step.
         first_reordered: Number, from 1, of the last recorded step's first request that comes in another order, of
             sizes that both sides request equally often; None where the order is the same.
-        measured_curve: Of the last recorded step; reserved as recorded.
-        traced_curve: Of the last traced step.
+        measured_curve: Curve of the last recorded step; reserved as recorded.
+        traced_curve: Curve of the last traced step.
         gap_bytes: Cause, one of `CAUSES`, -> bytes by which this cause makes the measured reserved peak exceed the
             traced one; negative where the traced one is larger. `order` is the remainder, including differences in
             segment sizes.
@@ -125,7 +125,7 @@ class BlockComparison:
 
 
 class _Held(NamedTuple):
-    """A block: its rounded size, and the numbers of the events that took it and gave it back (None: nothing did).
+    """A block: its rounded size, and the numbers of the events that took it and freed it (None: nothing did).
 
     A recorded block counts as a workspace where it is given back before the next request: the recording cannot say.
     """
@@ -152,10 +152,10 @@ def read_history(path: Path) -> dict[str, Any]:
         text = lzma.LZMADecompressor(memlimit=_MOST_BYTES).decompress(path.read_bytes(), max_length=_MOST_BYTES)
         history = json.loads(text)
     except (OSError, lzma.LZMAError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no recorded history: {error}") from error
+        raise UsageError(f"{path} is not a recorded history: {error}") from error
     missing = [key for key in HISTORY_KEYS if key not in history] if isinstance(history, dict) else HISTORY_KEYS
     if missing:
-        raise UsageError(f"{path} is no recorded history: missing {', '.join(missing)}")
+        raise UsageError(f"{path} is not a recorded history: missing {', '.join(missing)}")
     return dict(history)
 
 
@@ -190,7 +190,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
 
     measured_peak, traced_peak = _peak(measured), _peak(traced)
     alive = _alive(measured, measured_peak[0]), _alive(traced, traced_peak[0])
-    requested = _requested(measured), _requested(traced)
+    requested = _list_requested(measured), _list_requested(traced)
     replayed = recorded.allocator.peak_reserved_bytes
     of_workspaces = _workspace_gap(*alive)
     gap = {
@@ -296,7 +296,7 @@ def _alive(side: _Side, index: int) -> list[_Held]:
     return [held for held in side.blocks if held.begin <= index and (held.end is None or held.end > index)]
 
 
-def _requested(side: _Side) -> list[_Held]:
+def _list_requested(side: _Side) -> list[_Held]:
     """Return the blocks that the last step requests. The trace copies its batch once, a trial in every step."""
     return [
         held

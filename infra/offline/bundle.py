@@ -1,4 +1,4 @@
-"""`make offline PYTHON=3.12 MIB=60`: the source and the wheels that a machine without network lacks, cut into parts.
+"""`make offline PYTHON=3.12 MIB=60`: the source and the wheels that a machine without network lacks, in two parts.
 
 Start reading at `bundle`; `infra.offline.launch` installs them there. `needed_wheels` finds the wheels for another
 Python than this one: resolved by what wheels require, downloaded by pip, checked by their tags.
@@ -34,10 +34,11 @@ from conf.cli.command_line import exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
-from conf.plain_text import bounded
-from infra.offline.launch import FORMAT, MANIFEST
+from conf.plain_text import truncated
+from infra.offline.launch import FORMAT, MANIFEST, file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
 # Of the extras, beside `warehouse` and `farm`: what a step uses.
 _ALSO_NEEDED = {"serve": ("prometheus-client",), "dev": ("pytest",)}
 # Tracked files that no step reads, and files of wheels that only programs in C++ or machines with a network load.
@@ -46,12 +47,11 @@ _WHEELS_LEFT_OUT = (
     *("pyarrow/tests/*", "pyarrow/include/*", "pyarrow/src/*", "pyarrow/*.pyx", "pyarrow/*.pxd", "pyarrow/*.pxi"),
     *("pyarrow/*flight*", "pyarrow/*substrait*", "pyarrow/_s3fs*", "pyarrow/libarrow_s3*", "pyarrow/_gcsfs*"),
     *("pyarrow/_azurefs*", "pyarrow/_pyarrow_cpp_tests*"),
+    *("ray/jars/*", "ray/cpp/*", "ray/rllib/*", "ray/dashboard/client/*"),
 )
 # Half of the bytes are x86-64 code, which the first filter turns into what the second finds repeated.
 _XZ = {"preset": 6, "dict_size": 32 << 20}
-_XZ_OF_RAY = {"preset": 1}  # which is cut into parts anyway: a fifth of the time
-_MANIFEST_BYTES = 64 << 10  # more than a manifest takes
-_COPIED_BYTES = 1 << 20
+PARTS = {"core": "part-1", "numpy": "part-1", "ray": "part-2"}  # archive -> part
 MACHINE = "x86_64"
 GLIBC = "2.28"
 _PLATFORMS = (*(f"manylinux_2_{minor}_{MACHINE}" for minor in range(28, 4, -1)), f"manylinux2014_{MACHINE}")
@@ -60,7 +60,7 @@ _NO_MATCH = re.compile(r"Could not find a version that satisfies the requirement
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """Packages that are installed together, compressed into one file. `packages`: version by name."""
+    """Packages that are installed together, compressed into one file of a part. `packages`: version by name."""
 
     name: str
     path: Path
@@ -70,23 +70,17 @@ class Archive:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
-    """The bytes of an archive from `start` on, as a file of a part."""
-
-    archive: Archive
-    number: int
-    start: int
-    bytes: int
-    part: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.archive.name}.tar.xz.{self.number}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class BundleSettings(Checked):
-    """The keys: the arguments of `bundle`."""
+    """The keys.
+
+    Args:
+        python: The machine's release of Python, as `3.12`.
+        mib: The size of a part in MiB, at most.
+        present: What the machine has beside torch and what torch brings: a file that `pip list --format=freeze` wrote
+            there, or names.
+        out: The folder, which is new or a former bundle.
+        ray: Whether Ray is added, as a part of its own.
+    """
 
     python: str | None = key(None, "the machine's release of Python")
     mib: float = key(60, "size of a part at most, MiB", "number > 0")
@@ -97,59 +91,38 @@ class BundleSettings(Checked):
 
 def main(argv: Sequence[str]) -> int:
     """Make the bundle that the arguments describe, print what its parts hold, and return the exit code."""
-    return exit_code(lambda: print("\n".join(bundle(**vars(load_settings(BundleSettings, "bundle", argv))))))
+    return exit_code(lambda: print("\n".join(bundle(load_settings(BundleSettings, "bundle", argv)))))
 
 
-def bundle(
-    *,
-    python: str | None = None,
-    mib: float = 60,
-    present: str | Sequence[str] = (),
-    out: str = "build/offline",
-    ray: bool = True,
-) -> list[str]:
+def bundle(settings: BundleSettings) -> list[str]:
     """Write the parts, and return a table of them, with the commands to run on the machine.
-
-    Args:
-        python: The machine's release of Python, as `3.12`.
-        mib: The size of a part in MiB, at most.
-        present: What the machine has beside torch and what torch brings: a file that `pip list --format=freeze` wrote
-            there, or names.
-        out: The folder, which is new or a former bundle.
-        ray: Whether Ray is added, in parts of its own where it does not fit beside the rest.
 
     Raises:
         UsageError: Another release of Python is needed, the parts are too small, or the folder is somebody's.
         EnvironmentProblem: A wheel is missing for the machine, or this is not a git checkout.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    target = Target(_release(python, project["requires-python"]))
-    folder = Path(out)
+    target = Target(_release(settings.python, project["requires-python"]))
+    folder = Path(settings.out)
     _check_replaceable(folder)
-    part_bytes = int(mib * 2**20)
-    _room_bytes(part_bytes)
-    named = packages_present(present)
+    named = packages_present(settings.present)
     on_machine = brought_by_torch() | named
     source, described = tracked_files()
     requirements = required(project)
-    groups = ["core", "numpy", *(["ray"] if ray else [])]
     work = folder.with_name(folder.name + ".gpufarm-partial")
-    shutil.rmtree(work, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(work, ignore_errors=True)  # left by a killed process
     work.mkdir(parents=True)
     try:
         downloaded: dict[str, Path] = {}
-        wheels: dict[str, list[Path]] = {}
         expects: set[str] = set()
-        for group in groups:
-            before = set(downloaded)
-            expects |= needed_wheels(requirements[group], target, on_machine, downloaded, work / "wheels")
-            wheels[group] = [downloaded[package] for package in sorted(downloaded.keys() - before)]
         archives: list[Archive] = []
-        slices: list[Slice] = []
-        for group in groups:
-            if group == "core" or wheels[group]:
-                archives.append(_archive(group, wheels[group], source if group == "core" else (), work))
-                slices = cut(archives, part_bytes)  # Ray is not compressed where `core` is too large
+        for name in PARTS if settings.ray else ("core", "numpy"):
+            before = set(downloaded)
+            expects |= needed_wheels(requirements[name], target, on_machine, downloaded, work / "wheels")
+            wheels = [downloaded[package] for package in sorted(downloaded.keys() - before)]
+            if name == "core" or wheels:
+                archives.append(_archive(name, wheels, source if name == "core" else (), work))
+                _check_size(archives, settings.mib)
         manifest = {
             "format": FORMAT,
             "source": described,
@@ -159,15 +132,15 @@ def bundle(
             "torch": next(spec.version for spec in requirements["torch"].specifier if spec.operator == ">="),
             "expects": sorted(expects),
         }
-        _write_parts(work / "parts", manifest, archives, slices)
+        _write_parts(work / "parts", manifest, archives)
         if folder.exists():
             os.replace(folder, work / "former")
         os.replace(work / "parts", folder)
     finally:
         shutil.rmtree(work)
-    lines = _table(folder, manifest, archives, slices)
+    lines = _table(folder, manifest, archives)
     if unneeded := sorted(named.keys() - expects - downloaded.keys()):
-        lines.append(bounded(f"present= has what nothing here requires: {', '.join(unneeded)}"))
+        lines.append(truncated(f"present= has what nothing here requires: {', '.join(unneeded)}"))
     return lines
 
 
@@ -251,7 +224,7 @@ def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], work: Pat
     """Compress wheels, unpacked as an installer would, and source files into one archive."""
     path, unpacked_bytes = work / f"{name}.tar.xz", 0
     site = "site" if name == "core" else f"site-{name}"
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, **(_XZ_OF_RAY if name == "ray" else _XZ)}]
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, **_XZ}]
     with lzma.open(path, "wb", filters=filters) as compressed, tarfile.open(fileobj=compressed, mode="w") as archive:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as zipped:
@@ -296,100 +269,51 @@ def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]
     return kept
 
 
-def _room_bytes(part_bytes: int) -> int:
-    """Return what a part has for slices, beside its manifest and `offline.py`."""
-    beside_bytes = _MANIFEST_BYTES + (ROOT / "infra/offline/launch.py").stat().st_size
-    if part_bytes <= beside_bytes:
+def _check_size(archives: Sequence[Archive], mib: float) -> None:
+    """Raise `UsageError` where the part of the last archive has become larger than `mib`."""
+    part = PARTS[archives[-1].name]
+    beside_bytes = len((ROOT / "infra/offline/launch.py").read_bytes()) + (64 << 10)  # more than a manifest takes
+    needed = -(-(beside_bytes + sum(archive.bytes for archive in archives if PARTS[archive.name] == part)) // 2**20)
+    if needed > mib:
         raise UsageError(
-            f"mib={part_bytes / 2**20:.4g} is too small: a part with what every step needs takes more than "
-            f"{beside_bytes / 2**20:.2f}"
+            f"mib={mib:.4g} is too small: {part} takes {needed}; or leave out with present= what the machine has"
         )
-    return part_bytes - beside_bytes
 
 
-def cut(archives: Sequence[Archive], part_bytes: int) -> list[Slice]:
-    """Lay the archives into parts: `core` whole into the first, the others where there is room, cut where they must."""
-    room_bytes = _room_bytes(part_bytes)
-    core = archives[0]
-    if core.bytes > room_bytes:
-        needed = -(-(core.bytes + part_bytes - room_bytes) // 2**20)
-        raise UsageError(
-            f"mib={part_bytes / 2**20:.4g} is too small: a part with what every step needs takes {needed}; "
-            "or leave out with present= what the machine has"
-        )
-    left_bytes: list[int] = []
-    slices = []
-    for archive in archives:
-        start = 0
-        while start < archive.bytes:
-            size = min(archive.bytes - start, room_bytes)
-            part = next((i for i, left in enumerate(left_bytes) if left >= size), len(left_bytes))
-            if part == len(left_bytes):
-                left_bytes.append(room_bytes)
-            left_bytes[part] -= size
-            number = 1 + sum(piece.archive is archive for piece in slices)
-            slices.append(Slice(archive=archive, number=number, start=start, bytes=size, part=part + 1))
-            start += size
-    return slices
-
-
-def _write_parts(folder: Path, manifest: dict, archives: Sequence[Archive], slices: Sequence[Slice]) -> None:
-    """Write slices, and then into each part the manifest, which gets them all, and `offline.py`."""
+def _write_parts(folder: Path, manifest: dict, archives: Sequence[Archive]) -> None:
+    """Write into each part its archives, the manifest, which lists all of them, and `offline.py`."""
     manifest["archives"] = {
         archive.name: {
+            "part": PARTS[archive.name],
             "bytes": archive.bytes,
+            "sha256": file_sha256(archive.path),
             "unpacked_bytes": archive.unpacked_bytes,
             "packages": archive.packages,
-            "slices": [],
         }
         for archive in archives
     }
-    parts = [folder / f"part-{number}" for number in sorted({piece.part for piece in slices})]
-    for part in parts:
-        part.mkdir(parents=True)
-    for piece in slices:
-        with open(piece.archive.path, "rb") as archive:
-            archive.seek(piece.start)
-            content = archive.read(piece.bytes)
-        part = parts[piece.part - 1]
-        (part / piece.name).write_bytes(content)
-        manifest["archives"][piece.archive.name]["slices"].append(
-            {
-                "name": piece.name,
-                "part": part.name,
-                "bytes": piece.bytes,
-                "sha256": hashlib.sha256(content).hexdigest(),
-            }
-        )
     manifest["bundle"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
-    for part in parts:
+    for archive in archives:
+        part = folder / PARTS[archive.name]
+        part.mkdir(parents=True, exist_ok=True)
+        os.replace(archive.path, part / archive.path.name)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
         shutil.copyfile(ROOT / "infra/offline/launch.py", part / "offline.py")
 
 
-def _table(folder: Path, manifest: dict, archives: Sequence[Archive], slices: Sequence[Slice]) -> list[str]:
+def _table(folder: Path, manifest: dict, archives: Sequence[Archive]) -> list[str]:
     lines = [f"for CPython {manifest['python']}, Linux on {manifest['machine']}, torch {manifest['torch']} or newer"]
     for archive in archives:
         packages = ", ".join(f"{name} {version}" for name, version in sorted(archive.packages.items()))
-        lines.append(f"{archive.name}: {archive.bytes / 2**20:.1f} MiB, unpacked {archive.unpacked_bytes / 2**20:.0f}")
+        sizes = f"{archive.bytes / 2**20:.1f} MiB, unpacked {archive.unpacked_bytes / 2**20:.0f}"
+        lines.append(f"{folder / PARTS[archive.name]}: {archive.name}: {sizes}")
         lines.append(f"    {'the source, ' if archive.name == 'core' else ''}{packages}")
-    for part in sorted(folder.iterdir()):
-        names = ", ".join(piece.name for piece in slices if f"part-{piece.part}" == part.name)
-        size_bytes = sum(file.stat().st_size for file in part.iterdir())
-        lines.append(f"{part}: {size_bytes / 2**20:.1f} MiB: {names}")
-    lines += [
+    return [
+        *lines,
         "On the machine:",
         "    python3 part-1/offline.py install target=/tmp/gpufarm",
         "    python3 part-1/offline.py collect minutes=8 results=results target=/tmp/gpufarm",
     ]
-    return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
-CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 
 
 @dataclass(frozen=True)
@@ -426,7 +350,7 @@ def brought_by_torch() -> dict[str, Version | None]:
         names[name] = None
         try:
             lines = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:  # of another build of torch, or another platform
+        except importlib.metadata.PackageNotFoundError:  # another build of torch, or another platform
             continue
         wanted += [
             requirement.name for requirement in map(Requirement, lines) if "extra" not in str(requirement.marker)
@@ -501,15 +425,17 @@ def _download(
     }
     built: list[Path] = []
     while asked:
-        done = _pip("download", "--dest", folder, *target.pip_options, *asked.values())
-        if done.returncode == 0:
+        completed = _pip("download", "--dest", folder, *target.pip_options, *asked.values())
+        if completed.returncode == 0:
             break
-        if "connection broken" in done.stderr:
+        if "connection broken" in completed.stderr:
             raise EnvironmentProblem("pip reaches no index; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
-        match = _NO_MATCH.search(done.stderr)
+        match = _NO_MATCH.search(completed.stderr)
         name = canonicalize_name(match[1]) if match else None
         if name not in asked:
-            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
+            lines = [line for line in completed.stderr.splitlines() if line.startswith("ERROR")] or [
+                completed.stderr.strip()
+            ]
             raise EnvironmentProblem(f"pip cannot download wheels: {lines[-1]}")
         if asked[name] != f"{name}{specifiers[name]}":
             asked[name] = f"{name}{specifiers[name]}"
@@ -534,3 +460,7 @@ def _built_wheel(requirement: str, target: Target, folder: Path) -> Path:
 def _pip(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", "--no-deps"]
     return subprocess.run([*words, *map(str, arguments)], capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -16,9 +16,9 @@ import sys
 import tarfile
 import tempfile
 
-FORMAT = 1
+FORMAT = 2
 STEPS = ("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
-PATH_KEYS = ("results", "previous", "work")  # of steps: the step runs in another folder
+PATH_KEYS = ("results", "previous", "work")  # the steps' keys that are paths: a step runs in another folder
 MANIFEST = "manifest.json"
 INSTALLED = "bundle.json"  # in the target: which bundle it is
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
@@ -58,7 +58,7 @@ def main(argv: "list[str]") -> int:
             if key in values:
                 values[key] = os.path.abspath(values[key])
         is_step = names != ["install"]
-        for line in install(target, part_folders(given), holds=not is_step):
+        for line in install(target, part_folders(given)):
             print(line, flush=True)
         if is_step:
             start(target, argv[0], values)
@@ -88,10 +88,12 @@ def part_folders(given: "str | None") -> "list[str]":
     """Return the folders of the parts: the given ones, or this script's and those beside it."""
     if given is not None:
         return [os.path.abspath(folder) for folder in given.split(",")]
-    own = os.path.dirname(os.path.abspath(__file__))
-    beside = os.path.dirname(own)
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    beside = os.path.dirname(own_folder)
     others = [os.path.join(beside, name) for name in sorted(os.listdir(beside))]
-    return [own] + [folder for folder in others if folder != own and os.path.exists(os.path.join(folder, MANIFEST))]
+    return [own_folder] + [
+        folder for folder in others if folder != own_folder and os.path.exists(os.path.join(folder, MANIFEST))
+    ]
 
 
 def read_manifest(folders: "list[str]") -> dict:
@@ -101,22 +103,22 @@ def read_manifest(folders: "list[str]") -> dict:
         path = os.path.join(folder, MANIFEST)
         try:
             with open(path, encoding="utf-8") as file:
-                own = json.load(file)
-            bundle = own["bundle"]
-            if own["format"] != FORMAT:
+                own_manifest = json.load(file)
+            bundle = own_manifest["bundle"]
+            if own_manifest["format"] != FORMAT:
                 raise ValueError("another format")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Problem(f"{folder} is no part of an offline bundle: {MANIFEST}: {error}") from error
+            raise Problem(f"{folder} is not part of an offline bundle: {MANIFEST}: {error}") from error
         if manifest is not None and bundle != manifest["bundle"]:
             raise Problem(f"{folders[0]} and {folder} are parts of different bundles; name one bundle's with parts=")
-        manifest = own
+        manifest = own_manifest
     return manifest
 
 
-def install(target: str, folders: "list[str]", holds: bool) -> "list[str]":
-    """Check everything, then unpack into the target what is complete and missing there; return lines to print.
+def install(target: str, folders: "list[str]") -> "list[str]":
+    """Check everything, then unpack into the target what is here and missing there; return lines to print.
 
-    The target appears whole or not at all. `holds`: whether slices are kept until the other parts come.
+    The target appears whole or not at all.
     """
     manifest = read_manifest(folders)
     installed = installed_bundle(target)
@@ -128,48 +130,38 @@ def install(target: str, folders: "list[str]", holds: bool) -> "list[str]":
     }
     if not archives:
         return [f"{target} holds all of the bundle"]
-    held = os.path.join(target, "held")
-    slices = {name: found_slices(archive, [*folders, held]) for name, archive in archives.items()}
     if installed is None:
         check_torch(manifest)
-    if "numpy" in slices and on_machine("numpy"):
-        del slices["numpy"]
-    complete, incomplete = [], []
-    for name, pairs in slices.items():
-        if not missing_parts(pairs):
-            complete.append(name)
+    if "numpy" in archives and on_machine("numpy"):
+        del archives["numpy"]
+    paths = {}
+    for name, archive in archives.items():
+        candidates = [os.path.join(folder, name + ".tar.xz") for folder in folders]
+        here = [path for path in candidates if os.path.exists(path)]
+        if here:
+            paths[name] = here[0]
+            check_archive(here[0], archive)
         elif name in NEEDED:
-            parts = ", ".join(missing_parts(pairs))
-            raise Problem(f"{parts} is missing; it holds {NEEDED[name]}; name its folder with parts=")
-        elif holds and any(path and os.path.dirname(path) != held for _, path in pairs):
-            incomplete.append(name)
-    for name in complete + incomplete:
-        check_slices(slices[name])
-    bytes_needed = sum(archives[name]["unpacked_bytes"] for name in complete)
-    bytes_needed += sum(archives[name]["bytes"] for name in incomplete)
-    check_space(target, bytes_needed)
+            raise Problem(f"{archive['part']} is missing; it holds {NEEDED[name]}; name its folder with parts=")
+    check_space(target, sum(archives[name]["unpacked_bytes"] for name in paths))
 
     lines = []
     stage = target + ".gpufarm-partial" if installed is None else os.path.join(target, "partial")
     shutil.rmtree(stage, ignore_errors=True)
-    for name in complete:
-        os.makedirs(stage, exist_ok=True)
-        unpack([path for _, path in slices[name]], stage)
+    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    for name, path in paths.items():
+        with tarfile.open(path, "r:xz") as content:
+            content.extractall(stage, **options)
         packages = sorted(archives[name]["packages"].items())
         lines.append(f"installed {name}: " + ", ".join(f"{package} {version}" for package, version in packages))
     if installed is None:
         with open(os.path.join(stage, INSTALLED), "w", encoding="utf-8") as file:
             json.dump({"bundle": manifest["bundle"], "source": manifest["source"]}, file)
         os.rename(stage, target)
-    elif complete:
-        for name in complete:
+    elif paths:
+        for name in paths:
             os.rename(unpacked_at(stage, name), unpacked_at(target, name))
         shutil.rmtree(stage)
-    for name in incomplete:
-        hold(slices[name], held)
-        lines.append(f"{name} waits for " + ", ".join(missing_parts(slices[name])))
-    if len(complete) == len(slices):  # nothing waits
-        shutil.rmtree(held, ignore_errors=True)
     return lines
 
 
@@ -192,27 +184,13 @@ def unpacked_at(target: str, archive: str) -> str:
     return os.path.join(target, "site" if archive == "core" else "site-" + archive)
 
 
-def found_slices(archive: dict, folders: "list[str]") -> "list[tuple[dict, str | None]]":
-    """Return each slice of the archive with its path, or with None where no folder has it."""
-    pairs = []
-    for piece in archive["slices"]:
-        candidates = [os.path.join(folder, piece["name"]) for folder in folders]
-        pairs.append((piece, next((path for path in candidates if os.path.exists(path)), None)))
-    return pairs
+def check_archive(path: str, archive: dict) -> None:
+    if os.path.getsize(path) != archive["bytes"] or file_sha256(path) != archive["sha256"]:
+        part = archive["part"]
+        raise Problem(f"{path} is damaged: size and SHA-256 are not the manifest's; copy {part} again")
 
 
-def missing_parts(pairs: "list[tuple[dict, str | None]]") -> "list[str]":
-    return [piece["part"] for piece, path in pairs if path is None]
-
-
-def check_slices(pairs: "list[tuple[dict, str | None]]") -> None:
-    for piece, path in pairs:
-        if path and (os.path.getsize(path) != piece["bytes"] or sha256(path) != piece["sha256"]):
-            part = piece["part"]
-            raise Problem(f"{path} is damaged: size and SHA-256 are not the manifest's; copy {part} again")
-
-
-def sha256(path: str) -> str:
+def file_sha256(path: str) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
@@ -252,11 +230,11 @@ def check_machine(manifest: dict) -> None:
 def check_torch(manifest: dict) -> None:
     """Raise `Problem` where torch is too old or cannot be imported, which takes seconds."""
     command = [sys.executable, "-W", "ignore", "-c", "import torch; print(torch.__version__)"]
-    done = subprocess.run(command, capture_output=True)
-    if done.returncode:
-        reason = (done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"])[-1]
+    completed = subprocess.run(command, capture_output=True)
+    if completed.returncode:
+        reason = (completed.stderr.decode(errors="replace").splitlines() or [f"exit code {completed.returncode}"])[-1]
         raise Problem(f"{sys.executable} cannot import torch: {reason}; start offline.py with the Python that has it")
-    release = done.stdout.decode().split()[-1]
+    release = completed.stdout.decode().split()[-1]
     if numbers(release) < numbers(manifest["torch"]):
         raise Problem(f"torch {release} is too old; {manifest['torch']} or newer is needed")
 
@@ -285,41 +263,6 @@ def check_space(target: str, bytes_needed: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < bytes_needed + _SPARE_BYTES:
         raise Problem(f"{folder} has {free_bytes >> 20} MiB free; {(bytes_needed + _SPARE_BYTES) >> 20} are needed")
-
-
-class Joined:
-    """The slices of an archive, read one after the other."""
-
-    def __init__(self, paths: "list[str]") -> None:
-        self._paths = list(paths)
-        self._file = None
-
-    def read(self, size: int) -> bytes:
-        while self._file or self._paths:
-            if self._file is None:
-                self._file = open(self._paths.pop(0), "rb")  # noqa: SIM115  (closed below, before the next one)
-            chunk = self._file.read(size)
-            if chunk:
-                return chunk
-            self._file.close()
-            self._file = None
-        return b""
-
-
-def unpack(paths: "list[str]", folder: str) -> None:
-    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-    with tarfile.open(fileobj=Joined(paths), mode="r|xz") as archive:
-        archive.extractall(folder, **options)
-
-
-def hold(pairs: "list[tuple[dict, str | None]]", folder: str) -> None:
-    """Keep slices for a later install, when the other parts come."""
-    os.makedirs(folder, exist_ok=True)
-    for piece, path in pairs:
-        kept = os.path.join(folder, piece["name"])
-        if path and not os.path.exists(kept):
-            shutil.copyfile(path, kept + ".partial")
-            os.rename(kept + ".partial", kept)
 
 
 def start(target: str, step: str, values: "dict[str, str]") -> None:

@@ -33,7 +33,7 @@ class ProbesSettings(Checked):
 
 
 def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int:
-    """Run the probes, within so many seconds together, and print what each did; return the exit code.
+    """Run the probes, within this many seconds in all, and print what each did; return the exit code.
 
     The last line says how many measurements failed, and the first reason.
 

@@ -27,13 +27,13 @@ from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import KINDS, write_bytes
 
-SLICE_BYTES = 16 * 2**20  # of a file that comes back
-MOST_SLICES = 6  # of the eight files that come back; summary.json and log.txt are the others
-FULL_BYTES = 40 * 2**20  # of an archive: one more generation of three slices still fits beside it
+SLICE_BYTES = 16 * 2**20  # size of a file that comes back
+MOST_SLICES = 6  # slices among the eight files that come back; summary.json and log.txt are the others
+FULL_BYTES = 40 * 2**20  # size of an archive: one more generation of three slices still fits beside it
 SERIES = "series.json"  # in the work folder: which series of calls this is, and how often it was packed
 DATA = "data"
 _XZ_PRESET = 1  # 20 times smaller than the small Parquet files, whose footers resemble each other
-_LEFT_OUT = ("locks", "features", "warehouse.duckdb")  # of the data folder: made anew
+_LEFT_OUT = ("locks", "features", "warehouse.duckdb")  # parts of the data folder that are made again
 _QUEUE = "queue.sqlite"
 _NAME = re.compile(r"gpufarm-([0-9a-f]{8})-g(\d{5})-([1-6])of([1-6])-([0-9a-f]{16})\.slice")
 
@@ -141,8 +141,10 @@ def newest(results: Path) -> Archive:
     (name,) = series_names
     problem = ""
     for generation in sorted({generation for _, generation, *_ in names.values()}, reverse=True):
-        found_slices = {number: path for path, (_, own, number, *_) in names.items() if own == generation}
-        count = max(count for _, own, _, count, _ in names.values() if own == generation)
+        found_slices = {
+            number: path for path, (_, slice_generation, number, *_) in names.items() if slice_generation == generation
+        }
+        count = max(count for _, slice_generation, _, count, _ in names.values() if slice_generation == generation)
         missing = sorted(set(range(1, count + 1)) - set(found_slices))
         torn = [path.name for path in found_slices.values() if _digest(path) != names[path][4]]
         if not missing and not torn:
@@ -219,7 +221,7 @@ def _archive(work: Path) -> bytes:
         if (work / DATA / "format.json").is_file():
             held.enter_context(compaction_lock(DataFolder.resolve(work / DATA), wait=True))
         for name, path in _files(work, Path(held.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-pack-")))):
-            with contextlib.suppress(FileNotFoundError):  # a temporary file, or one replaced meanwhile
+            with contextlib.suppress(FileNotFoundError):  # a temporary file, or one replaced since
                 data = path.read_bytes()
                 if name.endswith(".jsonl"):  # its last line may be in the middle of being written
                     data = data[: data.rfind(b"\n") + 1]

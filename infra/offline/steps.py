@@ -34,7 +34,7 @@ from conf.cli.command_line import EXIT_INTERRUPTED, exit_code
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
-from conf.plain_text import bounded, exception_line, one_line
+from conf.plain_text import exception_line, one_line, truncated
 from conf.reports.page_text import count_of
 from farm.queue.jobs import Queue
 from featurize.families import family_names
@@ -55,19 +55,19 @@ _BENCH = {
     "cuda": ("families=[cnn,gpt]", "seconds=60", "repeats=2"),
     "cpu": ("families=[mlp]", "seconds=1", "repeats=2", "n=1"),
 }
-_TIMEOUT_S = 60  # of a trial, so that none outlasts a call
-_WINDOW_S = 10  # of a run at most, for the same reason; steady ones end sooner
+_TIMEOUT_S = 60  # a trial's, so that none outlasts a call
+_WINDOW_S = 10  # longest window of a run, for the same reason; steady ones end sooner
 _PROBES: dict[str, Any] = {"keeps_time": True, "ended": {EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}}
-ERRORS = (CommandError, OSError, sqlite3.Error, duckdb.Error)  # of a work folder: a row's reason, not the call's end
+ERRORS = (CommandError, OSError, sqlite3.Error, duckdb.Error)  # a work folder's: a row's reason, not the call's end
 _LEAST_PACK_S = 2.0
-_LOG_BYTES = 2**18  # of the log that comes back beside the slices; all of it is in them
+_LOG_BYTES = 2**18  # end of the log that comes back beside the slices; all of it is in them
 _SUMMARY_LINES = 40
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
 _START_S = 5.0  # for a program to start in, before it counts its own seconds
 _LEAST_FINISH_S = 5.0  # for a program to finish what runs; one that runs trials also gets the longest one's time
 _STOP_S = 60.0  # to finish in, at most
-_REPORT = "tests.xml"  # of pytest, in the work folder
+_REPORT = "tests.xml"  # pytest's, in the work folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Step:
     """A step of the plan.
 
     Args:
-        minutes: That it takes in the plan.
+        minutes: Minutes that the plan gives it.
         commands: Returns the arguments of Python for each program that it runs; `seconds` are the step's.
         not_here: Returns why it cannot run in this place, None if it can.
         is_left: Returns whether a program that ended by itself has left some of it.
@@ -129,8 +129,8 @@ def _test(place: Place, seconds: float) -> list[list[str]]:
 
 def _probes(*names: str) -> Callable[[Place, float], list[list[str]]]:
     def commands(place: Place, seconds: float) -> list[list[str]]:
-        own = ["-m", "infra.offline.probes", f"probes=[{','.join(names)}]", f"out={place.work / 'probes'}"]
-        return [[*own, f"device={place.device}", f"seconds={seconds:.0f}"]]
+        command = ["-m", "infra.offline.probes", f"probes=[{','.join(names)}]", f"out={place.work / 'probes'}"]
+        return [[*command, f"device={place.device}", f"seconds={seconds:.0f}"]]
 
     return commands
 
@@ -213,12 +213,12 @@ class Call:
     results: Path
     rows: list[dict[str, Any]]
     archive: Archive | None = None
-    pack_s: float = _LEAST_PACK_S  # that packing took, at most
+    pack_s: float = _LEAST_PACK_S  # longest time that packing took
     packed_at_s: float = 0.0
     step_began_s: float = 0.0
-    problem: str | None = None  # of the last counting and packing
+    problem: str | None = None  # problem of the last counting and packing
     failed_packs: int = 0  # one after another
-    note: str = ""  # of the results that it continues
+    note: str = ""  # note of the results that it continues
     signalled: bool = False
     counts: list[dict[str, Any]] = field(default_factory=list)  # as `run_counts` has them
 
@@ -295,8 +295,8 @@ class Call:
 
     def left(self) -> list[str]:
         """Return the steps of the plan that are not done, in order."""
-        done = {row["step"] for row in self.rows if row["outcome"] in ("done", "not here")}
-        return [name for name in STEPS if name not in done]
+        finished = {row["step"] for row in self.rows if row["outcome"] in ("done", "not here")}
+        return [name for name in STEPS if name not in finished]
 
 
 USAGE = f"""usage: python -m infra.offline.steps STEP[,STEP...] results=DIR [KEY=VALUE ...]
@@ -343,7 +343,7 @@ def run(settings: StepsSettings) -> int:
     """
     began_s = time.monotonic()
     place = _place(settings)
-    rows, note = _prepared(settings, place.work)
+    rows, note = _prepare(settings, place.work)
     call = Call(place=place, results=Path(settings.results).resolve(), rows=rows, note=note)
     before = len(call.rows)
     planned = {name: STEPS[name].minutes for name in settings.steps}
@@ -373,8 +373,8 @@ def _place(settings: StepsSettings) -> Place:
     )
 
 
-def _prepared(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]], str]:
-    """Make the work folder, from `previous` or as it is; return the rows of earlier calls, and what to say of it."""
+def _prepare(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]], str]:
+    """Make the work folder, from `previous` or as it is; return the rows of earlier calls, and what to report."""
     if Path(settings.results).resolve().is_relative_to(work):
         raise UsageError(
             f"results={settings.results} lies in work={work}, which is packed into it; name another folder"
@@ -428,7 +428,7 @@ def _run_step(call: Call, name: str, seconds: float) -> None:
     try:
         with open(call.place.work / "log.txt", "ab") as log:
             log.write(f"== {name}, {seconds:.0f} s\n".encode())
-        (call.place.work / _REPORT).unlink(missing_ok=True)  # of a killed call
+        (call.place.work / _REPORT).unlink(missing_ok=True)  # left by a killed call
         row["outcome"], row["reason"] = _outcome(call, step, seconds)
         if name == "test":
             _keep_tests(call.place.work, row)
@@ -535,7 +535,7 @@ def _begin_child(parent: int) -> None:
 
 def _last_line(log: Path) -> str:
     lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-    return "no output" if lines[-1].startswith("-- ") else bounded(one_line(lines[-1]))  # the program's own heading
+    return "no output" if lines[-1].startswith("-- ") else truncated(one_line(lines[-1]))  # the program's own heading
 
 
 def _keep_tests(work: Path, row: dict[str, Any]) -> None:

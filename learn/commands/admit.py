@@ -21,7 +21,7 @@ from conf.reports.page_text import MISSING
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
 from learn.sharing.admitting import Admission, GpuState, KnownJob, admit
-from learn.sharing.profile import JobProfile
+from learn.sharing.slowdowns import JobProfile
 
 _SHARES = ("gpu_util", "memory_util", "smact", "smocc", "drama", "tensor")
 _FIGURES = tuple(field.name for field in dataclasses.fields(JobProfile) if field.name != "name")
@@ -57,7 +57,7 @@ def entry(settings: AdmitSettings) -> int:
     open_data(settings.data)
     device = settings.device or load_device(DEFAULT_DEVICE)
     memory = device.memory_mib if settings.memory_mib is None else settings.memory_mib
-    jobs = tuple(_job(one, f"jobs[{place}]", f"job {place + 1}") for place, one in enumerate(settings.jobs))
+    jobs = tuple(_job(given, f"jobs[{place}]", f"job {place + 1}") for place, given in enumerate(settings.jobs))
     state = GpuState(memory_mib=memory, jobs=jobs, used_mib=settings.used_mib, device=device)
     with contextlib.redirect_stdout(sys.stderr):
         answer = admit(
@@ -76,27 +76,29 @@ def _job(values: object, key_name: str, name: str) -> KnownJob:
     if not isinstance(values, Mapping) or not values:
         raise UsageError(f"{key_name} must be a mapping such as {{memory_bound_mib: 9000}}, got {shown(values)}")
     if "family" in values:
-        return {str(one): value for one, value in values.items()}
+        return {str(name_given): value for name_given, value in values.items()}
     problems = [
-        f"unknown {shown(one)}; known: name, {', '.join(_FIGURES)}" for one in values if one not in ("name", *_FIGURES)
+        f"unknown {shown(label)}; known: name, {', '.join(_FIGURES)}"
+        for label in values
+        if label not in ("name", *_FIGURES)
     ]
-    figures = {one: value for one, value in values.items() if one in _FIGURES and value is not None}
-    for one, value in figures.items():
-        most = 1.0 if one in _SHARES else 1e12
+    figures = {label: value for label, value in values.items() if label in _FIGURES and value is not None}
+    for label, value in figures.items():
+        most = 1.0 if label in _SHARES else 1e12
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or not 0 <= value <= most:
-            problems.append(f"{one} must be a number from 0 to {most:g}, got {shown(value)}")
+            problems.append(f"{label} must be a number from 0 to {most:g}, got {shown(value)}")
     if not isinstance(values.get("name", name), str):
         problems.append(f"name must be text, got {shown(values['name'])}")
     if problems:
         raise UsageError("; ".join(f"{key_name}: {problem}" for problem in problems))
-    return JobProfile(values.get("name", name), **{one: float(value) for one, value in figures.items()})
+    return JobProfile(values.get("name", name), **{label: float(value) for label, value in figures.items()})
 
 
 def _lines(answer: Admission) -> list[str]:
     rows = [
-        (name, *((f"{one.median:.2f}", f"{one.p90:.2f}") if one is not None else (MISSING, MISSING)))
-        for name, one in answer.slowdowns
+        (name, *((f"{slowdown.median:.2f}", f"{slowdown.p90:.2f}") if slowdown is not None else (MISSING, MISSING)))
+        for name, slowdown in answer.slowdowns
     ]
     return [
         f"{'yes' if answer.admitted else 'no'}: {answer.why}",

@@ -1,30 +1,49 @@
-"""The settings of a benchmark, checked together before anything is read, and the rows that they choose.
+"""The settings of a benchmark, checked together before anything is read, the rows that they choose, and the answers.
 
 Start reading at `BenchmarkSettings`, then at `RowSelection`, `of_published` and `of_runs`: the warehouse's runs, or
-published files, as labelled `Rows`.
+published files, as labelled `Rows`. The answers: what learns nothing is asked once a row (`ask_free`, in processes),
+what learns is fitted part by part (`ask_learned`).
 """
 
 from __future__ import annotations
 
+import os
+import pkgutil
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError, unknown_name
+from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.job.code_names import parse_trust
-from learn.job.training_job import Case
-from learn.judging.evaluate import GROUPINGS, SPLITS
-from learn.judging.scores import sample
-from learn.rows.data import LabelledRow, Rows
-from learn.rows.targets import SLOWDOWN, TARGETS, Bins, Target, get_target, make_bins, memory_bins
+from learn.commands.fit import foreign_keys
+from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
+from learn.job.training_job import Case, TrainingJob
+from learn.judging.evaluate import GROUPINGS, SPLITS, Part
+from learn.judging.scores import Asked, Given, given_of, median, sample
+from learn.rows.data import (
+    SLOWDOWN,
+    TARGETS,
+    Bins,
+    LabelledRow,
+    Rows,
+    Target,
+    get_target,
+    load_rows,
+    make_bins,
+    memory_bins,
+)
+from learn.rows.processes import NoResult, in_processes
+from learn.rows.step_store import StepStore, traced_column
 
 if TYPE_CHECKING:
-    from featurize.device.device_spec import DeviceSpec
+    from learn.peers.base import Answer
     from warehouse.exchange.published import PublishedFile, PublishedRow
 
 
@@ -59,7 +78,7 @@ class BenchmarkSettings(Checked):
     learn nothing also with one constant per file: the median of label - estimate.
 
     target=step_time on measured or imported steps compares formulas for the time of kernels: trace (the packaged
-    kernel model), kernels (the same, fitted anew), roofline (a share for each kind of kernel), habitat (wave scaling)
+    kernel model), kernels (the same, refitted), roofline (a share for each kind of kernel), habitat (wave scaling)
     and neusight (tiles and waves). hybrid, and any estimator that is named, answer for the rows with a trial config;
     ranks answers for published jobs on several GPUs, in their layout.
     paper=true takes published, rows, seed, folds, workers, limit_s, memory_gib, out, report and data.
@@ -75,7 +94,7 @@ class BenchmarkSettings(Checked):
 
     target: str = key(
         "memory",
-        f"of published files {', '.join(PUBLISHED_TARGETS)}",
+        f"for published files one of {', '.join(PUBLISHED_TARGETS)}",
         choices=(*TARGETS, SLOWDOWN),
     )
     published: str | tuple[str, ...] | None = key(
@@ -90,13 +109,11 @@ class BenchmarkSettings(Checked):
     )
     files: tuple[str, ...] | None = key(
         None,
-        "of published: file names without .csv, as in [timm_a100]; default all that are recognised",
+        "names of published files without .csv, as in [timm_a100]; default all that are recognised",
         "text | list of text | null",
         build=_once,
     )
-    doubtful: str = key(
-        "keep", "rows that the rows beside them contradict; nothing is ever fitted on them", choices=DOUBTFUL
-    )
+    doubtful: str = key("keep", "rows that neighbouring rows contradict; nothing is fitted on them", choices=DOUBTFUL)
     estimators: tuple[str, ...] | None = key(
         None,
         "as in [trace,horus]; default all that estimate the target but xmem, which trains for real",
@@ -104,17 +121,14 @@ class BenchmarkSettings(Checked):
         build=_once,
     )
     split: str = key("cv", "holdout: 30 %, as learn.fit; leave_one_out: each group of by= in turn", choices=SPLITS)
-    folds: int = key(3, "of split=cv: stratified by class, near-copies together", "int >= 2")
+    folds: int = key(3, "for split=cv: stratified by class, near-copies together", "int >= 2")
     by: str | None = key(
         None,
-        "what split=leave_one_out leaves out; errors are printed by it as well. model is of target=slowdown, which "
-        "has device, too",
+        "what split=leave_one_out leaves out; errors are printed by it, too. target=slowdown has model and device",
         choices=(*GROUPINGS, "model"),
     )
-    rows: int | None = key(
-        None, "how many rows of each file (family) take part, spread over its modules; default all", "int >= 1"
-    )
-    seed: int = key(0, "of the choice of rows, and of splits and fits", "int >= 0")
+    rows: int | None = key(None, "rows of each file (family), spread over its modules; default all", "int >= 1")
+    seed: int = key(0, "seed of the choice of rows, and of splits and fits", "int >= 0")
     family: str = key("all", "one family, or all")
     source: str | None = key(
         None, "measured, simulated or imported; for the warehouse's rows, where they are of several"
@@ -124,11 +138,9 @@ class BenchmarkSettings(Checked):
     workers: int | None = key(
         None, "processes; default the number of CPUs; 0 works in this process, without any limit", "int >= 0"
     )
-    limit_s: float = key(
-        600, "longest time an estimate may take, in seconds; of estimators that learn nothing", "number > 0"
-    )
+    limit_s: float = key(600, "longest time for an estimate that learns nothing, s", "number > 0")
     memory_gib: float | None = key(
-        None, "what each process may allocate; beyond it, its estimates fail with that as their reason", "number > 0"
+        None, "most memory of each process; beyond it, its estimates fail with that reason", "number > 0"
     )
     out: str | None = key(None, "write all figures and estimates into this JSON file", "new path")
     report: str | None = key(None, "write tables and plots into this HTML file", "new path")
@@ -151,8 +163,6 @@ class BenchmarkSettings(Checked):
     @property
     def names(self) -> tuple[str, ...]:
         """The estimators that are asked, in the order given; by default all that estimate the target."""
-        from learn.estimators.protocol import ESTIMATORS, get_estimator
-
         if self.estimators is not None:
             return self.estimators
         return tuple(
@@ -164,7 +174,6 @@ class BenchmarkSettings(Checked):
 
     def _problems_of_slowdown(self) -> list[str]:
         """Return the problems of target=slowdown, which takes few of the keys."""
-        from learn.fitting.fit_call import foreign_keys
         from learn.sharing.command import SPLITS as GROUP_SPLITS
 
         problems = foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
@@ -190,8 +199,6 @@ class BenchmarkSettings(Checked):
         return [*problems, *self._problems_of_estimators()]
 
     def _problems_of_published(self) -> list[str]:
-        from learn.fitting.fit_call import foreign_keys
-
         problems = [] if self.published else ["published= names no file or folder"]
         if self.target not in PUBLISHED_TARGETS and self.published:
             other = "; step times are compared where warehouse.ingest brought the files: data=FOLDER"
@@ -206,15 +213,13 @@ class BenchmarkSettings(Checked):
         return problems
 
     def _problems_of_estimators(self) -> list[str]:
-        from learn.estimators.protocol import ESTIMATORS, get_estimator, require_target
-
         problems = []
         formulas = STEP_FORMULAS if self.target == "step_time" and self.published is None else ()
         for name in self.estimators or ():
             if name not in (*ESTIMATORS, *formulas):
                 problems.append(str(unknown_name("estimator", name, (*ESTIMATORS, *formulas))))
             elif name not in formulas:
-                problems += _refused(partial(require_target, get_estimator(name), self.target))
+                problems += _collect_refusal(partial(require_target, get_estimator(name), self.target))
         if self.estimators is not None and not self.estimators:
             problems.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
         return problems
@@ -226,13 +231,13 @@ class BenchmarkSettings(Checked):
         problems = []
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:
-                problems += _refused(partial(checked_path, getattr(self, name), name, like))
+                problems += _collect_refusal(partial(checked_path, getattr(self, name), name, like))
         if self.out is not None and self.out == self.report:
             problems.append(f"out= and report= are the same file, {self.out}")
         return problems
 
 
-def _refused(check: Callable[[], object]) -> list[str]:
+def _collect_refusal(check: Callable[[], object]) -> list[str]:
     """Return the message of the `UsageError` that `check` raises, if any."""
     try:
         check()
@@ -249,11 +254,11 @@ OURS_GB = 1  # width of our own memory classes
 class RowSelection:
     """Everything that is asked or fitted on; each array has one entry a row.
 
-    file       what figures are told apart by: the published file, the warehouse's family
+    file       what separates figures: the published file, the warehouse's family
     name       for people
     asked      bool: answers are wanted; fitted_on: bool, an estimator may learn from it
-    subjects   what a training-free estimator is asked about: the published row, or the case
-    estimates  other people's estimates of the row, name -> value
+    refused    why there is no such job, where there is none
+    estimates  published estimates of the row, name -> value
     """
 
     rows: Rows
@@ -261,13 +266,13 @@ class RowSelection:
     name: np.ndarray
     asked: np.ndarray
     fitted_on: np.ndarray
-    subjects: tuple
+    refused: tuple[str | None, ...]
     estimates: tuple[Mapping[str, float], ...]
     notes: tuple[str, ...]
 
     def bins(self, file: str, widths_gb: Sequence[int] = ()) -> dict[str, Bins]:
-        """The classes that a file's rows are judged by: `published`, and for memory `ours` and each of `widths_gb`, by
-        its name as `2 GB`."""
+        """Return the classes that a file's rows are judged by: `published`, and for memory `ours` and each of
+        `widths_gb`, by its name as `2 GB`."""
         rows = self.rows.subset(self.file == file)
         target = rows.target
         # A quantile of no labels does not exist; a file of nothing but out-of-memory rows has none.
@@ -294,9 +299,7 @@ def _card(rows: Rows) -> float | None:
 
 
 def of_runs(settings: BenchmarkSettings) -> RowSelection:
-    """The usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
-    from learn.rows.data import load_rows
-
+    """Return the usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name, trust=settings.trust
     )
@@ -315,19 +318,18 @@ def of_runs(settings: BenchmarkSettings) -> RowSelection:
         notes.append("the labels are of simulated devices: the figures say nothing about real GPUs")
     n = len(rows)
     everything = np.ones(n, dtype=bool)
-    return RowSelection(rows, rows.family, rows.run_ids, everything, everything, rows.cases, ({},) * n, tuple(notes))
+    return RowSelection(rows, rows.family, rows.run_ids, everything, everything, (None,) * n, ({},) * n, tuple(notes))
 
 
 # ---- published files
 
 
 def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
-    """The rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
+    """Return the rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
 
     Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
     Raises `UsageError` where nothing is left to ask, or nothing to fit on.
     """
-    from featurize.device.device_spec import describe_device
     from warehouse.exchange.published import DEVICE_NAME, read_published
 
     target = get_target(settings.target)
@@ -354,8 +356,9 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
         notes_text = "; ".join(notes)
         raise UsageError(f"{where}, target={target.name}{f' ({notes_text})' if notes_text else ''}")
 
-    cases, able = zip(*(_case(row, spec) for _, row in rows), strict=True)
-    fitted_on = np.array([ok and file.form != NEVER_FITTED_ON for (file, _), ok in zip(rows, able, strict=True)])
+    cases, refused = zip(*(_case(row, spec) for _, row in rows), strict=True)
+    pairs = zip(rows, refused, strict=True)
+    fitted_on = np.array([why is None and file.form != NEVER_FITTED_ON for (file, _), why in pairs])
     asked = np.array([file.path.stem in asked_of for file, _ in rows])
     if learned and not fitted_on.any():
         raise UsageError(
@@ -369,7 +372,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
             f"{', '.join(sorted(never))}: never fitted on; learned estimators are fitted on all rows of {names} but "
             "those of models of the same names"
         )
-    records = tuple(_labelled(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
+    records = tuple(_label(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
     statuses = Counter(row.status for _, row in rows)
     row_names = [f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name for _, row in rows]
     return RowSelection(
@@ -378,7 +381,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
         np.array(row_names, dtype=object),
         asked,
         fitted_on,
-        tuple(row for _, row in rows),
+        refused,
         tuple(row.estimates if target.is_memory else {} for _, row in rows),
         tuple(notes),
     )
@@ -389,21 +392,21 @@ def _usable(
 ) -> list[PublishedRow]:
     stem = file.path.stem
     rows = [row for row in file.rows if row.status != "invalid"]
-    if reasons := Counter(row.reason for row in file.rows if row.status == "invalid"):
-        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_counted(reasons)})")
+    if reasons := Counter(str(row.reason) for row in file.rows if row.status == "invalid"):
+        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_count(reasons)})")
     if settings.family != "all":
         rows = [row for row in rows if (row.family or _case(row, spec)[0].family) == settings.family]
     if settings.doubtful == "drop":
         rows = [row for row in rows if row.doubt is None]
     if not target.is_memory:
-        why = [_unlabelled(row, target.column) for row in rows]
+        why = [_explain_unlabelled(row, target.column) for row in rows]
         if counts := Counter(filter(None, why)):
-            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_counted(counts)})")
+            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_count(counts)})")
         rows = [row for row, reason in zip(rows, why, strict=True) if reason is None]
     return rows
 
 
-def _unlabelled(row: PublishedRow, column: str) -> str | None:
+def _explain_unlabelled(row: PublishedRow, column: str) -> str | None:
     if row.status == "oom":
         return "out of memory"
     if column not in row.utilization:
@@ -414,33 +417,31 @@ def _unlabelled(row: PublishedRow, column: str) -> str | None:
     return None if value > 0 else "0 beside a model that trained: a sensor that gave nothing"
 
 
-def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
-    """Return the case, and whether there is such a job. A row without one is asked all the same: its refusal says
-    why."""
+def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, str | None]:
+    """Return the case, and where there is no such job, why: every estimator refuses it by that reason."""
     from featurize.training.training_step import Training
     from learn.fitting.published_jobs import config_of, workload_of
-    from learn.job.training_job import TrainingJob
     from warehouse.exchange.published import TORCH_VERSION
 
+    reason = None
     try:
-        return Case(config_of(row), spec.name, True, TORCH_VERSION), True
+        return Case(config_of(row), spec.name, True, TORCH_VERSION), None
     except CommandError:
         pass
-    is_able = True
     try:
         job = workload_of(row)
     except CommandError as error:
-        is_able, reason = False, str(error)
-
-        def build(*_):
-            raise UsageError(reason)
-
-        size = row.batch_size or 1
-        job = TrainingJob(name=row.name, build=build, batch=build, settings=Training(), batch_size=size)
-    return Case(None, spec.name, True, TORCH_VERSION, module=job), is_able
+        reason, size = str(error), row.batch_size or 1
+        refuse = partial(_refuse, reason)
+        job = TrainingJob(name=row.name, build=refuse, batch=refuse, settings=Training(), batch_size=size)
+    return Case(None, spec.name, True, TORCH_VERSION, module=job), reason
 
 
-def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
+def _refuse(reason: str, *_: object) -> NoReturn:
+    raise UsageError(reason)
+
+
+def _label(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
     out_of_memory = target.is_memory and row.status == "oom"
     label = row.memory_mib if target.is_memory else row.utilization[target.column]
     if out_of_memory:
@@ -463,7 +464,7 @@ def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -
 
 
 def _group(row: PublishedRow, case: Case) -> str:
-    """One model at several batch sizes is one group, in whichever file and spelling."""
+    """Return the group of a row: one model at several batch sizes is one group, in whichever file and spelling."""
     if row.model is not None:
         return f"model-{row.model.lower()}"
     if case.config is None:
@@ -478,8 +479,186 @@ def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
     if not counts:
         return []
     about = f"{counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on)"
-    return [f"{file}: {about}: {_counted(counts, '; ')}"]
+    return [f"{file}: {about}: {_count(counts, '; ')}"]
 
 
-def _counted(reasons: Counter, between: str = ", ") -> str:
+def _count(reasons: Counter[str], between: str = ", ") -> str:
     return between.join(f"{n} {reason}" for reason, n in reasons.most_common())
+
+
+SLOW = ("faketensor", "xmem")  # these take seconds a row, the others a tenth of a second
+TIMED_CASES = 20  # a file's cases that are timed, after one that warms up
+
+
+class Tally:
+    """Count steps done and to do; a caller that begins something adds its steps first."""
+
+    def __init__(self, progress: Callable[[int, int], None]) -> None:
+        self._progress = progress
+        self.done = self.of = 0
+
+    def add(self, steps: int) -> None:
+        self.of += steps
+        self._progress(self.done, self.of)
+
+    def step(self, steps: int = 1) -> None:
+        self.done += steps
+        self._progress(self.done, self.of)
+
+    def traced(self, done: int, of: int) -> None:
+        """Count the steps of one part: called with 0 done first, then after each."""
+        if done:
+            self.step()
+        else:
+            self.add(of)
+
+
+def ask_free(
+    selection: RowSelection,
+    index: np.ndarray,
+    names: Sequence[str],
+    settings: BenchmarkSettings,
+    tally: Tally,
+    steps: StepStore,
+) -> Iterator[tuple[str, Asked]]:
+    """Yield each estimator that learns nothing with its answers, when all its rows have one.
+
+    The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.
+    """
+    answers: dict[str, dict[int, Given]] = {name: {} for name in names}
+    jobs: list[PoolItem] = []
+    places: list[tuple[str, int]] = []  # each job's estimator and row
+    for name in sorted(names, key=SLOW.__contains__):
+        for i in index.tolist():
+            case, reason = selection.rows.cases[i], selection.refused[i]
+            given = None if reason is None else Given(estimate=None, reason=reason)
+            if name == "trace" and given is None:
+                given = _of_record(case, selection.rows.target, steps)
+            if given is not None:
+                answers[name][i] = given
+                continue
+            described = replace(case, described=describe_device(case.device))  # a copy: its memory need not travel
+            jobs.append(PoolItem(ESTIMATORS[name], described, settings.target))
+            places.append((name, i))
+    for name, given_rows in answers.items():
+        tally.step(len(given_rows))
+        if len(given_rows) == len(index):
+            yield name, Asked(answers=given_rows)
+    workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
+    how: dict[str, Any] = {"imports": ["torch"], "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
+    for number, given in in_processes(answer, jobs, workers=workers, **how):
+        name, i = places[number]
+        estimate = None if isinstance(given, NoResult) else given.mib
+        answers[name][i] = Given(estimate=estimate, reason=given.reason, seconds=given.seconds)
+        tally.step()
+        if len(answers[name]) == len(index):
+            yield name, Asked(answers=answers[name])
+
+
+@dataclass(frozen=True)
+class PoolItem:
+    """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
+
+    where: str
+    case: Case
+    target: str
+
+
+def answer(job: PoolItem) -> Answer:
+    """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
+
+    def parts() -> Mapping[str, float]:
+        estimator, case = pkgutil.resolve_name(job.where)(), job.case
+        if job.target == "memory":
+            parts: Mapping[str, float] = estimator.parts_mib(case.job, case.described)
+            return parts
+        estimator.target = get_target(job.target)
+        return {job.target: estimator.figure(case)}
+
+    from learn.peers.base import timed
+
+    return timed(parts)
+
+
+def _of_record(case: Case, target: Target, steps: StepStore) -> Given | None:
+    """Return the trace's answer from the case's record; None where none is at hand, or it has another figure."""
+    values = steps.features(case)
+    if values is None or (case.training_loop and not target.is_memory):  # the record's times are with the input's
+        return None
+    estimate = values[traced_column(target)]
+    return Given(estimate=estimate, seconds=steps.record(case).seconds)
+
+
+def ask_learned(
+    name: str,
+    selection: RowSelection,
+    parts: Sequence[Part],
+    bins: Mapping[str, Mapping[str, Bins]],
+    seed: int,
+    tally: Tally,
+    steps: StepStore,
+) -> Asked:
+    """Fit on the inside of each part and ask the rows outside. A part that it cannot be fitted to is refused whole."""
+    answers: dict[int, Given] = {}
+    warnings: dict[str, None] = {}
+    seconds, latency = [], {}
+    for part in parts:
+        began = time.monotonic_ns()
+        try:
+            fitted = make_estimator(name, seed).fit(selection.rows.subset(part.inside), steps)
+        except CommandError as error:
+            refusal = Given(estimate=None, reason=f"cannot be fitted: {error}")
+            answers |= dict.fromkeys(part.outside.tolist(), refusal)
+            tally.step(1 + len(part.outside))
+            continue
+        seconds.append((time.monotonic_ns() - began) / 1e9)
+        tally.step()
+        for file in dict.fromkeys(selection.file[part.outside].tolist()):
+            index = part.outside[selection.file[part.outside] == file]
+            rows = selection.rows.subset(index)
+            given, unfamiliar = _ask(fitted, rows, bins[file], steps)
+            answers |= dict(zip(index.tolist(), given, strict=True))
+            warnings |= dict.fromkeys(unfamiliar)
+            tally.step(len(index))
+            if file not in latency:
+                timed = [case for case, answer in zip(rows.cases, given, strict=True) if answer.estimate is not None]
+                latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], get_estimator(name).needs_trace, steps)
+    known = {file: value for file, value in latency.items() if value is not None}
+    # The first fit of all also computes features that later ones, also of other estimators, find remembered.
+    return Asked(
+        answers=answers,
+        learns=True,
+        latency=known,
+        fit_seconds=median(np.array(seconds)),
+        fits=len(seconds),
+        warnings=tuple(warnings),
+    )
+
+
+def _ask(
+    fitted: Estimator, rows: Rows, bins: Mapping[str, Bins], steps: StepStore
+) -> tuple[list[Given], tuple[str, ...]]:
+    """Return answers and warnings. Where all rows together are refused, each is asked by itself."""
+    try:
+        prediction = fitted.predict(rows.cases, steps)
+    except CommandError as error:
+        if len(rows) == 1:
+            return [Given(estimate=None, reason=str(error))], ()
+        alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
+        return [answer for given, _ in alone for answer in given], tuple(text for _, texts in alone for text in texts)
+    return given_of(prediction, rows, bins), prediction.warnings
+
+
+def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:
+    """Median seconds of a single case's answer, its features not remembered (but of timm's models, the layers are); the
+    first one warms up."""
+    from learn.peers.gpumemnet import tokens_of
+
+    seconds = []
+    for case in cases:
+        tokens_of.cache_clear()
+        record = steps.record(case) if traced else None
+        began = time.monotonic_ns()
+        fitted.predict([case], steps)
+        seconds.append((time.monotonic_ns() - began) / 1e9 + (record.seconds if record is not None else 0.0))
+    return float(np.median(seconds[1:] or seconds)) if seconds else None

@@ -17,29 +17,28 @@ from typing import Any
 
 import numpy as np
 
+import warehouse
 from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
-from learn.commands.benchmark_answers import Tally, ask_learned
-from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection
+from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection, Tally, ask_learned
 from learn.estimation.estimating import estimate
-from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
+from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, left_out_errors
 from learn.estimators.protocol import ESTIMATORS
 from learn.fitting.kernel_formulas import (
     AS_IT_COMES,
     FORMULAS,
     labels_by,
     left_out_by,
-    left_out_ratios,
     subsets,
 )
 from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.judging.evaluate import TEST_TENTHS, Part
 from learn.judging.scores import Asked, Benchmark, Given, judged, median
+from learn.rows.data import get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore
-from learn.rows.targets import get_target, make_bins
 
 RANKS = "ranks"  # name of this estimator
 _PRECISIONS = ("amp_bf16", "bf16")  # Composer's newer and older name for the same
@@ -57,8 +56,6 @@ _NO_CONFIG = "no trial config describes the row"
 
 def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
     """Return whether a benchmark is about step times that were measured, here or elsewhere, and not simulated ones."""
-    import warehouse
-
     if settings.target != _TARGET or settings.published is not None or settings.source == "simulated":
         return False
     if settings.source is not None:
@@ -67,7 +64,7 @@ def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
         "SELECT DISTINCT source = 'simulated' FROM runs WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0"
     )
     with contextlib.closing(warehouse.connect(settings.data)) as connection:
-        return connection.execute(query).fetchall() == [(False,)]
+        return bool(connection.execute(query).fetchall() == [(False,)])
 
 
 def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], None]) -> Benchmark:
@@ -83,12 +80,13 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
     tally = Tally(progress)
     rows, left_out = measured_rows(
         settings.data,
-        _heard(tally),
+        lambda _text, done, of: tally.traced(done, of),
         steps=settings.rows,
         kernels=_OPERATORS,
         same_shapes=True,
         wanted=lambda row: _is_wanted(row, settings),
     )
+    tally.step()  # of the last row, before which it was called last
     fit = TimeFit(rows, WEIGHTS)
     masks = _masks(fit, settings)
     names = settings.estimators or _DEFAULTS
@@ -120,17 +118,6 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
         published=(),
         notes=(*_notes(settings, masks, names, asked), *notes),
     )
-
-
-def _heard(tally: Tally) -> Callable[[str, int, int], None]:
-    """Return a callback that counts rows; it is called before each row is traced."""
-
-    def heard(_label: str, done: int, of: int) -> None:
-        if not done:
-            tally.add(of)
-        tally.step()
-
-    return heard
 
 
 def _is_wanted(row: MeasuredTime, settings: BenchmarkSettings) -> bool:
@@ -167,26 +154,27 @@ def _masks(fit: TimeFit, settings: BenchmarkSettings) -> list[np.ndarray]:
 
 
 def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Tally) -> Asked:
-    marks: list[int] = []  # ns, before each fit and after the last one
+    formula, seconds = FORMULAS[name](fit), []
 
-    def heard() -> None:
-        if marks:
-            tally.step()
-        marks.append(time.monotonic_ns())
+    def without(mask: np.ndarray) -> np.ndarray:
+        began = time.monotonic_ns()
+        ratios = formula(~mask)
+        seconds.append((time.monotonic_ns() - began) / 1e9)
+        tally.step()
+        return ratios
 
-    ratios = left_out_ratios(FORMULAS[name](fit), masks, heard)
-    heard()
+    ratios = left_out_errors(np.empty(len(fit.rows)), masks, without)
     outside = np.any(masks, axis=0)
     answers = {
-        at: Given(estimate=row.measured_ms * math.exp(ratios[at]))
-        if math.isfinite(ratios[at])
+        place: Given(estimate=row.measured_ms * math.exp(ratios[place]))
+        if math.isfinite(ratios[place])
         else Given(estimate=None, reason="the rows that it learned from do not cover this one")
-        for at, row in enumerate(fit.rows)
-        if outside[at]
+        for place, row in enumerate(fit.rows)
+        if outside[place]
     }
     if name == AS_IT_COMES:
         return Asked(answers=answers)
-    return Asked(answers=answers, learns=True, fit_seconds=median(np.diff(marks) / 1e9), fits=len(masks))
+    return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)), fits=len(masks))
 
 
 def _ask_estimators(
@@ -215,46 +203,44 @@ def _ask_estimators(
     for name in names:
         tally.add(sum(1 + len(part.outside) for part in parts))
         learned = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
-        answers = {int(place[at]): replace(given, classes={}) for at, given in learned.answers.items()}
+        answers = {int(place[position]): replace(given, classes={}) for position, given in learned.answers.items()}
         asked[name] = replace(learned, answers=refused | answers, latency={})
     return asked
 
 
 def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection, np.ndarray]:
     """Return the rows that have a trial config, and the place of each among those of the fit."""
-    from learn.rows.data import load_rows
-
     rows = load_rows(settings.data, _TARGET, source=tuple(_OF_SOURCE), trust=settings.trust)
-    place_of = {row.run_id: at for at, row in enumerate(fit.rows) if row.run_id}
-    rows = rows.subset([at for at, run_id in enumerate(rows.run_ids) if run_id in place_of])
+    place_of = {row.run_id: position for position, row in enumerate(fit.rows) if row.run_id}
+    rows = rows.subset([position for position, run_id in enumerate(rows.run_ids) if run_id in place_of])
     if not len(rows):
         raise UsageError(_NO_CONFIG)
     place = np.array([place_of[run_id] for run_id in rows.run_ids])
     everything = np.ones(len(rows), dtype=bool)
     selection = RowSelection(
-        rows, fit.sources[place], rows.run_ids, everything, everything, rows.cases, ({},) * len(rows), ()
+        rows, fit.sources[place], rows.run_ids, everything, everything, (None,) * len(rows), ({},) * len(rows), ()
     )
     return selection, place
 
 
 def _sets(fit: TimeFit, asked: Mapping[str, Asked], by: str | None) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return title -> row -> what `Scored` says of it.
+    """Return title -> row -> its entry of `Scored`.
 
     Single operators are not training jobs, which is all that estimators answer for: they have no answers there.
     """
     groups = {"device": fit.devices, "source": fit.sources}.get(by or "", fit.groups)
     outside = np.zeros(len(fit.rows), dtype=bool)
-    outside[[at for of in asked.values() for at in of.answers]] = True
+    outside[[place for of in asked.values() for place in of.answers]] = True
     sets = {
         title: {
-            at: {
-                "name": fit.rows[at].run_id or fit.rows[at].name,
-                "group": str(groups[at]),
-                "label": fit.rows[at].measured_ms,
-                "family": fit.rows[at].group,
-                "source": "measured" if fit.rows[at].source == FARM else "imported",
+            place: {
+                "name": fit.rows[place].run_id or fit.rows[place].name,
+                "group": str(groups[place]),
+                "label": fit.rows[place].measured_ms,
+                "family": fit.rows[place].group,
+                "source": "measured" if fit.rows[place].source == FARM else "imported",
             }
-            for at in np.flatnonzero(mask & outside).tolist()
+            for place in np.flatnonzero(mask & outside).tolist()
         }
         for title, mask in subsets(fit)
     }
@@ -308,7 +294,7 @@ class RankJob:
         where FSDP's types alone decide: there is no autocast.
         """
         (tokens,), target = gpt.batch(self.config, "meta")
-        done = estimate(
+        answer = estimate(
             lambda: gpt.build(self.config),
             tokens,
             target=target,
@@ -319,16 +305,16 @@ class RankJob:
             accumulation=self.accumulation,
             estimator="trace",
         )
-        if done.step_time_ms is None:
+        if answer.step_time_ms is None:
             raise UsageError("the step has no time")
-        return done.step_time_ms / self.accumulation
+        return answer.step_time_ms / self.accumulation
 
 
 def rank_job_of(cells: Mapping[str, str]) -> RankJob:
     """Return the job of a row of LLM Foundry.
 
     Args:
-        cells: Of the published file, by column.
+        cells: Cells of the published file, by column.
 
     Raises:
         UsageError: A model, precision, strategy or type that is not known.
@@ -343,12 +329,7 @@ def rank_job_of(cells: Mapping[str, str]) -> RankJob:
         raise UsageError(f"{LLM_FOUNDRY}: no job is known with {', '.join(unknown)}")
     weights, gradients = _TYPES[cells["MP Mode"]]
     return RankJob(
-        config=mpt_config(
-            cells["Model"].lower(),
-            int(cells["SeqLen (T)"]),
-            int(cells["MicroBatchSize"]),
-            recompute=cells["Activation Checkpointing"] == "True",
-        ),
+        config=mpt_config(cells),
         accumulation=int(cells["GradAccum"]),
         parallel={
             "fsdp": int(cells["# GPUs"]),
@@ -368,23 +349,21 @@ def ask_ranks(
         rows: The measured steps.
         outside: Mask of those that are asked about.
         data: The data folder, whose column `origin` has the published cells.
-        tally: Hears of each row.
+        tally: Is called for each row.
     """
-    import warehouse
-
     with contextlib.closing(warehouse.connect(data)) as connection:
         asked = connection.execute("SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"])
         cells_of = dict(asked.fetchall())
     answers = {}
     places = np.flatnonzero(outside).tolist()
     tally.add(len(places))
-    for at in places:
-        row = rows[at]
-        answers[at] = Given(estimate=None, reason="no ranks are published of the row")
+    for place in places:
+        row = rows[place]
+        answers[place] = Given(estimate=None, reason="no ranks are published of the row")
         if row.run_id in cells_of:
             try:
-                answers[at] = Given(estimate=rank_job_of(json.loads(cells_of[row.run_id])).micro_step_ms(row.device))
+                answers[place] = Given(estimate=rank_job_of(json.loads(cells_of[row.run_id])).micro_step_ms(row.device))
             except CommandError as error:
-                answers[at] = Given(estimate=None, reason=first_line(error))
+                answers[place] = Given(estimate=None, reason=first_line(error))
         tally.step()
     return answers

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,7 +38,17 @@ from featurize.job.training_settings import (
     QUANTIZATIONS,
     TrainingKeywords,
 )
-from learn.estimation.estimate_view import PastRun, bound_name, coverage_text, known_to, load_run, print_notes, rate
+from learn.estimation.estimate_view import (
+    PastRun,
+    bound_name,
+    coverage_text,
+    known_to,
+    load_run,
+    print_json,
+    print_notes,
+    print_table,
+    rate,
+)
 from learn.estimation.estimating import (
     BOUND,
     BY,
@@ -62,14 +72,11 @@ from learn.estimation.notes import (
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators.protocol import LEVEL
 from learn.job.inputs import DEFAULT_DTYPE, model_batches, model_inputs
-from learn.job.training_job import (
-    load_factory,
-)
+from learn.job.training_job import load_factory, name_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from learn.estimation.requests import AnyModel, Inputs
+
 
 FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
@@ -159,7 +166,7 @@ class ModelKeys(TrainingKeys):
         "for model: its input's shape, as in [64,3,224,224], several as in [[8,128],[8,128]], or keyword arguments: "
         "'{input_ids: [8,128], labels: [8,128]}'; '{shape: [8,128], dtype: int64}' in place of a shape",
     )
-    input_dtype: str = key(DEFAULT_DTYPE, "of the inputs that name no type; int64 for token ids")
+    input_dtype: str = key(DEFAULT_DTYPE, "type of inputs that name none; int64 for token ids")
     arguments: Mapping[str, Any] | str | None = key(
         None,
         "for model: the factory's, as in '{num_classes: 10}'; of transformers' models, fields of their configuration",
@@ -173,17 +180,17 @@ class ModelKeys(TrainingKeys):
     )
     machine: str | None = key(
         None,
-        "what lies outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
-        "learn.calibrate; default the one calibrated for this GPU in the data folder, else current",
+        "memory outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
+        "learn.calibrate; default the data folder's for this GPU, else current",
     )
     workspaces: str | None = key(
         None,
-        "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); auto: cudnn where it "
-        "is installed and knows the GPU model, else guessed; default guessed",
+        "those of traced convolutions: guessed (default); cudnn: asks cuDNN, without a GPU (extra cudnn); auto: cudnn "
+        "where it is installed and knows the GPU model, else guessed",
     )
     torch_version: str | None = key(
         None,
-        "release of PyTorch that the job runs, as 2.4; only cuDNN's workspaces follow it, with "
+        "the job's PyTorch release, as 2.4; only cuDNN's workspaces follow it, with "
         "workspaces=cudnn or auto; default the installed one",
         "text | null",
     )
@@ -271,12 +278,11 @@ class EstimateSettings(ModelKeys):
     )
     power_limit_w: float | None = key(
         None,
-        "limit that is set on the GPU (nvidia-smi -pl); step time, utilization and energy follow it; default the "
-        "board's own",
+        "the GPU's limit (nvidia-smi -pl), which step time, utilization and energy follow; default the board's own",
         "number > 0 | null",
     )
     estimator: str | None = key(
-        None, "an unknown name lists them all; default the newest fitted hybrid, else the one that comes along"
+        None, "an unknown name lists them all; default the newest fitted hybrid, else the packaged one"
     )
     method: str = key(
         "full",
@@ -290,24 +296,23 @@ class EstimateSettings(ModelKeys):
     )
     known: list[Any] | Mapping[str, Any] | str | None = key(
         None,
-        "measured runs of this job, which move the estimate and narrow its bound: "
-        "'[{batch_size: 32, memory_mib: 10240, kind: process}]'; kind is process (the default), card, reserved or "
-        "allocated; device is its GPU model, by default the one asked for. For config: default what the data folder "
-        "measured of it on this GPU model; runs: the same, and a note where there is none; none leaves them out",
+        "measured runs of this job, which adjust the estimate and narrow its bound: "
+        "'[{batch_size: 32, memory_mib: 10240, kind: process}]'; kind is process (default), card, reserved or "
+        "allocated; device is the run's GPU model, default the job's. For config: default the data folder's "
+        "runs on this GPU model; runs: the same, and a note without any; none ignores them",
         "list | mapping | text | null",
     )
     parallel: Parallel | Mapping[str, Any] | str | None = key(
         None,
-        "several GPUs, by the degrees of pp, ddp, fsdp, cp, tp, ep, hsdp or own, of which the batch is one's, or that "
-        "of the ranks which share it: ddp=8, or fsdp=8,tp=2, or '{ddp: 16, gpus_per_node: 8, network_gb_s: 25}', or "
-        "ddp=8,zero=2 of DeepSpeed; docs/parallel.md has the settings; for a script only network_gb_s=25; "
+        "several GPUs, by the degrees of pp, ddp, fsdp, cp, tp, ep, hsdp or own: ddp=8, or fsdp=8,tp=2, or "
+        "'{ddp: 16, gpus_per_node: 8, network_gb_s: 25}', or ddp=8,zero=2 of DeepSpeed; the batch is one rank's, or "
+        "that of ranks which share it; docs/parallel.md has the settings; for a script only network_gb_s=25; "
         "default one GPU",
         "mapping | text | null",
     )
     find: str | None = key(
         None,
-        "for model and config: the largest batch that fits the device, or the devices that the job fits; default one "
-        "estimate",
+        "for model and config: the largest batch that fits, or the devices that the job fits; default one estimate",
         choices=FINDS,
     )
     by: str | None = key(
@@ -317,15 +322,15 @@ class EstimateSettings(ModelKeys):
     snapshot: str | None = key(
         None, "write the step's memory into this file, for PyTorch's viewer (pytorch.org/memory_viz)", "new path"
     )
-    notes: str = key(IMPORTANT, "of a table; important: at most three of them", choices=NOTES)
+    notes: str = key(IMPORTANT, "notes of a table; important: at most three", choices=NOTES)
     server: str | None = key(
         None,
-        "URL of a service (python -m farm.serve) that answers in place of this machine, as http://127.0.0.1:8350; "
+        "URL of a service (farm.serve) that answers in place of this machine, as http://127.0.0.1:8350; "
         "$GPUFARM_TOKEN is its token",
     )
     time_limit_s: float = key(600, "for a script: it is ended after this many seconds", "number > 0")
     memory_limit_gib: float | None = key(
-        None, "for a script: memory of this machine that it may take; default three quarters", "number > 0 | null"
+        None, "for a script: its most memory on this machine; default three quarters", "number > 0 | null"
     )
     show_output: bool = key(False, "for a script: show what it prints, on standard error")
     trust: tuple[str, ...] = key(
@@ -344,20 +349,18 @@ class EstimateSettings(ModelKeys):
             object.__setattr__(self, "find", DEVICES)
 
     def require_one_job(self) -> None:
-        """Raise `UsageError` unless the keys name one job that is no script, and what belongs to it."""
+        """Raise `UsageError` unless the keys name one job that is not a script, and what belongs to it."""
         given = [name for name in ("model", "config", "run", "configs") if getattr(self, name) is not None]
         if len(given) != 1:
             named = " and ".join(given) or "none"
             raise UsageError(
                 f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}"
             )
-        own = {"input": "own inputs", "batches": "own inputs", "batch": "batch_size"}
-        if self.model is None and (of_model := [name for name in own if getattr(self, name) is not None]):
-            raise UsageError(f"{of_model[0]} is for model=; a trial config has its {own[of_model[0]]}")
+        counterparts = {"input": "own inputs", "batches": "own inputs", "batch": "batch_size"}
+        if self.model is None and (of_model := [name for name in counterparts if getattr(self, name) is not None]):
+            raise UsageError(f"{of_model[0]} is for model=; a trial config has its {counterparts[of_model[0]]}")
         if self.run is not None and self.known == RUNS:
-            raise UsageError(
-                "known=runs would take run=ID itself, whose figures stand beside the estimate; leave it out"
-            )
+            raise UsageError("known=runs cannot be combined with run=: the run would be used to estimate itself")
         self._require_what_find_takes()
 
     def _require_what_find_takes(self) -> None:
@@ -380,8 +383,6 @@ class EstimateSettings(ModelKeys):
 
     def print_answer(self, title: str, done: Estimate, past: PastRun | None = None) -> None:
         """Print the estimate of one job in the format, with the notes that the keys ask for."""
-        from learn.estimation.estimate_view import print_json, print_table
-
         if self.format == "json":
             print_json(title, done, past)
         else:
@@ -390,8 +391,6 @@ class EstimateSettings(ModelKeys):
 
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, here or by a service, and print it. Returns the exit code."""
-    from learn.job.training_job import name_of
-
     if settings.server is not None:
         return entry_of_server(settings)
     settings.require_one_job()
@@ -419,7 +418,7 @@ def entry(settings: EstimateSettings) -> int:
         input_dtype = settings.input_dtype
     if settings.arguments is not None and settings.model is None:
         raise UsageError("arguments are for model=; a trial config of the family zoo has its own")
-    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints does not belong to the output
         job = load_factory(title, settings.arguments) if config is None else config
         inputs = model_inputs(settings.input, settings.batch)
         batches = model_batches(settings.batches, settings.batch)
@@ -438,7 +437,7 @@ def entry(settings: EstimateSettings) -> int:
     if settings.find is not None:
         return print_fits(settings, title, job, inputs, options)
     with contextlib.redirect_stdout(sys.stderr):
-        done = estimate(
+        answer = estimate(
             job,
             inputs,
             name=title,
@@ -448,8 +447,8 @@ def entry(settings: EstimateSettings) -> int:
             **{**options, "device": device or DEFAULT_DEVICE},
         )
     if past is not None:
-        done = replace(done, notes=(*done.notes, *known_to(past, done, settings.data)))
-    settings.print_answer(title, done, past)
+        answer = replace(answer, notes=(*answer.notes, *known_to(past, answer, settings.data)))
+    settings.print_answer(title, answer, past)
     for name in FILES:
         if (path := getattr(settings, name)) is not None:
             print(f"{name}: {path}", file=sys.stderr if settings.format == "json" else sys.stdout)
@@ -469,13 +468,13 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
             configs.append(config_from_mapping(config_mapping(line)))
         except CommandError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
-    for done in estimate_many(configs, method=settings.method, trust=settings.trust, **settings.how()):
-        print(json.dumps(done.to_mapping()))
+    for answer in estimate_many(configs, method=settings.method, trust=settings.trust, **settings.how()):
+        print(json.dumps(answer.to_mapping()))
     return 0
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    """The lines that hold something, each with its number in the file; `-` is standard input."""
+    """Return the lines that hold something, each with its number in the file; `-` is standard input."""
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -484,13 +483,13 @@ def _lines(path: str) -> list[tuple[int, str]]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"configs={path}, line {number}: this is no UTF-8 text") from error
+        raise UsageError(f"configs={path}, line {number}: this is not UTF-8 text") from error
     # Not splitlines(): a JSON string may hold what Unicode calls a line's end.
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
 def config_mapping(value: Any) -> Mapping[str, Any]:
-    """A config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
+    """Return a config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -501,7 +500,7 @@ def config_mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-_WIDTH_WITH_ENERGY = 90  # characters
+_WIDTH_WITH_ENERGY, _COLUMNS = 90, 7  # characters; columns of a table that is less wide
 
 
 def print_fits(
@@ -523,23 +522,29 @@ def print_fits(
     by, all_notes = settings.by or BOUND, settings.notes == ALL
     largest: LargestBatch | None = None
     fits: tuple[DeviceFit, ...] = ()
-    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints does not belong to the output
         if settings.find == DEVICES:
             fits = devices_that_fit(job, inputs, devices=settings.devices or None, by=by, **options)
         else:
             largest = largest_batch(job, inputs, by=by, **options)
     if settings.format == "json":
-        answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
+        answer = (
+            {"devices": [device_fit.to_mapping() for device_fit in fits]} if largest is None else largest.to_mapping()
+        )
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
     elif largest is None:
-        answers = [one.estimate for one in fits if one.estimate is not None]
-        of_amd = {note: None for one in answers for note in one.notes if note.code == AMD_GPU}
-        shared = {note: None for note in answers[0].notes if all(note in one.notes for one in answers)}
+        answers = [device_fit.estimate for device_fit in fits if device_fit.estimate is not None]
+        of_amd = {note: None for estimate in answers for note in estimate.notes if note.code == AMD_GPU}
+        shared = {note: None for note in answers[0].notes if all(note in estimate.notes for estimate in answers)}
         problems = [
-            Note("no-answer", PROBLEM, f"{one.device}: {one.problem}") for one in fits if one.problem is not None
+            Note("no-answer", PROBLEM, f"{device_fit.device}: {device_fit.problem}")
+            for device_fit in fits
+            if device_fit.problem is not None
         ]
-        table, notes = _table_of_devices(fits, bound_name(answers[0])), [*problems, *{**of_amd, **shared}]
-        _print(f"{title}, memory in MiB", table, answers, notes, all_notes)
+        bound = bound_name(answers[0]).replace(" bound", "\nbound")
+        heads = ["device", "peak", bound, "may\ntake", "room", "fits", "samples/s", "J a step"]
+        notes = [*problems, *{**of_amd, **shared}]
+        _print(f"{title}, memory in MiB", heads, map(_row_of_device, fits), answers, notes, all_notes)
     else:
         at_limit = _at_limit(largest)
         decided_by = POINT if at_limit.upper_mib is None else by
@@ -547,71 +552,61 @@ def print_fits(
         line = f"{title}: the largest batch on {at_limit.device} is {least}{largest.batch:,}, by the {decided_by}"
         if largest.is_lower_bound:
             line += "; no larger one is tried"
-        _print(line, _table_of_batches(largest), [at_limit], at_limit.notes, all_notes)
+        heads = ["batch", "peak memory", bound_name(at_limit), "the card", "fits"]
+        _print(line, heads, _rows_of_batches(largest), [at_limit], at_limit.notes, all_notes)
     return 0
 
 
-def _print(line: str, table: Table, answers: Sequence[Estimate], notes: Collection[Note], all_notes: bool) -> None:
+def _print(
+    line: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    answers: Sequence[Estimate],
+    notes: Collection[Note],
+    all_notes: bool,
+) -> None:
+    """Print a line, a table and notes. The table of devices is 80 characters wide; energy, the last of its columns, is
+    shown where the terminal is wider."""
     from rich.console import Console
+    from rich.table import Table
 
-    screen = Console()
+    screen, table = Console(), Table()
+    shown = heads if screen.width >= _WIDTH_WITH_ENERGY else heads[:_COLUMNS]
+    for name in shown:
+        table.add_column(name, justify="left" if name == heads[0] else "right", no_wrap=name == heads[0])
+    for row in rows:
+        table.add_row(*row[: len(shown)])
     screen.print(line, soft_wrap=True, highlight=False, markup=False)
     screen.print(table)
-    checks = dict.fromkeys(text for one in answers if (text := coverage_text(one)))
+    checks = dict.fromkeys(text for answer in answers if (text := coverage_text(answer)))
     if checks:
         screen.print(f"{bound_name(answers[0])}: {'; '.join(checks)}", soft_wrap=True, highlight=False, markup=False)
     print_notes(screen, notes, all_notes=all_notes)
 
 
 def _at_limit(largest: LargestBatch) -> Estimate:
-    done = largest.estimate or largest.beyond
-    assert done is not None  # one of both batches was estimated
-    return done
+    nearest = largest.estimate or largest.beyond
+    assert nearest is not None  # one of both batches was estimated
+    return nearest
 
 
-def _table_of_batches(largest: LargestBatch) -> Table:
-    table = _table("batch", "peak memory", bound_name(_at_limit(largest)), "the card", "fits")
-    for batch, done in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
-        if done is not None:
-            memory = (done.peak_memory_mib, done.upper_mib, done.device_memory_mib)
+def _rows_of_batches(largest: LargestBatch) -> Iterator[list[str]]:
+    for batch, answer in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
+        if answer is not None:
+            memory = (answer.peak_memory_mib, answer.upper_mib, answer.device_memory_mib)
             texts = [MISSING if mib is None else f"{mib:,.0f} MiB" for mib in memory]
-            table.add_row(f"{batch:,}", *texts, "yes" if batch == largest.batch else "no")
-    return table
+            yield [f"{batch:,}", *texts, "yes" if batch == largest.batch else "no"]
 
 
-def _table_of_devices(fits: tuple[DeviceFit, ...], bound: str) -> Table:
-    """Return the table, in MiB. It is 80 characters wide; energy has a column where the terminal is wider."""
-    from rich.console import Console
-
-    heads = ["device", "peak", bound.replace(" bound", "\nbound"), "may\ntake", "room", "fits", "samples/s"]
-    rows = [_row_of_device(one) for one in fits]
-    if Console().width >= _WIDTH_WITH_ENERGY:
-        heads.append("J a step")
-    table = _table(*heads)
-    for row in rows:
-        table.add_row(*row[: len(heads)])
-    return table
-
-
-def _row_of_device(one: DeviceFit) -> list[str]:
-    if (done := one.estimate) is None:
-        return [one.device, *[MISSING] * 7]
+def _row_of_device(device_fit: DeviceFit) -> list[str]:
+    if (answer := device_fit.estimate) is None:
+        return [device_fit.device, *[MISSING] * 7]
     memory = [
         MISSING if mib is None else f"{mib:,.0f}"
-        for mib in (done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
+        for mib in (answer.peak_memory_mib, answer.upper_mib, answer.limit_mib, device_fit.room_mib)
     ]
-    time = [MISSING if value is None else rate(value) for value in (done.samples_per_s, done.energy_j)]
-    return [one.device, *memory, "yes" if one.fits else "no", *time]
-
-
-def _table(first: str, *others: str) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
+    time = [MISSING if value is None else rate(value) for value in (answer.samples_per_s, answer.energy_j)]
+    return [device_fit.device, *memory, "yes" if device_fit.fits else "no", *time]
 
 
 # Keys that name another job than a script, or that the script chooses itself.
@@ -643,9 +638,9 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     if settings.method != "full":
         raise UsageError("a script is estimated with method=full")
     open_data(settings.data)
-    own = {name: getattr(settings, name) for name in ("parallel", *FILES, *_OF_SCRIPTS)}
+    options = {name: getattr(settings, name) for name in ("parallel", *FILES, *_OF_SCRIPTS)}
     title = " ".join(command)
-    settings.print_answer(title, estimate_script(command, name=title, **settings.how(), **own))
+    settings.print_answer(title, estimate_script(command, name=title, **settings.how(), **options))
     return 0
 
 
@@ -692,8 +687,8 @@ def entry_of_server(settings: EstimateSettings) -> int:
     body = request_of(settings)
     title = settings.model or f"{body['config'].get('family')}, batch {body['config'].get('batch_size')}"
     with Client(settings.server or "", token=os.environ.get(TOKEN_VARIABLE)) as service:
-        done = service.estimate(**body)
-    settings.print_answer(title, done)
+        answer = service.estimate(**body)
+    settings.print_answer(title, answer)
     return 0
 
 

@@ -81,8 +81,8 @@ class PlanSettings(ModelKeys):
     )
     modes: tuple[str, ...] | None = key(
         None,
-        "modes whose degrees are tried, of pp, ddp, fsdp, cp, tp and ep; default pp, ddp, fsdp and tp, cp for "
-        "long samples and ep for models with experts",
+        "modes to try, of pp, ddp, fsdp, cp, tp and ep; default all, cp only for long samples and ep only for models "
+        "with experts",
         "list of text | null",
     )
     coverage: float = key(LEVEL, "share of jobs that stay below the bound, above 0.5 and at most 0.99", "number")
@@ -108,8 +108,8 @@ def entry(settings: PlanSettings) -> int:
     title, gpus = settings.require_job()
     open_data(settings.data)
     training = {name: getattr(settings, name) for name in SETTINGS if name != "checkpointing"}
-    with contextlib.redirect_stdout(sys.stderr), StepBar("plan") as bar:  # what a model prints is none of the output
-        done = plan(
+    with contextlib.redirect_stdout(sys.stderr), StepBar("plan") as bar:  # a model's prints are not output
+        answer = plan(
             load_factory(title, settings.arguments),
             model_inputs(settings.input, None),
             gpus=gpus,
@@ -125,9 +125,9 @@ def entry(settings: PlanSettings) -> int:
             **training,
         )
     if settings.format == "json":
-        print(json.dumps(done.to_mapping(), indent=1))
+        print(json.dumps(answer.to_mapping(), indent=1))
     else:
-        print_plan(done, settings.rows)
+        print_plan(answer, settings.rows)
     if settings.report is not None:
         print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0

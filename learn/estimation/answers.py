@@ -10,8 +10,8 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,15 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.disk_cache import keep, recall
 from conf.units import MIB
 from featurize.configs.features import is_current
-from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, MachineProfile, UnsuitableDevice
+from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, UnsuitableDevice
 from featurize.job.training_settings import TrainingSettings, training_of
+from featurize.memory.replay import loads_cudnn
 from featurize.operators.replacing import without_collection
-from featurize.timing.model_flops import seconds_at_peak
+from featurize.recording.skeleton import build_on_meta
+from featurize.recording.step_trace import BatchMix, StepTrace
+from featurize.recording.values import tensors_of
+from featurize.timing.overlap import SimulatedStep, lengthened, simulate
+from featurize.timing.times import seconds_at_peak
 from learn.estimation.job_estimate import (
     COVERAGES,
     HELD_OUT,
@@ -31,11 +36,13 @@ from learn.estimation.job_estimate import (
     Energy,
     Estimate,
     Memory,
+    RankGroup,
     Timing,
     estimators_named,
     uncertainty_of,
     widest,
 )
+from learn.estimation.known_runs import KnownRun, moved
 from learn.estimation.notes import (
     AMD_GPU,
     INFO,
@@ -52,23 +59,22 @@ from learn.estimation.notes import (
     loops_of_sources,
     times,
 )
-from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, ranks_of, talk_of, workspace_notes
+from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
+from learn.estimation.requests import Request, StepFiles
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
+from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, load_latest
+from learn.job.traced import CannotTrace, TracedStep, key_of, step_of, trace_of, wants_values
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
-from learn.rows.step_store import StepStore, traced_column
-from learn.rows.targets import get_target
+from learn.peers.base import TRACE_HAS_NO_BOUND, Peer, analyse
+from learn.rows.data import get_target
+from learn.rows.step_store import StepRecord, StepStore, traced_column
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
-    from featurize.recording.step_trace import BatchMix, StepTrace
-    from featurize.timing.overlap import SimulatedStep
     from featurize.trace.trace_cache import Traces
-    from learn.estimation.job_estimate import RankGroup
-    from learn.estimation.known_runs import KnownRun
-    from learn.estimation.requests import Request, StepFiles
+    from learn.estimation.platforms import Platform
     from learn.estimators.protocol import Prediction
-    from learn.fitting.artifacts import Artifact, Wanted
-    from learn.job.traced import TracedStep
+    from learn.fitting.artifacts import Wanted
 
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
@@ -76,9 +82,6 @@ _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem"
 WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
 
 
-@naming_the_extra()
-@as_a_training_script()
-@without_collection()
 def answered(
     request: Request, *, timeline: bool = False, traces: Traces | None = None
 ) -> tuple[Estimate, TracedStep | None]:
@@ -90,22 +93,46 @@ def answered(
         traces: As in `learn.job.traced.step_of`.
 
     Raises:
-        UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
+        UsageError: Peak memory cannot be estimated. Other figures may be None.
     """
+    (asked,) = _ask_all([request], timeline, traces)
+    if asked.error is not None:
+        raise asked.error
+    return asked.estimate, asked.traced
+
+
+@naming_the_extra()
+@as_a_training_script()
+@without_collection()
+def _ask_all(requests: Sequence[Request], timeline: bool, traces: Traces | None) -> list[_Answer]:
+    """Return the answers to requests that differ in their platform alone: each fitted model is asked once for all."""
     began = time.monotonic_ns()
-    asked = _Answer(request, timeline, traces)
-    asked.trace()
-    asked.ask()
-    asked.place()
-    done = asked.moved(asked.estimate())
-    return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), asked.traced
+    steps = StepStore(requests[0].options.data)
+    answers = [_Answer(request, timeline, traces, steps) for request in requests]
+    with contextlib.ExitStack() as overrides:
+        for answer in answers:
+            answer.attempt(partial(answer.trace, answers[0].failure))
+            answer.attempt(partial(answer.ask, overrides))
+        of_model: dict[int, list[_Question]] = {}
+        for question in (question for answer in answers for question in answer.questions):
+            of_model.setdefault(id(question.artifact), []).append(question)
+        for questions in of_model.values():
+            if (artifact := questions[0].artifact) is not None:
+                prediction = artifact.estimator.predict([question.case for question in questions], steps)
+                for row, question in enumerate(questions):
+                    question.prediction, question.row = prediction, row
+    for answer in answers:
+        answer.attempt(answer.finish)
+    seconds = (time.monotonic_ns() - began) / 1e9 / len(answers)
+    for answer in answers:
+        if answer.error is None:
+            answer.estimate = replace(answer.estimate, seconds=seconds)
+    return answers
 
 
 @as_a_training_script()
 def traces_of(request: Request) -> Traces:
     """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.job.traced.step_of`."""
-    from learn.job.traced import trace_of
-
     traces: Traces = {}
     trace_of(_in_loop(request, request.job), request.platform.device, traces)
     return traces
@@ -120,6 +147,24 @@ def is_of_job(error: CommandError) -> bool:
     return isinstance(error.__cause__, CommandError) and not isinstance(error.__cause__, UnsuitableDevice)
 
 
+@dataclass
+class _Question:
+    """A target whose figure a fitted model may know: what it is asked, and, once it was, the row of its prediction.
+
+    artifact   the model; None: none knows the target
+    default    it comes with the project
+    notes      on models that were passed over
+    """
+
+    target: str
+    artifact: Artifact | None
+    default: bool
+    case: Case
+    notes: list[Note]
+    prediction: Prediction | None = None
+    row: int = 0
+
+
 class _Answer:
     """Gathers the figures of one estimate.
 
@@ -128,15 +173,19 @@ class _Answer:
     case        what estimators are asked about
     memory      the figure and its bound, by whoever is asked; None: nobody has answered
     figures     column of each further target -> the figure
-    by, loops   target -> who gave it, and of which loop
+    by, loops   target -> its estimator, and its loop
     beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
+    questions   questions to fitted models between `ask` and `finish`
+    estimate, error   what is gathered, or why nothing is
     """
 
-    def __init__(self, request: Request, timeline: bool, traces: Traces | None) -> None:
+    def __init__(self, request: Request, timeline: bool, traces: Traces | None, steps: StepStore) -> None:
         self.request, self.platform, self._timeline, self._traces = request, request.platform, timeline, traces
         self.device, self._on = request.platform.device, request.platform.machine
-        self._steps = StepStore(request.options.data)
-        self._lent = contextlib.ExitStack()
+        self._steps = steps
+        self.questions: list[_Question] = []
+        self.estimate: Estimate
+        self.error: CommandError | None = None
         self.job = _in_loop(request, request.job)
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
@@ -149,6 +198,14 @@ class _Answer:
         self.notes: list[Note] = []
         self.beyond_fit = False
 
+    def attempt(self, stage: Callable[[], None]) -> None:
+        """Take a stage of the answer, unless one before it failed."""
+        if self.error is None:
+            try:
+                stage()
+            except CommandError as error:
+                self.error = error
+
     def _case(self) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
         job, device, named = self.alone, self.device, self.request.options.estimator
@@ -159,20 +216,22 @@ class _Answer:
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
     def _step_of(self, job: TrainingJob, **options: Any) -> TracedStep:
-        from learn.job.traced import step_of
-
         return step_of(job, self.device, allocator=self.platform.allocator, **options)
 
-    def trace(self) -> None:
-        """Trace the step, or keep why it cannot be traced."""
+    def trace(self, failure: CommandError | None) -> None:
+        """Trace the step, or keep why it cannot be traced: `failure`, where it was tried on another GPU model."""
         buffers_mib(self.job, self.device)  # refuses a GPU model before anything is traced
         self.platform.prepare_workspaces(self.job)
         try:
+            if failure is not None and not isinstance(failure, UnsuitableDevice):
+                raise failure
             self.traced = self._step_of(self.job, timeline=self._timeline, traces=self._traces)
         except CommandError as error:
             self.failure = error
             if self.case.config is not None:  # it may name code that nobody allowed to run: what was stored may answer
                 self._steps.recall([self.case, replace(self.case, training_loop=True)])
+            if self._steps.features(self.case) is None:
+                self._steps.keep(self.case, StepRecord(error=str(error)))
         if self.traced is not None and self.traced.trace.mix is not None:
             self.alone = self.job.alone(self.traced.trace.mix.longest)
             self.case = self._case()
@@ -190,13 +249,11 @@ class _Answer:
             f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
         )
         self.notes.append(Note("batch-mix", INFO, text, ("memory",)))
-        self.notes += [Note("trace", WARNING, one) for one in mixed.trace.notes if one not in longest.trace.notes]
+        self.notes += [Note("trace", WARNING, note) for note in mixed.trace.notes if note not in longest.trace.notes]
         return longest
 
-    def ask(self) -> None:
-        """Ask the estimator that was named, else the fitted models. Raises the trace's failure where nobody answers."""
-        from learn.job.traced import CannotTrace
-
+    def ask(self, overrides: contextlib.ExitStack) -> None:
+        """Ask the method that was named, else choose the fitted models to ask, with records at hand for them."""
         estimator, job = self.request.options.estimator, self.job
         beyond = training_of(job.settings).beyond_fits()
         beyond += () if job.parallel is None else (SEVERAL_GPUS,)
@@ -215,16 +272,26 @@ class _Answer:
                 text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
             at_hand = self.traced if self.platform.allocator is None and not job.batches else None
-            with self._steps.lent(self.case, at_hand), self._lent:
-                self._ask_fitted()
-        if self.failure is None:
-            return
-        if estimator in (None, "trace") and job.parallel is None:
+            overrides.enter_context(self._steps.override(self.case, at_hand))
+            self._choose_models(overrides)
+
+    def finish(self) -> None:
+        """Take what fitted models answered, and gather the estimate. Raises why there is none."""
+        if self.questions:
+            self._take_fitted()
+        if self.failure is not None:
+            self._answer_without_trace(self.failure)
+        self.place()
+        self.estimate = self.moved(self.gathered())
+
+    def _answer_without_trace(self, failure: CommandError) -> None:
+        """Take what was stored of the job. Raises `failure`, why it cannot be traced, where nobody answers."""
+        if self.request.options.estimator in (None, "trace") and self.job.parallel is None:
             self._ask_stored()
         if self.memory is None:
-            advice = f"; {WITHOUT_TRACE}" if isinstance(self.failure, CannotTrace) and self.failure.limit else ""
-            kind = UsageError if isinstance(self.failure, UsageError) else EnvironmentProblem
-            raise kind(f"{self.failure}{advice}") from self.failure
+            advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
+            kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
+            raise kind(f"{failure}{advice}") from failure
 
     def _take(self, target: str, figure: float, by: str, loop: str) -> None:
         """Take a target's figure, with its source and its loop."""
@@ -236,9 +303,6 @@ class _Answer:
 
     def _ask_method(self, estimator: str) -> None:
         """Memory by a training-free method. `UsageError` with the method's reason."""
-        from learn.job.traced import wants_values
-        from learn.peers.base import Peer, analyse
-
         if beyond := training_of(self.alone.settings).beyond_trials():
             raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
         known = get_estimator(estimator)
@@ -253,7 +317,7 @@ class _Answer:
         self.notes.append(Note("estimator", WARNING, known.warning))
 
     def _ask_stored(self) -> None:
-        """Take the trace's figures that were stored of a case that cannot be traced here, where there is no answer."""
+        """Fill missing figures from a stored trace of a case that cannot be traced here."""
         if (features := self._steps.features(self.case)) is None:
             return
         for target in TARGETS:
@@ -263,11 +327,8 @@ class _Answer:
         text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
         self.notes.append(Note("stored-trace", INFO, text))
 
-    @cached_property
-    def _case_in_a_plain_loop(self) -> Case:
-        """The case in such a loop, its record at hand while models are asked."""
-        from learn.job.traced import step_of
-
+    def _case_in_a_plain_loop(self, overrides: contextlib.ExitStack) -> Case:
+        """Return the case in such a loop, its record at hand while models are asked."""
         case = self.case
         if case.training_loop or case.spec is None:
             return case
@@ -275,19 +336,17 @@ class _Answer:
         looped = replace(case, training_loop=True, module=module)
         with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
             traced = step_of(looped.job, case.spec, traces=self._traces)
-            self._lent.enter_context(self._steps.lent(looped, traced))
+            overrides.enter_context(self._steps.override(looped, traced))
         return looped
 
-    def _ask_fitted(self) -> None:
-        """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
-        folder's, else the one that comes with the project.
+    def _choose_models(self, overrides: contextlib.ExitStack) -> None:
+        """Choose for each target the newest fitted model that knows the case's family and device: the data folder's,
+        else the one that comes with the project.
 
         Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
         each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
         answer; memory, which hardly depends on the loop, is answered by any.
         """
-        from learn.fitting.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
-
         case, estimator = self.case, self.request.options.estimator
         folder = DataFolder.resolve(self.request.options.data)
         if self.request.options.data is not None:
@@ -304,66 +363,65 @@ class _Answer:
         shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
         if estimator is not None and "memory" not in shipped:
             load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
-        absent: list[str] = []
-        notes: list[Note] = []
+        in_a_loop = None
         for target in TARGETS:
-            own = None
+            newest, notes = None, list[Note]()
             try:
-                own = find_latest(folder, target, **learnt)
+                newest = find_latest(folder, target, **learnt)
             except StaleArtifact as error:
                 if estimator is not None:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
-            artifact, passed_over = _of_loop(target, own, shipped.get(target), self.request.options.loop)
-            notes += passed_over
-            of_model = None if artifact is None else self._ask_model(target, artifact, artifact is not own)
-            if of_model is None:
-                absent.append(target)
-            else:
-                notes += of_model
-        self.notes += _merged(notes)
-        if absent:
+            artifact, passed_over = _of_loop(target, newest, shipped.get(target), self.request.options.loop)
+            asked = case
+            if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
+                asked = in_a_loop = in_a_loop or self._case_in_a_plain_loop(overrides)
+            self.questions.append(_Question(target, artifact, artifact is not newest, asked, [*notes, *passed_over]))
+
+    def _take_fitted(self) -> None:
+        """Take the figures of fitted models, and note what has none."""
+        answers = [(question, self._take_model(question)) for question in self.questions]
+        self.notes += _merge([note for question, notes in answers for note in (*question.notes, *(notes or ()))])
+        if absent := [question.target for question, notes in answers if notes is None]:
+            home = DataFolder.resolve(self.request.options.data).models
             text = (
-                f"no fitted model for {family or 'modules'} on {case.device} in {folder.models} for "
-                f"{', '.join(absent)}{': answered by the trace' if self.traced is not None else ''} "
+                f"no fitted model for {self.case.family if self.case.config else 'modules'} on {self.case.device} in "
+                f"{home} for {', '.join(absent)}{': answered by the trace' if self.traced is not None else ''} "
                 f"(python -m learn.fit target={absent[0]} fits one)"
             )
             self.notes.insert(0, Note("not-fitted", INFO, text))
 
-    def _ask_model(self, target: str, artifact: Artifact, default: bool) -> list[Note] | None:
+    def _take_model(self, question: _Question) -> list[Note] | None:
         """Take the figure of one fitted model. Returns the notes on it; None where it has no answer.
-
-        Args:
-            target: Of the model.
-            artifact: The model.
-            default: It comes with the project.
 
         Raises:
             UsageError: The estimator that was named has no answer for memory.
         """
-        sources = artifact.meta["rows"]["source"]
-        asked = self._case_in_a_plain_loop if loops_of_sources(sources) == {PIPELINE} else self.case
-        prediction = artifact.estimator.predict([asked], self._steps)
-        if prediction.refusals:
-            if target == "memory" and self.request.options.estimator is not None:
-                raise UsageError(f"estimator={self.request.options.estimator} has no answer: {prediction.refusals[0]}")
+        target, artifact, default = question.target, question.artifact, question.default
+        prediction, row = question.prediction, question.row
+        if artifact is None or prediction is None:
             return None
-        point, name = float(prediction.point[0]), artifact.meta["estimator"]
+        if row in prediction.refusals:
+            if target == "memory" and (named := self.request.options.estimator) is not None:
+                raise UsageError(f"estimator={named} has no answer: {prediction.refusals[row]}")
+            return None
+        point, name = float(prediction.point[row]), artifact.meta["estimator"]
         by = f"{name} (default)" if default else f"{name} {artifact.version}"
-        self._take(target, point, by, loop_named(asked.training_loop))
+        self._take(target, point, by, loop_named(question.case.training_loop))
         if target == "memory":
             assert self.memory is not None
-            if (bound := _bound_of(prediction, artifact, self.request.options.coverage)) is not None:
-                self.memory = self.memory.bounded(bound)
-            self.beyond_fit = default and 0 in prediction.outside
+            if (bound := _bound_of(prediction, row, artifact, self.request.options.coverage)) is not None:
+                self.memory = self.memory.with_bound(bound)
+            self.beyond_fit = default and row in prediction.outside
         of_target = (target,)
         notes = [Note("estimator", WARNING, text, of_target) for text in prediction.warnings]
         notes += [
             Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", of_target)
-            for text in prediction.unfamiliar.get(0, ())
+            for text in prediction.unfamiliar.get(row, ())
         ]
-        of_loop = ", for a plain training loop with its input pipeline" if asked is not self.case else ""
-        notes.append(Note("fitted-rows", INFO, f"fitted on {', '.join(sources)} rows{of_loop}", of_target))
+        of_loop = ", for a plain training loop with its input pipeline" if question.case is not self.case else ""
+        sources = ", ".join(artifact.meta["rows"]["source"])
+        notes.append(Note("fitted-rows", INFO, f"fitted on {sources} rows{of_loop}", of_target))
         if default and not is_current(artifact.meta["feature_version"]):
             text = (
                 "the model that comes with the project was fitted with features "
@@ -373,7 +431,7 @@ class _Answer:
         return notes
 
     def place(self) -> None:
-        """Place the traced step on the machine, and bound memory that no fit can speak of by its causes."""
+        """Place the traced step on the machine, and bound memory that no fit covers by its causes."""
         if self.traced is None:
             return
         described_mib = self.traced.step.peak_memory_mib
@@ -392,14 +450,16 @@ class _Answer:
             uncertainty = uncertainty_of(self.traced, self.device, self._on)
             centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
             limit_mib = self.platform.limit_mib(self.traced)
-            self.memory = self.memory.bounded(uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib))
+            self.memory = self.memory.with_bound(
+                uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib)
+            )
 
     def _move(self, mib: float) -> None:
-        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
+        """Move a packaged model's memory to another machine than its rows were measured on."""
         if self.memory is not None and self.by["memory"].endswith("(default)"):
             self.memory = self.memory.moved(mib)
 
-    def estimate(self) -> Estimate:
+    def gathered(self) -> Estimate:
         """Return what was gathered, and the trace's figures for the rest."""
         traced, device = self.traced, self.device
         limit_mib, timing, energy = self.platform.limit_mib(traced), Timing(), Energy()
@@ -436,10 +496,8 @@ class _Answer:
 
     def _by_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
         """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
-        from featurize.timing.overlap import lengthened
-
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
-        talk = talk_of(traced, job, device)
+        talk = communication_of_step(traced, job, device)
         step = lengthened(self._priced(traced, loop), talk, device)
         of_step: dict[str, Any] = {}
         notes: list[Note] = []
@@ -448,7 +506,12 @@ class _Answer:
                 self._take(target, getattr(step, get_target(target).column), "trace", loop)
                 if target == "step_time":
                     of_step = {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
-                    notes += _note_of_host(step, job) if step.bound_by == "host" else []
+                    if step.bound_by == "host":
+                        upper_ms = f"{step.step_time_upper_ms:,.2f} on 9 of 10 machines"
+                        text = f"the host bounds the step: {step.step_time_ms:,.2f} ms, up to {upper_ms}"
+                        if job.config is None:
+                            text += "; for a module, framework= says what launches the kernels"
+                        notes.append(Note("host-bound", INFO, text, (target,)))
         timed = step if self.loops["step_time"] == loop else self._priced(traced, PIPELINE)
         ranks, sent, assumed = ranks_of(traced, job, device, talk)
         notes += [*assumed, *(Note("trace", WARNING, text) for text in traced.trace.notes)]
@@ -485,8 +548,6 @@ class _Answer:
 
     def _priced(self, traced: TracedStep, loop: str) -> SimulatedStep:
         """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
-        from featurize.timing.overlap import simulate
-
         if loop != PIPELINE:
             return traced.step
         waits_ms, settings = loading_ms(traced, self.alone), self.alone.settings
@@ -508,10 +569,22 @@ class _Answer:
             notes.append(Note("near-limit", WARNING, text))
         notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
         if (mix := traced.trace.mix) is not None:
-            notes.append(Note("batch-mix", INFO, _of_mix(mix, job.shape_text(), traced)))
+            text = (
+                f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the "
+                f"longest, {job.shape_text()}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved "
+                f"by the mix {memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of "
+                "it fragmentation; utilization and step time are of the longest"
+            )
+            notes.append(Note("batch-mix", INFO, text))
         notes += workspace_notes(memory.workspaces, self.platform.torch_version)
         if device.architecture.vendor == AMD:
-            notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, self._on)))
+            of_context = ", its context is assumed" if self._on.name in MACHINES else ""
+            of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes"
+            text = (
+                "on an AMD GPU: no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
+                f"{of_context}{of_layers if loads_cudnn(traced.trace) else ''}"
+            )
+            notes.append(Note(AMD_GPU, WARNING, text))
         if self.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:
             text = (
                 "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. "
@@ -525,8 +598,6 @@ class _Answer:
 
     def _notes_of_memory(self, memory: Memory, limit_mib: float) -> tuple[list[Note], list[Note]]:
         """Return the notes that come first, that the job does not fit, and those on what bounds its memory."""
-        from learn.peers.base import TRACE_HAS_NO_BOUND
-
         device, by = self.device, self.by["memory"]
         peak_mib, upper_mib, room = memory.peak_memory_mib, memory.upper_mib, _room(self.device, limit_mib)
         first: list[Note] = []
@@ -556,11 +627,11 @@ class _Answer:
         Raises:
             UsageError: There are runs, and the job is not traced.
         """
-        own, known, device = self.request.own_runs, self.request.options.known, self.device
-        if own is not None and (self.traced is not None or own.asked_for):
-            runs, notes = own.of(self.job.batch_size, device)
+        own_runs, known, device = self.request.own_runs, self.request.options.known, self.device
+        if own_runs is not None and (self.traced is not None or own_runs.asked_for):
+            runs, notes = own_runs.of(self.job.batch_size, device)
         else:
-            own, runs, notes = None, tuple(run for run in known if run.is_of(device)), []
+            own_runs, runs, notes = None, tuple(run for run in known if run.is_of(device)), []
             if known and not runs:
                 notes.append(Note("no-known-run", WARNING, f"known: no run was measured on {device.name}"))
         if not runs:
@@ -570,16 +641,15 @@ class _Answer:
         try:
             by_runs = self._moved_by(runs, done, self.traced)
         except CommandError as error:
-            if own is None or own.asked_for:
+            if own_runs is None or own_runs.asked_for:
                 raise
-            return replace(done, notes=(*done.notes, own.left_out(error)))
-        if own is None or by_runs.answered_by == done.answered_by:
+            return replace(done, notes=(*done.notes, own_runs.left_out(error)))
+        if own_runs is None or by_runs.answered_by == done.answered_by:
             return by_runs
-        return replace(by_runs, notes=(own.note(runs), *by_runs.notes))
+        return replace(by_runs, notes=(own_runs.note(runs), *by_runs.notes))
 
     def _moved_by(self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep) -> Estimate:
         """Return the estimate moved by runs, each traced at its batch size."""
-        from learn.estimation.known_runs import moved
 
         def trace_of(batch_size: int) -> TracedStep:
             if batch_size == self.job.batch_size:
@@ -592,49 +662,39 @@ class _Answer:
         return moved(done, runs, trace_of, self.request.options.coverage, without)
 
 
-def _note_of_host(step: SimulatedStep, job: TrainingJob) -> list[Note]:
-    figures = f"{step.step_time_ms:,.2f} ms, up to {step.step_time_upper_ms:,.2f} on 9 of 10 machines"
-    text = f"the host bounds the step: {figures}"
-    if job.config is None:
-        text += "; for a module, framework= says what launches the kernels"
-    return [Note("host-bound", INFO, text, ("step_time",))]
-
-
 def _parameters(job: TrainingJob) -> int | None:
     """Counted on a model that is built but not traced; None where it can't be built either."""
-    from featurize.recording.skeleton import build_on_meta
-
     try:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
-    except Exception:  # a model may raise anything, and the trace's reason is told already
+    except Exception:  # a model may raise anything, and the trace's reason is noted already
         return None
 
 
-def _bound_of(prediction: Prediction, artifact: Artifact, coverage: float) -> MemoryBound | None:
+def _bound_of(prediction: Prediction, row: int, artifact: Artifact, coverage: float) -> MemoryBound | None:
     """Return the bound of one case by a fitted model, of left-out groups, or of held-out rows where its fit left out
     none. None where it is not calibrated."""
     quantiles = {}
     for level in sorted({*COVERAGES, coverage}):
-        at = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
-        if at is None:
+        values = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
+        if values is None:
             return None
-        quantiles[level] = float(at[0])
+        quantiles[level] = float(values[row])
     held_out: Mapping[str, Any] = {}
     if coverage == LEVEL:
-        held = prediction.held_of(0)
+        held = prediction.held_of(row)
         held_out = artifact.bound_held_out() if held is None else asdict(held)
-    causes_mib = {HELD_OUT: quantiles[coverage] - float(prediction.point[0])}
+    causes_mib = {HELD_OUT: quantiles[coverage] - float(prediction.point[row])}
     return MemoryBound(coverage=coverage, quantiles_mib=quantiles, causes_mib=causes_mib, held_out=held_out)
 
 
 def _of_loop(
-    target: str, own: Artifact | None, shipped: Artifact | None, loop: str | None
+    target: str, newest: Artifact | None, shipped: Artifact | None, loop: str | None
 ) -> tuple[Artifact | None, list[Note]]:
     """Return the first of the two models that knows the loop, and which model was passed over for that."""
     if loop is None or target == "memory":
-        return own or shipped, []
+        return newest or shipped, []
     passed_over: list[Note] = []
-    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
+    for artifact, words in ((newest, "the newest model of the data folder"), (shipped, "the packaged model")):
         if artifact is None:
             continue
         known = loops_of_sources(artifact.meta["rows"]["source"])
@@ -649,7 +709,7 @@ def _of_loop(
     return None, passed_over
 
 
-def _merged(notes: list[Note]) -> list[Note]:
+def _merge(notes: list[Note]) -> list[Note]:
     """Return one note for those that say the same of several targets, whose names then begin its text."""
     targets: dict[Note, list[str]] = {}
     for note in notes:
@@ -672,39 +732,19 @@ def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
     return [Note("two-loops", WARNING, f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one")]
 
 
-def _of_amd(trace: StepTrace, on: MachineProfile) -> str:
-    from featurize.memory.replay import loads_cudnn
-
-    of_context = ", its context is assumed" if on.name in MACHINES else ""
-    of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes" if loads_cudnn(trace) else ""
-    return (
-        f"on an AMD GPU: no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
-        f"{of_context}{of_layers}"
-    )
-
-
 def _room(device: DeviceSpec, limit_mib: float) -> str:
     return f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
 
 
-def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
-    memory = traced.memory
-    return (
-        f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the longest, "
-        f"{longest}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved by the mix "
-        f"{memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of it fragmentation; "
-        "utilization and step time are of the longest"
-    )
-
-
 def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
-    """Seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the model."""
+    """Return the seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the
+    model."""
     groups = () if trace.pipeline is None else trace.pipeline.groups
     if not groups:
         return seconds_at_peak(trace, device, settings)
     seconds = [(seconds_at_peak(group.trace, device, settings), len(group.ranks)) for group in groups]
-    known = [(one, count) for one, count in seconds if one is not None]
-    return sum(one * count for one, count in known) / sum(count for _, count in known) if known else None
+    known = [(figure, count) for figure, count in seconds if figure is not None]
+    return sum(figure * count for figure, count in known) / sum(count for _, count in known) if known else None
 
 
 def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
@@ -714,8 +754,6 @@ def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
     script's inputs are not kept: there, what the first embedding of that shape looks up counts.
     """
     if job.recorded is None:
-        from featurize.recording.values import tensors_of
-
         inputs, _targets = job.batch("meta")
         shapes = [
             tuple(x.shape)
@@ -731,19 +769,34 @@ MOST_ANSWERS = 5000
 _answers: dict[str, Estimate] = {}  # oldest first
 
 
-def answer(request: Request, traces: Traces | None = None, kept: dict[str, Any] | None = None) -> Estimate:
-    """Return the answer of `answered`, made now where it was not given before. Raises as there.
+def answer(request: Request) -> Estimate:
+    """Return the answer of `answered`, made now where it was not given before. Raises as there."""
+    (outcome,) = answers_on(request, [request.platform])
+    if isinstance(outcome, CommandError):
+        raise outcome
+    return outcome
 
-    A new one is left in the user's cache, or with `kept`, among what the caller leaves there at once.
-    """
+
+def answers_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate | CommandError]:
+    """Return a job's estimate on each of the platforms, made now where it was not given before, or why there is none.
+    The job is traced once. What is new is left in the user's cache."""
     key, request = _key(request)
-    known = _found(key)
-    if known is None:
-        known = answered(request, traces=traces)[0]
+    keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
+    known_answers = _find([answer_key for answer_key in keys if answer_key is not None])
+    outcomes: dict[int, Estimate | CommandError] = {
+        place: known_answers[answer_key] for place, answer_key in enumerate(keys) if answer_key in known_answers
+    }
+    if missing := [place for place in range(len(platforms)) if place not in outcomes]:
+        asked = _ask_all([replace(request, platform=platforms[place]) for place in missing], False, {})
+        made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
         if key is not None:
-            fresh = {f"answer {key}": known.to_mapping()}
-            keep(fresh) if kept is None else kept.update(fresh)
-    return _remembered(key, known)
+            new = {keys[place]: estimate for place, estimate in made.items() if isinstance(estimate, Estimate)}
+            keep({f"answer {answer_key}": estimate.to_mapping() for answer_key, estimate in new.items()})
+        outcomes |= made
+    return [
+        _remember(keys[place], outcome) if isinstance(outcome, Estimate) else outcome
+        for place, outcome in sorted(outcomes.items())
+    ]
 
 
 def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: StepFiles) -> Estimate:
@@ -755,39 +808,32 @@ def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: 
     """
     began = time.monotonic_ns()
     request, notes = made()
-    done, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
-    done = replace(done, notes=(*notes, *done.notes), seconds=(time.monotonic_ns() - began) / 1e9)
+    estimate, traced = answered(request, timeline=True) if any(files) else (answer(request), None)
+    estimate = replace(estimate, notes=(*notes, *estimate.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if any(files):
-        files.write(request, done, traced)
-    return done
+        files.write(request, estimate, traced)
+    return estimate
 
 
-def _found(key: str | None) -> Estimate | None:
-    if key is None or key in _answers:
-        return None if key is None else _answers[key]
-    try:
-        return Estimate.from_mapping(recall(f"answer {key}"))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+def _find(keys: Sequence[str]) -> dict[str | None, Estimate]:
+    """Return the answers that are in memory or in the user's cache, by key."""
+    known_answers: dict[str | None, Estimate] = {key: _answers[key] for key in keys if key in _answers}
+    others = [key for key in keys if key not in known_answers]
+    for key, stored in zip(others, recall(*(f"answer {key}" for key in others)), strict=True):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            known_answers[key] = Estimate.from_mapping(stored)
+    return known_answers
 
 
-def _remembered(key: str | None, known: Estimate) -> Estimate:
+def _remember(key: str | None, known: Estimate) -> Estimate:
     """Keep an answer in memory. Returns a copy whose mappings are the caller's to change."""
     if key is None:
         return known
     _answers[key] = known
     if len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
-    own: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
-    return replace(known, **own)
-
-
-def with_key(request: Request) -> Request:
-    """Return the request with its job's key, for which a factory is built once for all that is asked of it."""
-    from learn.job.traced import key_of
-
-    job_key, build = key_of(request.job)
-    return replace(request, job=replace(request.job, build=build, key=job_key or ""))
+    copies: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
+    return replace(known, **copies)
 
 
 def clear() -> None:
@@ -796,31 +842,31 @@ def clear() -> None:
 
 
 def _key(request: Request) -> tuple[str | None, Request]:
-    """Return what tells the answer, and the request as it is then answered: its job is built once. No key with
-    workspaces, which depend on this process's cuDNN."""
+    """Return what identifies the answer apart from its platform, and the request as it is then answered: its job is
+    built once. No key with workspaces, which depend on this process's cuDNN."""
     if request.platform.workspaces is not None:
         return None, request
-    request = with_key(request)
-    job, how, own = request.job, request.options, request.own_runs
+    job_key, build = key_of(request.job)
+    job, how, own_runs = replace(request.job, build=build, key=job_key or ""), request.options, request.own_runs
     folder = DataFolder.resolve(how.data)
-    if not job.key:
-        return None, request
-    identity = (
+    key = job_key and _digest(
         job.key,
         job.name,
         job.training_loop,
         job.parallel and job.parallel.deepspeed,
-        request.platform,
-        request.platform.device.interconnect,
         how.estimator,
         how.loop,
         how.coverage,
         how.known,
-        own and (own.asked_for, own.changed_ns),
+        own_runs and (own_runs.asked_for, own_runs.changed_ns),
         str(folder.root),
         tuple(_models_of(folder)),
     )
-    return hashlib.sha256(repr(identity).encode()).hexdigest(), request
+    return key, replace(request, job=job)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _models_of(folder: DataFolder) -> Iterator[tuple[str, int, int]]:

@@ -24,7 +24,7 @@ from learn.estimation.notes import (
     loop_of_source,
     most_important,
 )
-from learn.rows.targets import get_target
+from learn.rows.data import get_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,9 +63,11 @@ def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: 
         table.add_column("difference", justify="right")
     table.add_column("for", no_wrap=alone)
     table.add_column("by", overflow="fold")
-    for one in figures(done):
-        of_run = () if past is None else _of_run(done, past, one)
-        table.add_row(one.name, one.text, *of_run, basis_of(done, one.target), done.answered_by.get(one.target, ""))
+    for figure in figures(done):
+        of_run = () if past is None else _of_run(done, past, figure)
+        table.add_row(
+            figure.name, figure.text, *of_run, basis_of(done, figure.target), done.answered_by.get(figure.target, "")
+        )
     rest = ("",) if past is None else ("", "", "")
     for name, text, why in _of_card(done):
         table.add_row(name, text, *rest, why)
@@ -91,7 +93,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: 
         screen.print(parts)
     if done.communication_ms is not None:
         sent = ", ".join(f"{kind} {mib:,.1f} MiB" for kind, mib in done.sent_mib.items())
-        takes = f"that takes {done.communication_ms:,.3f} ms, hidden but for what is waited"
+        takes = f"that takes {done.communication_ms:,.3f} ms, hidden except for what is waited"
         say(f"each rank sends in a step: {sent}; {takes}")
     if done.peak_operator is not None:
         say(f"at the peak: {peak_text(done)}")
@@ -130,11 +132,11 @@ def print_notes(screen: Console, notes: Collection[Note], *, all_notes: bool) ->
 
 
 def estimate_text(done: Estimate) -> str:
-    """Return an estimate in fewer than 15 lines: six figures, the card, who gave them, at most three notes."""
+    """Return an estimate in fewer than 15 lines: six figures, the card, their estimators, at most three notes."""
     lines = [f"estimate of a training job on {done.device}"]
-    for one in figures(done)[:6]:
-        basis = coverage_text(done) if one.target == "bound" else basis_of(done, one.target)
-        lines.append(f"{one.name:<24}{one.text}{f' ({basis})' if basis and one.value is not None else ''}")
+    for figure in figures(done)[:6]:
+        basis = coverage_text(done) if figure.target == "bound" else basis_of(done, figure.target)
+        lines.append(f"{figure.name:<24}{figure.text}{f' ({basis})' if basis and figure.value is not None else ''}")
     if done.fits_device is not None:
         by = "the bound" if done.upper_mib is not None else "the estimate"
         lines.append(f"{'fits':<24}{'yes' if done.fits_device else 'no'}, by {by}: {done.device_memory_mib:,.0f} MiB")
@@ -254,24 +256,25 @@ def rate(value: float) -> str:
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
-def _of_run(done: Estimate, past: PastRun, one: ShownFigure) -> tuple[str, str]:
+def _of_run(done: Estimate, past: PastRun, shown_figure: ShownFigure) -> tuple[str, str]:
     """Return what the run showed, and the estimate less that; in words where a figure would say nothing."""
-    if one.target == "bound" or one.name not in _MEASURED:
+    if shown_figure.target == "bound" or shown_figure.name not in _MEASURED:
         return "", ""
-    column = get_target(one.target).column
+    column = get_target(shown_figure.target).column
     in_run = past.labels[column]
     if in_run is None:
         return MISSING, ""
     of_run: dict[str, Any] = {column: in_run}
-    text = next(figure.text for figure in figures(replace(done, **of_run)) if figure.name == one.name)
+    text = next(figure.text for figure in figures(replace(done, **of_run)) if figure.name == shown_figure.name)
     estimated = getattr(done, column)
     if estimated is None:
         return text, ""
-    if one.target != "memory" and done.loops.get(one.target) != past.loop:  # memory hardly depends on the loop
+    # Memory hardly depends on the loop.
+    if shown_figure.target != "memory" and done.loops.get(shown_figure.target) != past.loop:
         return text, "other loop"
-    if agrees_by_construction(past, done, one.target):
+    if agrees_by_construction(past, done, shown_figure.target):
         return text, "same trace"
-    if one.target in ("smact", "smocc", "drama"):
+    if shown_figure.target in ("smact", "smocc", "drama"):
         return text, f"{estimated - in_run:+.3f}"
     return text, f"{estimated / in_run - 1:+.1%}" if in_run > 0 else ""
 
@@ -297,18 +300,18 @@ class PastRun:
 
 
 def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun:
-    """One run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
+    """Return one run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
 
-    The row is data: what its config names is not imported, but for the modules in `trust`
+    The row is data: what its config names is not imported, except the modules in `trust`
     (`featurize.configs.trial`)."""
     import warehouse
 
     columns = ["peak_memory_mib", "smact", "smocc", "drama", "step_time_ms"]
-    own = [columns[0], *(f"CASE WHEN group_id IS NULL THEN {name} END" for name in columns[1:])]
+    selected = [columns[0], *(f"CASE WHEN group_id IS NULL THEN {name} END" for name in columns[1:])]
     connection = warehouse.connect(data)
     try:
         row = connection.execute(
-            f"SELECT config, status, source, device_name, {', '.join(own)} FROM runs WHERE run_id = ?",
+            f"SELECT config, status, source, device_name, {', '.join(selected)} FROM runs WHERE run_id = ?",
             [str(run_id)],
         ).fetchone()
     finally:

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.cli.command_line import terminal_bar
 from conf.errors import CommandError, UsageError, unknown_name
-from conf.files.disk_cache import keep
 from conf.plain_text import first_line
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
-from learn.estimation.platforms import platform_of
+from learn.estimation.platforms import Platform, platform_of
 from learn.estimation.requests import (
     PlatformKeywords,
     RequestKeywords,
@@ -37,7 +36,6 @@ from learn.estimators.protocol import LEVEL
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
-    from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import AnyModel, Inputs
 
 
@@ -59,16 +57,21 @@ def estimate(
 
     The model takes no real memory: it is built and traced on the meta device.
 
+    Example:
+        >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
+        >>> batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
+
     Args:
         model: A trial config (dataclass, or the mapping that `runs.config` holds), an `nn.Module`, or a zero-argument
             factory of one.
         inputs: For modules: a tensor or shape, a sequence of them, or a mapping of keyword arguments, as in
-            `model(**batch)`. Lists and mappings of tensors count as one argument. Shapes are of `input_dtype`. The
+            `model(**batch)`. Lists and mappings of tensors count as one argument. Shapes have type `input_dtype`. The
             values of small tensors on the CPU are kept, for models that read them: masks, labels, boxes.
-        batches: For modules whose steps have batches of several shapes, in the order of the steps: a sequence of
-            batches, each as `inputs` (which is left out); or of sequence lengths, or a mapping of lengths to their
-            shares, to which the second dimension of `inputs` is set. `peak_memory_mib` is of the whole mix,
-            fragmentation included; utilization and step time are of the longest batch.
+        batches: For modules whose batches differ in shape, in the order of the steps: a sequence of batches, each like
+            `inputs` (which is then left out); or a sequence of lengths, or a mapping of lengths to their shares, which
+            replace the second dimension of `inputs`. `peak_memory_mib` covers the whole mix, fragmentation included;
+            utilization and step time are those of the longest batch.
         optimizer: A name of `featurize.job.training_settings.OPTIMIZERS`; `adam` by default. A trial config has its own
             optimizer, precision, cudnn_benchmark and channels_last; another value is an error.
         precision: `fp32` (the default), `tf32`, `bf16` or `fp16` (autocast), `bf16-true` or `fp16-true` (weights).
@@ -77,17 +80,17 @@ def estimate(
         settings: For modules: all training settings at once, instead of single ones.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         device: A GPU model of `conf/device`, by name or as its description.
-        power_limit_w: That is set on the GPU (`nvidia-smi -pl`), in W: step time, utilization and energy follow it.
-            None: the board's own.
+        power_limit_w: Limit that is set on the GPU (`nvidia-smi -pl`), in W, which step time, utilization and energy
+            follow. None: the board's own.
         estimator: A name of `learn.estimators.protocol.ESTIMATORS`. None takes, for each target, the newest model in
             the data folder that was fitted on the config's family and device (for modules: one that reads traced steps,
-            fitted on real devices), else the model that comes with the project, else the trace. The training-free
+            fitted on real devices), else the packaged model, else the trace. The training-free
             estimators answer for memory without a fit. `xmem` runs the model for real, on the CPU.
         method: `full`, or `fast`: estimate a trial config from its features alone, by fitted trees (the data folder's
-            `lightgbm`, else those that come along). It takes about 1 ms, has no breakdown, and says how far it is off.
-        data: Data folder with the fitted models; None is the default folder.
+            `lightgbm`, else the packaged one). It takes about 1 ms, has no breakdown, and reports its held-out error.
+        data: Data folder with the fitted models; None: the default folder.
         input_dtype: Type of the inputs that are given as shapes.
-        target: For modules: a tensor or shape of class indices.
+        target: For modules: a tensor or shape of class indices. Not the `target` of `learn.fit`.
         loss: For modules: `loss(output, target)`. None: without a target the loss that the output holds (`output.loss`,
             or a detector's mapping of losses), else cross entropy of the output, its `logits` or its first tensor, with
             targets to suit.
@@ -98,13 +101,14 @@ def estimate(
         trust: Modules whose code may run where a trial config names it (family `zoo`). Models of torchvision, timm and
             transformers need no trust.
         loop: `resident` (one batch stays on the GPU, as in the farm's runs) or `pipeline` (a plain Python loop, whose
-            steps wait for their input): utilization and step time are all of that loop. None: each figure is of the
+            steps wait for their input): all utilization and step times are for that loop. None: each figure is for the
             loop that its source knows, and `Estimate.loops` names it.
-        machine: What lies outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager` (all kernels
-            loaded at once, as before CUDA 12), `described` (as the device's description says), or a profile or its
-            file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
-        workspaces: What convolutions take while they run: `guessed` (the default); `cudnn`: cuDNN itself is asked,
-            without a GPU (extra `cudnn`); `auto`: `cudnn` where it is installed and knows the GPU model, else
+        machine: Profile of the memory outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager`
+            (all kernels loaded at once, as before CUDA 12), `described` (as the device's description says), or a
+            profile or its file. None: the profile that `learn.calibrate` made of this GPU model in the data folder,
+            else `current`.
+        workspaces: Memory that convolutions take while they run: `guessed` (the default); `cudnn`: cuDNN itself is
+            asked, without a GPU (extra `cudnn`); `auto`: `cudnn` where it is installed and knows the GPU model, else
             `guessed`. It changes the trace's figures; models were fitted on guessed ones. The job is taken to allow
             TF32 in convolutions, PyTorch's default.
         torch_version: The release of PyTorch that the job runs, as "2.4"; None: the installed one. Only cuDNN's
@@ -112,13 +116,13 @@ def estimate(
         coverage: Share of jobs that stay below `Estimate.upper_mib`: above 0.5 and at most 0.99.
         known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
             "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
-            torch.cuda. A run on another GPU model names it by `device`, and moves that one's estimate only. The
-            estimate is moved by what the runs show beyond their traces, and its bound is much narrower. None: for a
-            trial config, what the data folder measured of it on this GPU model, at any batch size, unless `estimator`,
-            `allocator` or `torch_version` asks for another answer. `"runs"`: the same, and a note where there is none.
-            `"none"`, or an empty list: no run.
-        parallel: Several GPUs, of which `inputs` is one's batch: `"ddp=8"`, `{"ddp": 8, "gpus_per_node": 4}` or a
-            `learn.Parallel`, which describes the settings. One GPU is a job without a wrapper.
+            torch.cuda. A run on another GPU model names it by `device`, and adjusts only the estimates for that one.
+            The estimate is adjusted by what the runs show beyond their traces, and its bound is much narrower. None:
+            for a trial config, the data folder's runs of it on this GPU model, at any batch size, unless `estimator`,
+            `allocator` or `torch_version` asks for another answer. `"runs"`: the same, and a note where there are none.
+            `"none"`, or an empty list: no runs.
+        parallel: Layout on several GPUs, where `inputs` is one GPU's batch: `"ddp=8"`, `{"ddp": 8, "gpus_per_node": 4}`
+            or a `learn.Parallel`, which describes the settings. One GPU is a job without a wrapper.
         **training: For modules: further fields of `featurize.job.training_settings.Training`, which describes them,
             such as accumulation=4, checkpointing="full", float8="tensorwise" or quantize="nf4".
 
@@ -129,11 +133,6 @@ def estimate(
     Raises:
         UsageError: An unknown name, a model that can't be built or traced (the message names the operator and the
             module), a named estimator that is not fitted or refuses, or a file that can't be written.
-
-    Example:
-        >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
-        >>> batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
     _require_method(method)
     if method == "fast":
@@ -161,14 +160,14 @@ def estimate_many(
         method: As in `estimate`.
         progress: Is called with the number of configs done and their total, before each config that is traced. None: a
             bar on standard error, where that is a terminal.
-        **options: Further keywords of `estimate`, but for those of modules. `known` is `"runs"` or `"none"`: a list of
+        **options: Further keywords of `estimate`, except those of modules. `known` is `"runs"` or `"none"`: a list of
             runs would be of one job.
 
     Returns:
         One estimate a config.
 
     Raises:
-        UsageError: As in `estimate`. A value that is no config is named by its place: `configs[3]: ...`.
+        UsageError: As in `estimate`. A value that is not a config is named by its place: `configs[3]: ...`.
     """
     refuse_of_one_estimate(options)
     if options.get("batches") is not None:
@@ -183,8 +182,8 @@ def estimate_many(
     jobs = _configs(configs)
     estimates = []
     with contextlib.nullcontext(progress) if progress is not None else _bar(len(jobs)) as report:
-        for done, config in enumerate(jobs):
-            report(done, len(jobs))
+        for index, config in enumerate(jobs):
+            report(index, len(jobs))
             estimates.append(estimate(config, **options))
     return estimates
 
@@ -213,14 +212,14 @@ def _configs(given: object) -> list[TrialConfig]:
         kind = f"{type(given).__name__}{advice}"
         raise UsageError(f"configs is a sequence of trial configs or their mappings, got {kind}")
     configs = []
-    for at, config in enumerate(given):
+    for place, config in enumerate(given):
         if isinstance(config, Mapping):
             try:
                 config = config_from_mapping(config)
             except CommandError as error:
-                raise UsageError(f"configs[{at}]: {error}") from error
+                raise UsageError(f"configs[{place}]: {error}") from error
         if not isinstance(config, TrialConfig):
-            raise UsageError(f"configs[{at}]: a trial config or its mapping is wanted, got {type(config).__name__}")
+            raise UsageError(f"configs[{place}]: a trial config or its mapping is wanted, got {type(config).__name__}")
         configs.append(config)
     return configs
 
@@ -239,7 +238,7 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
     if given_too := [name for name, value in of_traces.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
     if answer_options.coverage != LEVEL:
-        raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+        raise UsageError(f"method=fast supports coverage={LEVEL} only; leave coverage= out")
     for config in configs:
         if not isinstance(config, TrialConfig):
             raise UsageError("method=fast answers from a trial config alone; modules take method=full")
@@ -276,7 +275,7 @@ class LargestBatch:
     batch       samples; 0 where not even one fits, or a pipeline's one for each micro-batch
     estimate    at that batch; None where it is 0
     beyond      at one sample more, or a pipeline's one more for each micro-batch, which does not fit; None where the
-                batch is the largest that is tried, so that at least so many samples fit
+                batch is the largest that is tried, so that at least this many samples fit
     by          `bound` or `point`: the figure that has to fit
     tried       batch size -> that figure in MiB, of every estimate that was made
     """
@@ -312,8 +311,8 @@ class DeviceFit:
     fits       whether the figure that was asked for is at most the card's memory; None where there is no answer
     room_mib   memory that is left of the card, or of the share that the allocator allows; negative where the job does
                not fit
-    estimate   of the job on that GPU model; None where there is no answer
-    problem    why there is none
+    estimate   the job's estimate on that GPU model; None where there is no answer
+    problem    why there is no estimate
     """
 
     device: str
@@ -376,12 +375,14 @@ def largest_batch(
     def card_needed_mib(units: int) -> float:
         batch = units * unit
         try:
-            done = estimates[batch] = answer(replace(request, job=job.with_samples(batch)))
+            estimate = estimates[batch] = answer(replace(request, job=job.with_samples(batch)))
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         # The bound stays at the card's memory over many batches, and shows no slope there.
-        card_mib = needed_mib(done, by) if by == POINT or done.least_card_mib is None else done.least_card_mib
-        return card_mib + spec.memory_mib - _limit_mib(done, spec)
+        card_mib = (
+            needed_mib(estimate, by) if by == POINT or estimate.least_card_mib is None else estimate.least_card_mib
+        )
+        return card_mib + spec.memory_mib - _limit_mib(estimate, spec)
 
     start = max(given // unit, 1)
     batch = largest_fitting(card_needed_mib, spec.memory_mib, start, max(MOST_SAMPLES // unit, 1)) * unit
@@ -390,7 +391,7 @@ def largest_batch(
         estimate=estimates.get(batch),
         beyond=estimates.get(batch + unit),
         by=by,
-        tried={size: needed_mib(done, by) for size, done in estimates.items()},
+        tried={size: needed_mib(estimate, by) for size, estimate in estimates.items()},
     )
 
 
@@ -422,10 +423,14 @@ def devices_that_fit(
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
-    from learn.estimation.answers import answer, is_of_job, with_key
+    from learn.estimation.answers import answers_on, is_of_job
 
     _require_by(by)
-    specs = [platform_of(one, machine=CURRENT).device for one in (device_names() if devices is None else devices)]
+    specs = [
+        platform_of(device_name, machine=CURRENT).device
+        for device_name in (device_names() if devices is None else devices)
+    ]
+    specs.sort(key=lambda device_name: (device_name.memory_mib, device_name.name))
     given: dict[str, Any] = dict(options)
     of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
     anywhere = {"device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None}
@@ -435,27 +440,32 @@ def devices_that_fit(
             "known: a run without a device would speak for every GPU model; name its own, as in "
             "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
         )
-    request = with_key(request)
-    traces: Traces = {}
-    kept: dict[str, Any] = {}
-    fits, problems = [], []
-    for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
+    outcomes: list[Platform | Estimate | CommandError] = []
+    for spec in specs:
         try:
-            here = replace(request, platform=platform_of(data=request.options.data, **{**of_platform, "device": spec}))
-            try:
-                done = answer(here, traces, kept)
-            finally:
-                here.platform.release_workspaces()
+            outcomes.append(platform_of(data=request.options.data, **{**of_platform, "device": spec}))
         except CommandError as error:
-            if is_of_job(error):
-                raise
-            problems.append(error)
-            problem = first_line(error)
+            outcomes.append(error)
+    platforms = {place: device_name for place, device_name in enumerate(outcomes) if isinstance(device_name, Platform)}
+    together = len(platforms) if request.platform.workspaces is None else 1  # a process of cuDNN speaks for one
+    for start in range(0, len(platforms), max(together, 1)):
+        places = [*platforms][start : start + together]
+        for place, estimate in zip(
+            places, answers_on(request, [platforms[device_name] for device_name in places]), strict=True
+        ):
+            outcomes[place] = estimate
+            platforms[place].release_workspaces()
+    fits, problems = [], []
+    for spec, outcome in zip(specs, outcomes, strict=True):
+        if isinstance(outcome, CommandError):
+            if is_of_job(outcome):
+                raise outcome
+            problems.append(outcome)
+            problem = first_line(outcome)
             fits.append(DeviceFit(device=spec.name, fits=None, room_mib=None, estimate=None, problem=problem))
-        else:
-            room_mib = _limit_mib(done, spec) - needed_mib(done, by)
-            fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
-    keep(kept)
+        elif isinstance(outcome, Estimate):
+            room_mib = _limit_mib(outcome, spec) - needed_mib(outcome, by)
+            fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=outcome))
     if problems and len(problems) == len(fits):
         raise problems[0]
     return tuple(fits)
@@ -475,7 +485,7 @@ def _require_by(by: str) -> None:
         raise unknown_name("by", by, BY)
 
 
-# Nothing is said of larger batches: the default estimators were fitted on batches of at most 1,023 samples.
+# Larger batches are not covered: the default estimators were fitted on batches of at most 1,023 samples.
 MOST_SAMPLES = 65_536
 _GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
 _WIDER = 4  # times as wide is each further step away from the line's prediction
@@ -508,14 +518,14 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
     most = max(most, start)
     low, high = 0, None  # a batch of 0 fits by definition
     batch, tries_between = start, 0
-    step = side = None  # of the walk away from the prediction: how far, and whether its last batch fitted
+    step = side = None  # the walk away from the prediction: how far, and whether its last batch fitted
     while high is None or high - low > 1:
         tried[batch] = needed_mib(batch)
         fitted = tried[batch] <= limit_mib
         low, high = (batch, high) if fitted else (low, batch)
         if low == most:
             return most
-        guess = _predicted(tried, low, high, limit_mib)
+        guess = _predict(tried, low, high, limit_mib)
         if high is None:
             guess = (
                 low * (2 if len(tried) == 1 else _GROWTH) if guess is None else max(guess, low + 2 ** (len(tried) // 4))
@@ -533,7 +543,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
     return low
 
 
-def _predicted(tried: Mapping[int, float], low: int, high: int | None, limit_mib: float) -> int | None:
+def _predict(tried: Mapping[int, float], low: int, high: int | None, limit_mib: float) -> int | None:
     """Return the largest batch that fits by a line through two figures; None where there is no rising line."""
     if len(tried) < 2:
         return None

@@ -1,7 +1,7 @@
 """Estimates from configuration features alone (`method=fast`): fitted trees; no model is built, nothing is traced.
 
 Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
-else those that come with the project. `fit_config_models` fits the latter to what a full estimate says of sampled
+else those that come with the project. `fit_config_models` fits the latter to full estimates of sampled
 configurations: `python -m learn.fit_configs FOLDER` runs it, after `learn.build_defaults`.
 """
 
@@ -52,7 +52,7 @@ from learn.estimators.tabular import FeatureTable, TabularEstimator, case_column
 from learn.estimators.trees import Trees
 from learn.fitting.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
 from learn.job.training_job import Case
-from learn.rows.targets import get_target
+from learn.rows.data import get_target
 
 if TYPE_CHECKING:
     from learn.estimators.protocol import Estimator
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
-_WITH_CUDNN = ("cnn",)  # of the families of the models that come along: their processes load cuDNN
+_WITH_CUDNN = ("cnn",)  # families of the packaged models whose processes load cuDNN
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ConfigModels:
 
     @cached_property
     def _tables(self) -> list[tuple[FeatureTable, list[str], Trees]]:
-        """Artifacts that read the same columns, as those that come along do, and the trees of all of them."""
+        """Artifacts that read the same columns, as the packaged ones do, and the trees of all of them."""
         names_of: dict[int, list[str]] = {}
         tables: list[FeatureTable] = []
         for name, artifact in self.artifacts.items():
@@ -115,11 +115,11 @@ class ConfigModels:
         ]
 
     def named(self, target: str) -> str:
-        """Return what `answered_by` says of a target."""
+        """Return the entry of `answered_by` for a target."""
         return f"{OF_CONFIGS} (default)" if target in self.ours else f"{OF_CONFIGS} {self.artifacts[target].version}"
 
     def loop(self, target: str) -> str:
-        """Return the loop that a target's figure speaks of."""
+        """Return the loop that a target's figure is about."""
         meta = self.artifacts[target].meta
         return str(meta.get("loop") or loop_of_source(next(iter(meta["rows"]["source"]))))
 
@@ -162,8 +162,8 @@ def fast_estimates(
         assert models is not None
         estimates |= zip(of_family, _of_family(models, asked, device, on), strict=True)
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
-    for one in estimates.values():
-        object.__setattr__(one, "seconds", seconds)  # nobody else has it yet
+    for estimate in estimates.values():
+        object.__setattr__(estimate, "seconds", seconds)  # nobody else has it yet
     return [estimates[place] for place in range(len(configs))]
 
 
@@ -174,23 +174,25 @@ def fast_problem(config: TrialConfig, device: DeviceSpec, data: Any = None) -> s
 
 def config_models(data: Any, family: str | None, device: DeviceSpec) -> ConfigModels | None:
     """Return the models for a family (None: any) on a GPU model: the data folder's newest of each target, else those
-    that come along; None where they have no memory."""
+    that are packaged; None where they have no memory."""
     home = models_folder(data)
     written = tuple(_changed_ns(home / target) for target in FAST_LOOPS)
     return _config_models(home, written, DEFAULT_MODELS / "fast", family, device.name)
 
 
 @lru_cache(maxsize=64)
-def _config_models(home: Path, written: tuple, shipped: Path, family: str | None, device: str) -> ConfigModels | None:
+def _config_models(
+    home: Path, written: tuple[Any, ...], shipped: Path, family: str | None, device: str
+) -> ConfigModels | None:
     from warehouse.files.folder import DataFolder
 
     artifacts: dict[str, Artifact] = {}
     if any(written):
         data = DataFolder(home.parent)
         for target in FAST_LOOPS:
-            own = newest(data, target, estimator=OF_CONFIGS, family=family, device=device)
-            if own is not None and is_current(own.meta["feature_version"]):
-                artifacts[target] = own
+            kept = newest(data, target, estimator=OF_CONFIGS, family=family, device=device)
+            if kept is not None and is_current(kept.meta["feature_version"]):
+                artifacts[target] = kept
     ours = []
     for name in (*FAST_LOOPS, BOUND):
         needless = "memory" not in ours if name == BOUND else name in artifacts
@@ -231,11 +233,11 @@ def _of_family(
     family = configs[0].family
     figures, bound = models.predict([Case(config, device.name, described=device) for config in configs])
     targets = list(figures)
-    columns: dict[str, list] = {get_target(target).column: points.tolist() for target, points in figures.items()}
+    columns: dict[str, list[Any]] = {get_target(target).column: points.tolist() for target, points in figures.items()}
     unknown = [None] * len(configs)
     moved_mib = _moved_mib(family, device, on) if "memory" in models.ours else 0.0
     memory = [mib + moved_mib for mib in columns["peak_memory_mib"]]
-    upper: list = unknown
+    upper: list[Any] = unknown
     if bound is not None:
         upper = [max(mib + moved_mib, point) for mib, point in zip(bound.tolist(), memory, strict=True)]
     shared: dict[str, Any] = {
@@ -317,11 +319,11 @@ DEVICES = (
 BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
 # Target -> the loop that a full estimate answers for: the fitted models' figures, and the trace's.
 FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
-ROUNDS = 120  # trees of a model; all that come along take less than 1.5 MB
+ROUNDS = 120  # trees of a model; all packaged ones take less than 1.5 MB
 CASES = 3360
-LIMIT_MIB = 120 * 1024  # of `featurize.job.layers.rough_memory_mib`
+LIMIT_MIB = 120 * 1024  # limit of `featurize.job.layers.rough_memory_mib`
 MAX_ATTEMPTS = 1000
-_SLACK = 0.05  # of a range's width, beyond which a value is outside
+_SLACK = 0.05  # share of a range's width, beyond which a value is outside
 # Instead of what conf/arch says: a scheduler's jobs differ more in how they are trained than a published sweep does. A
 # value listed twice is drawn twice as often.
 _WIDER: Mapping[str, Any] = {
@@ -346,7 +348,7 @@ def fit_config_models(
     workers: int | None = None,
     progress: Callable[[str, int, int], None] = lambda _step, _done, _of: None,
 ) -> None:
-    """Write one artifact a target, and one of the memory bound, into `folder`, which is made anew.
+    """Write one artifact a target, and one of the memory bound, into `folder`, which is made again.
 
     Labels are the full estimates of sampled configurations: by the models that come with the project, and by the trace
     where none does. Each artifact's `meta.json` has the errors on 30 % of the configurations, which their fit had not
@@ -354,7 +356,7 @@ def fit_config_models(
 
     Args:
         cases: Sampled configurations; each is traced once, in 0.1 to 0.3 s.
-        seed: Of the configurations, splits and fits.
+        seed: Seed of the configurations, splits and fits.
         data: Data folder that keeps the traced steps; None: the default one.
         workers: As in `StepStore.prepare`.
         progress: Is called with a step's name, what is done and the total.
@@ -377,8 +379,7 @@ def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
     """Return target -> rows, labelled with what full estimates say. Cases that cannot be traced are left out."""
     from featurize.configs.features import group_key
     from learn.fitting.artifacts import default_artifact
-    from learn.rows.data import LabelledRow, Rows, module_of
-    from learn.rows.targets import get_target
+    from learn.rows.data import LabelledRow, Rows, get_target, module_of
 
     described = [
         (case, case.config, case.spec)
@@ -390,7 +391,7 @@ def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
     for target in ("memory", "smact", "smocc"):
         artifact = default_artifact(target)
         if artifact is None:
-            raise UsageError(f"no model of {target} comes along: run learn.build_defaults first")
+            raise UsageError(f"no model of {target} is packaged: run learn.build_defaults first")
         prediction = artifact.estimator.predict(traced, steps)
         labels[target] = prediction.point
         if target == "memory" and (upper := prediction.upper(LEVEL)) is not None:
@@ -431,7 +432,7 @@ def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.nd
     """Return (n,) rough figures from the features of cases, by whose multiple trees learn memory (MiB) and step time
     (ms): they are flat beyond what they were fitted on, and this is not. 1 for ratios. launch_us: of the host."""
     if name in _ROUGH_MEMORY:
-        return columns["rough_memory_mib"] + columns["gpu_context_mib"]
+        return np.asarray(columns["rough_memory_mib"] + columns["gpu_context_mib"])
     if name != "step_time":
         return 1.0
     of_type = [columns[f"gpu_{rate}_tflops"] for rate in ("fp32", "tf32", "half")]
@@ -439,11 +440,11 @@ def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.nd
     compute_us = 3 * columns["batch_flops"] / (1e6 * tflops)
     moved = 24 * columns["batch_output_elements"] + 28 * columns["parameters"]  # bytes
     launches_us = _LAUNCHES * columns["layers"] * launch_us
-    return (compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3
+    return np.asarray((compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3)
 
 
 _ROUGH_MEMORY = ("memory", BOUND)
-_LAUNCHES = 5  # of a layer, in a step
+_LAUNCHES = 5  # launches of a layer in a step
 
 
 def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
@@ -460,7 +461,7 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
     records = zip(rows.records, rows.label / rough, strict=True)
     multiples = replace(rows, records=tuple(replace(row, label=float(label)) for row, label in records))
     train, test = hold_out(rows, np.unique(rows.family, return_inverse=True)[1], seed)
-    judged = _fitted(multiples.subset(train), seed).predict([rows.cases[place] for place in test])
+    judged = _fit(multiples.subset(train), seed).predict([rows.cases[place] for place in test])
     point = judged.point * rough[test]
     meta = {
         "format": FORMAT,
@@ -483,11 +484,11 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
         above = {family: conformal_score(np.sort(times[family_of == family]), LEVEL) for family in FAMILIES}
         meta["above"] = {family: round(factor, 4) for family, factor in above.items()}
     (folder / "model").mkdir(parents=True)
-    _fitted(multiples, seed).save(folder / "model")
+    _fit(multiples, seed).save(folder / "model")
     (folder / "meta.json").write_text(json.dumps(stamped(folder, meta, "meta.json"), indent=1, sort_keys=True))
 
 
-def _fitted(rows: Rows, seed: int) -> Estimator:
+def _fit(rows: Rows, seed: int) -> Estimator:
     from learn.estimators.tabular import LightGBMEstimator
 
     estimator = LightGBMEstimator(seed)
@@ -550,7 +551,8 @@ def _plain(value: object) -> str:
 def sampled_cases(n: int, seed: int = 0) -> tuple[Case, ...]:
     """Return `sampled_configs(n, seed)` in the usual training loop, on `DEVICES`.
 
-    Every other four rounds of the families run on the GPU model that was measured, the rest on the others in turn.
+    Rounds over the families alternate in fours: four on the measured GPU model, then four on one of the others, in
+    turn.
     """
     others = [name for name in DEVICES if name != DEFAULT_DEVICE]
     cases = []
@@ -589,7 +591,7 @@ def _config(family: str, index: int, seed: int) -> TrialConfig:
             for name, spec in _space(family, wider=wider).items()
         }
         try:
-            config = module.Config(**module.repair(values, draw))
+            config: TrialConfig = module.Config(**module.repair(values, draw))
         except UsageError:  # a batch of 1 with batch norm
             continue
         if not wider or rough_memory_mib(layers_of(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
@@ -612,10 +614,10 @@ def _drawn_on_log_scale(spec: Any) -> bool:
     if not isinstance(spec, Mapping):
         return False
     scale = spec.get("scale", "auto")
-    return scale == "log" or (scale == "auto" and spec["low"] > 0 and spec["high"] / spec["low"] >= 100)
+    return bool(scale == "log" or (scale == "auto" and spec["low"] > 0 and spec["high"] / spec["low"] >= 100))
 
 
-def _value(spec: Any, u: float, *, log: bool):
+def _value(spec: Any, u: float, *, log: bool) -> Any:
     if isinstance(spec, list | tuple):
         return spec[int(u * len(spec))]
     if not isinstance(spec, Mapping):

@@ -18,7 +18,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
 from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators.protocol import LEVEL, Held, MemoryBound, bound_shares, least_held
+from learn.estimators.protocol import LEVEL, HeldShare, MemoryBound, bound_shares, least_held
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
@@ -45,7 +45,7 @@ NARROWED_BY: Mapping[str, str] = {
     NEIGHBOUR: "the nearer the measured batch is, the narrower it is",
 }
 
-# The causes that measured rows speak of. Of the others there are none, and they count as they are.
+# The causes that measured rows cover. No rows cover the others, which count as they are.
 MEASURED = (WORKSPACES, FRAGMENTATION, KERNELS, CONTEXT)
 # MiB by machine, chosen: the described one was off by up to 100 MiB in the median of one of five published files, and
 # nothing was measured on the others. The rest are calibrated profiles.
@@ -53,9 +53,9 @@ _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER:
 # Of AMD's GPUs, where neither MIOpen's workspaces nor the context of any is known; chosen.
 _OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
 _OF_LARGEST = 2.0  # where cuDNN was asked: of the largest workspace, for the spread of assumptions; chosen
-_BLAS_THREADS = 2  # that keep a workspace: of the forward and of the backward pass
-COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # of the distribution that an estimate holds
-# cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator gives cached memory
+_BLAS_THREADS = 2  # threads that keep a workspace: of the forward and of the backward pass
+COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # points of the distribution that an estimate holds
+# cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator frees cached memory
 # back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of
 # timm's models (RTX 3090, AMP), 85 % are let in at the largest batch that ran, and 2 at the next one (with 7 %: 90 %
 # and 3).
@@ -68,13 +68,13 @@ class Uncertainty:
 
     Args:
         causes_mib: Cause -> MiB of the 99 % margin.
-        needed_mib: What the job cannot do without, with its margin: it runs on a card that has so much.
-        held: What such bounds held of left-out rows; None where no row speaks of the cause or of the GPU's vendor.
+        needed_mib: What the job cannot do without, with its margin: it runs on a card that has this much.
+        held: How such bounds did on left-out rows; None where no row covers the cause or the GPU's vendor.
     """
 
     causes_mib: Mapping[str, float]
     needed_mib: float
-    held: Held | None = None
+    held: HeldShare | None = None
 
     def bound(self, centre_mib: float, coverage: float, card_mib: float) -> MemoryBound:
         """Return the bound of a job.
@@ -196,7 +196,7 @@ class RankGroup:
 
     first   the first of them, counted from 0
     count   how many there are
-    peak_memory_mib, breakdown   of each, as in `Memory`
+    peak_memory_mib, breakdown   each rank's, as in `Memory`
     """
 
     first: int
@@ -209,22 +209,22 @@ class RankGroup:
 class Memory:
     """A job's peak memory: the figure, its bound, what it consists of, and the card it has to fit, in MiB.
 
-    peak_memory_mib   of the whole card, by the estimator that `Estimate.answered_by` names
+    peak_memory_mib   the whole card's, by the estimator that `Estimate.answered_by` names
     allocated_mib, reserved_mib, process_mib, card_mib   the same peak by the trace, as the four instruments show it:
                   `torch.cuda.max_memory_allocated`, `max_memory_reserved`, the process in nvidia-smi, the card there
     upper_mib     what a share `coverage` of jobs stay below, 99 of 100 by default; None where no bound is calibrated
                   (training-free estimators but the trace, figures of a trace that was stored)
     least_card_mib   memory of the smallest card that the bound lets the job into: `upper_mib`, or less where the job
                   runs on a smaller card without its caches and spare workspaces
-    bound_held_out   of the bound: `share`, what part of rows that its fit had not seen it held, and `rows`, how many
+    bound_held_out   the bound's record on rows that its fit had not seen: `share` that it held, and `rows`, how many
                   these were. Where whole groups were left out, `groups` is their number, and `kind` names them
                   (families, sources, GPU models, configurations). Empty where it was not checked on such rows
     uncertain     cause -> MiB by which the bound lies above `peak_memory_mib` for it; empty without a bound. Where the
                   sum is less than the causes' own, a card of that size is all that the job can take
     distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
     breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
-                  which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
-                  estimator itself tells apart
+                  which is not `peak_memory_mib` where that is another estimator's. Without a trace: the parts that the
+                  estimator itself distinguishes
     peak_operator, peak_module, peak_phase   what took memory when the most was allocated, in the traced step
     activations   module -> MiB that the operators of its forward pass keep alive at that moment: the largest ones
     device_memory_mib   what a job can use of the card
@@ -289,7 +289,7 @@ class Memory:
         """Return whether the job fits into the empty card; None where its memory is not known."""
         return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
 
-    def bounded(self, bound: MemoryBound) -> Self:
+    def with_bound(self, bound: MemoryBound) -> Self:
         """Return the memory with a bound."""
         probabilities = sorted(bound.quantiles_mib)
         ascending = np.maximum.accumulate([bound.quantiles_mib[p] for p in probabilities]).tolist()
@@ -305,13 +305,13 @@ class Memory:
         )
 
     def moved(self, mib: float) -> Self:
-        """Return the memory with its figure and its bound so much higher."""
-        bound: dict[str, Any] = {name: None if (at := getattr(self, name)) is None else at + mib for name in _BOUND}
-        distribution = tuple((p, at + mib) for p, at in self.distribution)
+        """Return a copy with the estimate and its bound raised by `mib`."""
+        bound: dict[str, Any] = {
+            name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib
+            for name in ("upper_mib", "least_card_mib")
+        }
+        distribution = tuple((p, quantile_mib + mib) for p, quantile_mib in self.distribution)
         return replace(self, peak_memory_mib=self.peak_memory_mib + mib, distribution=distribution, **bound)
-
-
-_BOUND = ("upper_mib", "least_card_mib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,15 +330,15 @@ class Timing:
     step_time_upper_ms  what 90 of 100 measured steps stay below, where the trace times the step; else None
     bound_by      what takes the longest of the step time: `gpu`, `host` (which launches the kernels), `communication`
                   or `input`; None where the trace does not time the step
-    samples_per_s, tokens_per_s   of the step time: all micro-steps of an optimizer step count, padding too. Tokens are
+    samples_per_s, tokens_per_s   throughput: all micro-steps of an optimizer step count, padding too. Tokens are
                   those of integer inputs of shape [batch, length]. These two and `mfu` need a trace
     mfu           model FLOPs utilization: FLOPs of the matrix products, convolutions and attention, forward and
                   backward, over what the GPU model does in a step time at the peak rate of the job's precision. What
                   checkpoints compute again does not count (PaLM, arXiv:2204.02311, appendix B). None where the GPU
-                  model has no such rate. See `featurize.timing.model_flops`
+                  model has no such rate. See `featurize.timing.times.seconds_at_peak`
     communication_ms   what the ranks' collectives take in a step; `exposed_ms` of it is not hidden by computation, and
                   part of the step time
-    bubble_ms     of a pipeline: part of the step time in which the rank waits for stages that compute
+    bubble_ms     part of a pipeline's step time in which the rank waits for stages that compute
     sent_mib      kind of collective -> MiB that a rank sends in a step
     """
 
@@ -369,21 +369,21 @@ class Energy:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Energy, Timing, Activity, Memory):
-    """One training job on one GPU model. MiB, ms, J; ratios lie in [0, 1]. None: nobody who was asked knows.
+    """One training job on one GPU model. MiB, ms, J; ratios lie in [0, 1]. None: not known.
 
     Its parts, by themselves: `memory`, `time`, `activity` and `energy`; their figures are also the estimate's own.
 
-    parameters    of the model
+    parameters    number of the model's parameters
     device        the GPU model's name
     machine       the profile that says what lies outside the allocator; see `featurize.device.device_spec`
     notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
-    estimator     those that gave the figures
-    answered_by   target -> estimator and version that gave the figure
-    loops         target -> the loop that the figure speaks of, a name of `learn.estimation.notes.LOOPS`
-    seconds       what the estimate itself took
-    ranks         of a job on several GPUs: its ranks, in groups that hold the same. All other figures are of the rank
-                  that needs the most memory, but for samples and tokens a second, which are of all ranks
-    held_out_errors     of `method=fast`: target -> `median` and `p90` of the error on
+    estimator     the estimators of the figures
+    answered_by   target -> estimator and version of the figure
+    loops         target -> the loop that the figure is about, a name of `learn.estimation.notes.LOOPS`
+    seconds       time that the estimate itself took
+    ranks         a multi-GPU job's ranks, in groups that hold the same. All other figures are those of the rank
+                  that needs the most memory, except samples and tokens a second, which are of all ranks
+    held_out_errors     for `method=fast`: target -> `median` and `p90` of the error on
                         configurations held out; shares of memory and step time, absolute for ratios
     """
 
@@ -431,7 +431,7 @@ class Estimate(Energy, Timing, Activity, Memory):
         return self._part(Energy)
 
     def _part(self, kind: type[Part]) -> Part:
-        return kind(**{one.name: getattr(self, one.name) for one in fields(kind)})  # type: ignore[arg-type]
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -442,7 +442,7 @@ class Estimate(Energy, Timing, Activity, Memory):
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """Return the estimate that `to_mapping` wrote, also through JSON. Names of later versions are left out."""
         values = _known_fields(cls, mapping)
-        texts = mapping.get("warnings", ())  # of a service from before notes had codes
+        texts = mapping.get("warnings", ())  # sent by a service from before notes had codes
         notes = mapping.get("notes", [{"code": "note", "severity": INFO, "text": text} for text in texts])
         values["notes"] = tuple(
             Note(**{**_known_fields(Note, note), "targets": tuple(note.get("targets", ()))}) for note in notes
@@ -452,15 +452,15 @@ class Estimate(Energy, Timing, Activity, Memory):
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The fields, `warnings`, and `fits`: into the empty card."""
+        """Return the fields, `warnings`, and `fits`: into the empty card."""
         return {**asdict(self), "warnings": list(self.warnings), "fits": self.fits_device}
 
 
 def _known_fields(kind: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {one.name: mapping[one.name] for one in fields(kind) if one.name in mapping}
+    return {field.name: mapping[field.name] for field in fields(kind) if field.name in mapping}
 
 
 def estimators_named(by: Mapping[str, str]) -> str:
-    """Return the estimators that gave an answer's figures, the trace last; `by` is its `answered_by`."""
+    """Return the estimators of an answer's figures, the trace last; `by` is its `answered_by`."""
     named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
     return " + ".join(named)

@@ -67,9 +67,9 @@ RUNS, NONE = "runs", "none"  # in place of a list: the data folder's own, and no
 # Chosen: a run that is further from its trace than this factor is left out. Runs of one batch that are this far apart
 # contradict each other: they move the estimate but narrow nothing.
 _CONTRADICTS = 1.5
-_OTHER_CONTEXT_MIB = 2048.0  # by which contexts of two machines hardly differ, however small the job
+_OTHER_CONTEXT_MIB = 2048.0  # contexts of two machines hardly differ by more, however small the job
 _RUNS_DIFFER = 1.1
-_LIVE = 0.85  # of what the trace counts as alive, which includes assumed workspaces and a typical context
+_LIVE = 0.85  # share of what the trace counts as alive, which includes assumed workspaces and a typical context
 _EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
 _TAKES = f"known is a list of measured runs, as in {_EXAMPLE}, or {RUNS} or {NONE}"
 
@@ -113,7 +113,7 @@ class OnTrace(NamedTuple):
     """A measured run beside its trace, in MiB.
 
     reserved_mib     what the trace reserves
-    card_mib         what the trace says of the whole card
+    card_mib         the trace's figure for the whole card
     live_mib         the least that the instrument can show: the tensors that are alive at once, and what lies outside
     difference_mib   what was measured less what the trace says
     """
@@ -141,19 +141,19 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
         raise UsageError(f"{_TAKES}; got {given!r}{advice}")
     runs = []
     names = [field.name for field in fields(KnownRun)]
-    for at, one in enumerate(given):
-        if isinstance(one, Mapping):
-            if unknown := [str(name) for name in one if name not in names]:
-                raise UsageError(f"known[{at}]: unknown {', '.join(unknown)}; known: {', '.join(names)}")
-            if missing := [name for name in ("batch_size", "memory_mib") if name not in one]:
-                raise UsageError(f"known[{at}]: missing {', '.join(missing)}")
+    for place, value in enumerate(given):
+        if isinstance(value, Mapping):
+            if unknown := [str(name) for name in value if name not in names]:
+                raise UsageError(f"known[{place}]: unknown {', '.join(unknown)}; known: {', '.join(names)}")
+            if missing := [name for name in ("batch_size", "memory_mib") if name not in value]:
+                raise UsageError(f"known[{place}]: missing {', '.join(missing)}")
             try:
-                one = KnownRun(**one)
+                value = KnownRun(**value)
             except UsageError as error:
-                raise UsageError(f"known[{at}]: {error}") from error
-        if not isinstance(one, KnownRun):
-            raise UsageError(f"known[{at}]: a mapping is wanted, got {type(one).__name__}")
-        runs.append(one)
+                raise UsageError(f"known[{place}]: {error}") from error
+        if not isinstance(value, KnownRun):
+            raise UsageError(f"known[{place}]: a mapping is wanted, got {type(value).__name__}")
+        runs.append(value)
     return tuple(runs)
 
 
@@ -167,7 +167,7 @@ def _from_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{_TAKES}; got text that is no JSON ({error}): {shown(text)}") from error
+        raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(text)}") from error
 
 
 def moved(
@@ -181,7 +181,7 @@ def moved(
 
     Each run is traced at its batch. What was measured beyond the trace holds for the asked batch, too: between two
     runs by interpolation, above them with the square root of the reserved memory, below them in proportion. The
-    bound's width is never above the one without the runs, but for what runs of one batch differ by, and a job that
+    bound's width is never above the one without the runs, except for what runs of one batch differ by, and a job that
     surely fits the card is bounded by the card, as without them. Runs that contradict the trace are left out; those
     that contradict each other move the estimate and narrow nothing. A note says so.
 
@@ -189,17 +189,22 @@ def moved(
         done: The estimate, traced on its machine.
         runs: At least one.
         trace_of: The job's traced step at a batch size, on the same machine.
-        coverage: Of the bound.
+        coverage: Coverage of the bound.
         without: What is uncertain of the traced step without the runs.
 
     Raises:
         UsageError: A run that holds more than the card has.
     """
-    _require_on_card(runs, done)
+    for run in runs:
+        if done.device_memory_mib is not None and run.memory_mib > done.device_memory_mib:
+            raise UsageError(
+                f"known: {run.memory_mib:,.0f} MiB at a batch of {run.batch_size:,}: {done.device} has "
+                f"{done.device_memory_mib:,.0f} MiB; name the run's own GPU model by its device key"
+            )
     traced = [_on_trace(run, trace_of(run.batch_size), done) for run in runs]
-    judged = [(one, _of_another_job(one)) for one in sorted(traced, key=lambda one: one.reserved_mib)]
+    judged = [(known, _of_another_job(known)) for known in sorted(traced, key=lambda known: known.reserved_mib)]
     of_another_job = [note for _, note in judged if note is not None]
-    measured = [one for one, note in judged if note is None]
+    measured = [known for known, note in judged if note is None]
     assert done.card_mib is not None and done.reserved_mib is not None, "the job is traced"
     if not measured:
         return replace(done, notes=(*of_another_job, *done.notes))
@@ -218,7 +223,7 @@ def moved(
         text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}"
         notes.insert(0, Note(OUT_OF_MEMORY, PROBLEM, text))
     card_mib = math.inf if limit_mib is None else limit_mib
-    by_runs = replace(done, peak_memory_mib=peak_mib).bounded(uncertain.bound(peak_mib, coverage, card_mib))
+    by_runs = replace(done, peak_memory_mib=peak_mib).with_bound(uncertain.bound(peak_mib, coverage, card_mib))
     notes += filter(None, [widest(by_runs.uncertain, (by_runs.upper_mib or 0.0) - peak_mib)])
     return replace(
         by_runs,
@@ -228,20 +233,11 @@ def moved(
     )
 
 
-def _require_on_card(runs: Sequence[KnownRun], done: Estimate) -> None:
-    for run in runs:
-        if done.device_memory_mib is not None and run.memory_mib > done.device_memory_mib:
-            raise UsageError(
-                f"known: {run.memory_mib:,.0f} MiB at a batch of {run.batch_size:,}: {done.device} has "
-                f"{done.device_memory_mib:,.0f} MiB; name the run's own GPU model by its device key"
-            )
-
-
 def _uncertainty(
     measured: Sequence[OnTrace], reserved_mib: float, peak_mib: float, without: Uncertainty, *, narrows: bool
 ) -> Uncertainty:
     """Return what is uncertain beside the runs: by their distance, but never more than without them."""
-    doublings = min(abs(math.log2(reserved_mib / one.reserved_mib)) for one in measured)
+    doublings = min(abs(math.log2(reserved_mib / traced_run.reserved_mib)) for traced_run in measured)
     further = min(max(doublings - 1.0, 0.0), _MOST_FURTHER)
     margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib
     spread_mib = _spread(measured)
@@ -253,8 +249,8 @@ def _uncertainty(
 def _contradictions(measured: Sequence[OnTrace]) -> list[Note]:
     """Return a note for runs that contradict each other."""
     of_size: dict[int, list[float]] = {}
-    for one in measured:
-        of_size.setdefault(one.run.batch_size, []).append(one.card_mib + one.difference_mib)
+    for traced_run in measured:
+        of_size.setdefault(traced_run.run.batch_size, []).append(traced_run.card_mib + traced_run.difference_mib)
     texts = [
         f"known: the runs at a batch of {size:,} differ by {max(cards) - min(cards):,.0f} MiB, and narrow no bound"
         for size, cards in sorted(of_size.items())
@@ -269,17 +265,18 @@ def _contradictions(measured: Sequence[OnTrace]) -> list[Note]:
     return [Note("runs-contradict", WARNING, text) for text in texts]
 
 
-def _of_another_job(one: OnTrace) -> Note | None:
+def _of_another_job(traced: OnTrace) -> Note | None:
     """Return a note for a run that is left out: its trace says it is hardly of this job. None for the others."""
-    ratio = (one.card_mib + one.difference_mib) / one.card_mib
-    below_live = one.run.memory_mib < one.live_mib
-    too_high = ratio > _CONTRADICTS and one.difference_mib > _OTHER_CONTEXT_MIB
+    ratio = (traced.card_mib + traced.difference_mib) / traced.card_mib
+    below_live = traced.run.memory_mib < traced.live_mib
+    too_high = ratio > _CONTRADICTS and traced.difference_mib > _OTHER_CONTEXT_MIB
     if not (below_live or too_high or ratio < 1 / _CONTRADICTS):
         return None
-    less = f", {one.live_mib:,.0f} MiB of it without any cache" if below_live else ""
+    less = f", {traced.live_mib:,.0f} MiB of it without any cache" if below_live else ""
     text = (
-        f"known: {one.run.memory_mib:,.0f} MiB at a batch of {one.run.batch_size:,} is left out: the trace says "
-        f"{one.run.memory_mib - one.difference_mib:,.0f} MiB ({one.run.kind}){less}, so it is probably of another job"
+        f"known: {traced.run.memory_mib:,.0f} MiB at a batch of {traced.run.batch_size:,} is left out: the trace says "
+        f"{traced.run.memory_mib - traced.difference_mib:,.0f} MiB ({traced.run.kind}){less}, "
+        "so it is probably of another job"
     )
     return Note("runs-left-out", WARNING, text)
 
@@ -305,23 +302,25 @@ def _on_trace(run: KnownRun, traced: TracedStep, done: Estimate) -> OnTrace:
 
 def _spread(measured: Sequence[OnTrace]) -> float:
     """Return by how many MiB a run lies above the median of those of its size, at most: no bound is below a run."""
-    sizes = {one.reserved_mib for one in measured}
-    of_size = [[one.difference_mib for one in measured if one.reserved_mib == size] for size in sizes]
+    sizes = {traced_run.reserved_mib for traced_run in measured}
+    of_size = [
+        [traced_run.difference_mib for traced_run in measured if traced_run.reserved_mib == size] for size in sizes
+    ]
     return max(max(differences) - median(differences) for differences in of_size)
 
 
 def _difference_at(reserved_mib: float, measured: Sequence[OnTrace]) -> float:
-    """Return what is measured beyond the trace at so much reserved memory; `measured` ascends in it."""
+    """Return what is measured beyond the trace at this much reserved memory; `measured` ascends in it."""
     differences: dict[float, list[float]] = {}
-    for one in measured:
-        differences.setdefault(one.reserved_mib, []).append(one.difference_mib)
+    for traced_run in measured:
+        differences.setdefault(traced_run.reserved_mib, []).append(traced_run.difference_mib)
     sizes = sorted(differences)
     of_size = [median(differences[size]) for size in sizes]
     if sizes[0] <= reserved_mib <= sizes[-1]:
         return float(np.interp(reserved_mib, sizes, of_size))
     nearest = 0 if reserved_mib < sizes[0] else -1
     growth = _GROWTH_DOWN if nearest == 0 else _GROWTH_UP
-    return of_size[nearest] * (reserved_mib / sizes[nearest]) ** growth
+    return float(of_size[nearest] * (reserved_mib / sizes[nearest]) ** growth)
 
 
 _OF_FAMILY = (
@@ -333,7 +332,7 @@ _OF_FAMILY = (
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRuns:
-    """Reads what a data folder measured of a job, once, and gives the runs of one GPU model.
+    """Reads what a data folder measured of a job, once, and returns the runs of one GPU model.
 
     Only trusted runs on a real GPU count.
 
@@ -351,7 +350,7 @@ class OwnRuns:
         """Return the job's runs on a GPU model, and notes: those at its own batch size, else at the nearest smaller and
         the nearest larger one. The others would change nothing, and each is traced.
 
-        Of several runs at one batch size, the median. Runs that hold more than the card has are of another card.
+        Several runs at one batch size count as their median. Runs that hold more than the card are of another card.
 
         Raises:
             CommandError: The folder that the caller asked for cannot be read.
@@ -388,13 +387,13 @@ class OwnRuns:
 
     @property
     def changed_ns(self) -> int:
-        """When the folder of the job's family last changed, which the runs follow from; 0 where there is none."""
+        """When the folder of the job's family last changed, which the runs depend on; 0 where there is none."""
         folder, family = DataFolder.resolve(self.data), self.config.family
         return folder.partition("runs", family).stat().st_mtime_ns if family in folder.families("runs") else 0
 
     @cached_property
     def _rows(self) -> list[MeasuredRow]:
-        changed_ns = self.changed_ns  # before the query: a run that lands meanwhile is looked for the next time
+        changed_ns = self.changed_ns  # before the query: a run that lands in the meantime is looked for the next time
         if not changed_ns or not _has_measured(DataFolder.resolve(self.data), self.config.family, changed_ns):
             return []
         return _measured_rows(self.data, self.config)

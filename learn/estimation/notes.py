@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from learn.job.training_job import TrainingJob
 
 PROBLEM, WARNING, INFO = SEVERITIES = ("problem", "warning", "info")  # the most urgent first
-TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
+TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # the targets of an Estimate
 MOST_SHOWN = 3
 OUT_OF_MEMORY, MAY_RUN_OUT, BOUND, AMD_GPU = "out-of-memory", "may-run-out", "bound", "amd-gpu"  # codes that are read
 
@@ -63,7 +63,7 @@ LEGEND = {
 
 
 def loop_of_source(source: str) -> str:
-    """Return the loop that runs of this `runs.source` were made in: other people's are of plain training scripts."""
+    """Return the loop that runs of this `runs.source` were made in: third-party runs are of plain training scripts."""
     return PIPELINE if source == "imported" else RESIDENT
 
 

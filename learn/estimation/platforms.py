@@ -59,11 +59,11 @@ def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = 
     model's description has no interconnect. A trace tells which groups of ranks the model made itself."""
     if job.parallel is None:
         return 0.0
-    axes = () if trace is None else (one.axis for one in trace.collectives)
+    axes = () if trace is None else (collective.axis for collective in trace.collectives)
     return communicators_mib(device, job.parallel, axes)
 
 
-def talk_of(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
+def communication_of_step(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
     """Return what the step's communication takes; None of a job on one GPU. It is the same in any loop."""
     from featurize.timing.overlap import communication_of
 
@@ -75,7 +75,7 @@ def talk_of(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communi
 def ranks_of(
     traced: TracedStep, job: TrainingJob, device: DeviceSpec, talk: Communication | None
 ) -> tuple[tuple[RankGroup, ...], dict[str, Any], list[Note]]:
-    """Return the ranks of a job, the fields of `Timing` that speak of their communication, and what was assumed of
+    """Return the ranks of a job, the fields of `Timing` on their communication, and what was assumed of
     them; none of a job on one GPU."""
     parallel = job.parallel
     if parallel is None or talk is None:
@@ -105,7 +105,7 @@ def _group(
     job: TrainingJob,
     worst: RankGroup,
 ) -> RankGroup:
-    """Ranks of a pipeline with the memory of the first of them."""
+    """Return the ranks of a pipeline with the memory of the first of them."""
     from learn.job.traced import breakdown
 
     assert job.parallel is not None, "a pipeline"
@@ -255,7 +255,7 @@ class Platform:
     ) -> TracedStep:
         """Return the traced step on the machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
-        The step is replayed anew only where the capacity that differs can matter, and with `workspaces`: cuDNN is then
+        The step is replayed again only where the capacity that differs can matter, and with `workspaces`: cuDNN is then
         asked about its convolutions, as `job.search` says, or else as this process searches.
 
         Raises:

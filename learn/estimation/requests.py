@@ -114,7 +114,9 @@ class AnswerOptions:
     def require_movable(self) -> None:
         """Raise `UsageError` where another estimator than the trace is named beside measured runs."""
         if self.estimator not in (None, "trace"):
-            raise UsageError(f"known= moves the trace's figure; leave estimator={self.estimator} out")
+            raise UsageError(
+                f"known= adjusts the trace's estimate and cannot be combined with estimator={self.estimator}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +141,9 @@ class Request:
                 f"estimator={estimator} knows one GPU; with parallel= the trace answers, leave estimator out"
             )
         if self.job.parallel is not None and moves:
-            raise UsageError("known: of jobs on one GPU only; leave it out, or leave parallel out")
+            raise UsageError("known= and parallel= cannot be combined: known runs are of jobs on one GPU")
         if self.job.batches and moves:
-            raise UsageError("known= holds runs of one batch shape each; leave batches= out")
+            raise UsageError("known= and batches= cannot be combined: a known run has one batch shape")
 
 
 def platform_and_options(options: Mapping[str, Any]) -> tuple[Platform, AnswerOptions]:
@@ -166,10 +168,10 @@ def request_of(model: AnyModel, inputs: Inputs | None = None, **options: Unpack[
     if known == RUNS and job.config is None:
         raise UsageError("known=runs is for trial configs; for a module give its measured runs")
     others = (answer_options.estimator, platform.allocator, platform.torch_version, job.parallel)
-    own = None
-    if job.config is not None and (known == RUNS or (known is None and not any(one is not None for one in others))):
-        own = OwnRuns(data=answer_options.data, config=job.config, asked_for=known == RUNS)
-    return Request(job=job, platform=platform, options=answer_options, own_runs=own)
+    own_runs = None
+    if job.config is not None and (known == RUNS or (known is None and not any(other is not None for other in others))):
+        own_runs = OwnRuns(data=answer_options.data, config=job.config, asked_for=known == RUNS)
+    return Request(job=job, platform=platform, options=answer_options, own_runs=own_runs)
 
 
 def job_of(
@@ -214,7 +216,7 @@ def job_of(
 
 def training_settings(given: Mapping[str, Any], settings: object = None) -> dict[str, Any]:
     """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
-    names = [one.name for one in fields(Training)]
+    names = [field.name for field in fields(Training)]
     single = {name: value for name, value in given.items() if value is not None}
     refuse_of_one_estimate(single)
     for name in given:
@@ -224,7 +226,7 @@ def training_settings(given: Mapping[str, Any], settings: object = None) -> dict
     if settings is None:
         return single
     if not isinstance(settings, Training):
-        raise UsageError(f"settings is a featurize.training.training_step.Training, got {type(settings).__name__}")
+        raise UsageError(f"settings must be a featurize.job.training_settings.Training, got {type(settings).__name__}")
     if single:
         raise UsageError(f"{', '.join(single)} and settings= exclude each other: give either")
     return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
@@ -265,8 +267,8 @@ def _require_whole(model: object) -> None:
     """Raise `UsageError` for a module whose parameters are spread over ranks already: FSDP2 makes no copies of such a
     one, and its steps would run in the caller's own process groups."""
     parameters = None if isinstance(model, type) else getattr(model, "parameters", None)  # a class is a factory
-    meshes = (getattr(one, "device_mesh", None) for one in (parameters() if callable(parameters) else ()))
-    if (mesh := next((one for one in meshes if one is not None), None)) is not None:
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in (parameters() if callable(parameters) else ()))
+    if (mesh := next((known for known in meshes if known is not None), None)) is not None:
         ranks = mesh.size()
         raise UsageError(
             f"the model's parameters are spread over {ranks} ranks already (DTensor); give the factory that makes and "
@@ -276,7 +278,8 @@ def _require_whole(model: object) -> None:
 
 
 def _hidden_size_of(model: Model | TrialConfig) -> int | None:
-    """The width of a model that Hugging Face's libraries would find; a factory is built for it, without memory."""
+    """Return the width of a model that Hugging Face's libraries would find; a factory is built for it, without
+    memory."""
     if isinstance(model, TrialConfig):
         return None
     from torch import nn

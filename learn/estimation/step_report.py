@@ -50,7 +50,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of
 from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
-from featurize.timing.model_flops import precision_in_words
+from featurize.timing.times import precision_in_words
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
 from learn.estimation.notes import (
     OUT_OF_MEMORY,
@@ -121,12 +121,12 @@ def _answers(done: Estimate) -> tuple[tuple[str, ...], ...]:
     bound = coverage_text(done)
     return tuple(
         (
-            one.name,
-            one.text,
-            basis_of(done, one.target),
-            bound if one.target == "bound" else done.answered_by.get(one.target, ""),
+            figure.name,
+            figure.text,
+            basis_of(done, figure.target),
+            bound if figure.target == "bound" else done.answered_by.get(figure.target, ""),
         )
-        for one in figures(done)
+        for figure in figures(done)
     )
 
 
@@ -142,14 +142,12 @@ def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
 def _tiles(job: TrainingJob, device: DeviceSpec, done: Estimate) -> Tiles:
     used = done.peak_memory_mib / device.memory_mib
     share = f"{used:,.0%} of the card" if used >= 0.01 else "less than 1% of the card"
-    tiles = [Tile(_named(done, "peak memory", "memory"), f"{done.peak_memory_mib:,.0f} MiB", share)]
+    tiles = [Tile(_name(done, "peak memory", "memory"), f"{done.peak_memory_mib:,.0f} MiB", share)]
     if done.upper_mib is not None:
         tiles.append(Tile(bound_name(done), f"{done.upper_mib:,.0f} MiB", coverage_text(done)))
     if done.step_time_ms is not None:
         tiles.append(
-            Tile(
-                _named(done, "step time", "step_time"), f"{done.step_time_ms:,.1f} ms", f"SM activity {done.smact:.0%}"
-            )
+            Tile(_name(done, "step time", "step_time"), f"{done.step_time_ms:,.1f} ms", f"SM activity {done.smact:.0%}")
         )
     if done.samples_per_s is not None:
         tokens = "of one GPU" if done.tokens_per_s is None else f"{rate(done.tokens_per_s)} tokens/s"
@@ -161,15 +159,13 @@ def _tiles(job: TrainingJob, device: DeviceSpec, done: Estimate) -> Tiles:
             by_power if done.mfu is None else Tile("model FLOPs", f"{done.mfu:.1%} of peak", f"{joule} a step")
         )
     if done.drama is not None:
-        tiles.append(
-            Tile(_named(done, "DRAM activity", "drama"), f"{done.drama:.0%}", f"SM occupancy {done.smocc:.0%}")
-        )
+        tiles.append(Tile(_name(done, "DRAM activity", "drama"), f"{done.drama:.0%}", f"SM occupancy {done.smocc:.0%}"))
     if done.parameters is not None:
         tiles.append(Tile("parameters", _short(done.parameters), f"batch of {job.batch_size:,}"))
     return Tiles(tuple(tiles))
 
 
-def _named(done: Estimate, name: str, target: str) -> str:
+def _name(done: Estimate, name: str, target: str) -> str:
     basis = basis_of(done, target)
     return f"{name} ({basis})" if basis else name
 
@@ -197,9 +193,9 @@ def _note(note: Note) -> Callout:
 def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section:
     memory = traced.memory
     when = "" if memory.peak_phase == "setup" else f" (step {memory.peak_step})"
-    own = ""
+    remark = ""
     if done.answered_by["memory"] != "trace":
-        own = (
+        remark = (
             f" The trace's own peak is {done.trace_memory_mib:,.0f} MiB; the estimate above is "
             f"{done.answered_by['memory']}'s."
         )
@@ -209,21 +205,22 @@ def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section
         "Memory over two steps",
         (
             Drawn(timeline_svg(traced, device, peak_text(done))),
-            _legend(),
+            Legend(
+                {
+                    **{name: css for name, css in COLOURS.items() if name != "fragmentation"},
+                    "reserved, not in use": COLOURS["fragmentation"],
+                    "reserved by the allocator": "line",
+                }
+            ),
             Lead(
                 "Most is in use at ",
                 Code(peak_text(done)),
                 f"{when}: {memory.peak_allocated / MIB:,.0f} MiB in blocks, of {memory.peak_reserved / MIB:,.0f} MiB "
-                f"that the caching allocator reserves at its peak.{own}{retries} The optimizer makes its state in the "
-                "first step; all later steps are like the second.",
+                f"that the caching allocator reserves at its peak.{remark}{retries} The optimizer makes its state in "
+                "the first step; all later steps are like the second.",
             ),
         ),
     )
-
-
-def _legend() -> Legend:
-    names = {name: css for name, css in COLOURS.items() if name != "fragmentation"}
-    return Legend({**names, "reserved, not in use": COLOURS["fragmentation"], "reserved by the allocator": "line"})
 
 
 def _breakdown(done: Estimate) -> Section | None:
@@ -254,7 +251,7 @@ def _breakdown(done: Estimate) -> Section | None:
 
 
 def _time(job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
-    """Show where the time of the traced step goes, in the loop that the estimate's step time speaks of."""
+    """Show where the time of the traced step goes, in the loop that the estimate's step time is about."""
     from featurize.timing.step_time import time_step
 
     waits_ms = 0.0
@@ -265,25 +262,27 @@ def _time(job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedSt
     if not parts:
         return None
     total_ms = timed.step_time_ms
-    rows = [Row((Swatch(one.css, one.name), time_text(one.ms, total_ms), f"{one.ms / total_ms:.1%}")) for one in parts]
+    rows = [
+        Row((Swatch(part.css, part.name), time_text(part.ms, total_ms), f"{part.ms / total_ms:.1%}")) for part in parts
+    ]
     columns = table(("kind", "ms", "share"), ()).columns
     by = done.answered_by["step_time"]
-    own = "" if by == "trace" else f" The estimate's step time, {done.step_time_ms:,.1f} ms, is that of {by}."
+    remark = "" if by == "trace" else f" The estimate's step time, {done.step_time_ms:,.1f} ms, is that of {by}."
     if ranks_ms := (done.exposed_ms or 0.0) + (done.bubble_ms or 0.0):
-        own += f" For other GPUs it waits {ranks_ms:,.1f} ms more."
-    longest_parts = sorted(parts, key=lambda one: -one.ms)[:3]
-    longest = ", ".join(f"{one.name} {one.ms / total_ms:.0%}" for one in longest_parts)
+        remark += f" For other GPUs it waits {ranks_ms:,.1f} ms more."
+    longest_parts = sorted(parts, key=lambda part: -part.ms)[:3]
+    longest = ", ".join(f"{part.name} {part.ms / total_ms:.0%}" for part in longest_parts)
     label = f"Time of a step by kind of kernel: {longest}"
     bars = Group(f"{time_text(total_ms, total_ms)} ms a step", (Drawn(time_svg(parts, label)),))
     numbers = Group("In figures", (Table(columns, (*rows, Row(("in all", time_text(total_ms, total_ms), ""), "sum"))),))
-    present = {one.css for one in parts}
+    present = {part.css for part in parts}
     return Section(
         "time",
         "What the step's time consists of, by the trace",
         (
             Lead(
                 "Kernels run one after the other. The GPU waits where the host launches them more slowly than they "
-                f"run.{own}"
+                f"run.{remark}"
             ),
             Legend({name: css for css, name in GROUPS.items() if css in present}),
             SideBySide((bars, numbers)),
@@ -300,7 +299,7 @@ def _activations(traced: TracedStep) -> Section:
 
 
 def _tensors(traced: TracedStep) -> Section:
-    """The largest blocks alive at the peak; equal ones are counted together."""
+    """Return the largest blocks alive at the peak; equal ones are counted together."""
     live: dict[int, None] = {}
     highest = -1
     at_peak: list[int] = []
@@ -376,7 +375,7 @@ def _facts(job: TrainingJob, platform: Platform, done: Estimate, traced: TracedS
     return Section("facts", "Figures and settings", (SideBySide(groups),))
 
 
-MOST_CHILDREN = 64  # of one node that are shown, and the least share of all; the rest is summed up
+MOST_CHILDREN = 64  # children of one node that are shown, and the least share of all; the rest is summed up
 LEAST_SHARE = 0.001
 OPEN_SHARE, MOST_OPEN = 0.4, 16  # a node that holds this share of all is unfolded, if it is not too long
 NOWHERE = "outside any module"
@@ -393,7 +392,7 @@ class Node:
 
 
 def tree_of(sizes: Mapping[str, int]) -> Node:
-    """Return the tree of paths as `named_modules` gives them. A chain of modules with one child each is one node,
+    """Return the tree of `named_modules`' paths. A chain of modules with one child each is one node,
     as `model.layers`."""
     root = Node("")
     for path, nbytes in sizes.items():
@@ -403,12 +402,12 @@ def tree_of(sizes: Mapping[str, int]) -> Node:
             node = node.children.setdefault(part, Node(part))
             node.total += nbytes
         node.own += nbytes
-    root.children = {child.name: child for child in map(_joined, root.children.values())}
+    root.children = {child.name: child for child in map(_join, root.children.values())}
     return root
 
 
-def _joined(node: Node) -> Node:
-    node.children = {child.name: child for child in map(_joined, node.children.values())}
+def _join(node: Node) -> Node:
+    node.children = {child.name: child for child in map(_join, node.children.values())}
     if len(node.children) == 1 and not node.own:
         (child,) = node.children.values()
         return Node(f"{node.name}.{child.name}", child.own, child.total, child.children)
@@ -528,8 +527,8 @@ def timeline_svg(traced: TracedStep, device: DeviceSpec, peak_text: str) -> Svg:
     plot.grid([f"{tick:,.6g}" for tick in ticks], unit_name)
     below = [0.0] * len(columns)
     for i, (name, css) in enumerate([("context", "k0"), *((name, css) for name, (_, css) in BANDS.items())]):
-        own = [context if i == 0 else column.parts[i - 1] / MIB for column in columns]
-        above = [low + mib for low, mib in zip(below, own, strict=True)]
+        heights = [context if i == 0 else column.parts[i - 1] / MIB for column in columns]
+        above = [low + mib for low, mib in zip(below, heights, strict=True)]
         _band(plot, xs, below, above, css, name)
         below = above
     reserved = [context + column.reserved / MIB for column in columns]
@@ -579,11 +578,11 @@ def _capacity(plot: Plot, device: DeviceSpec, highest: float, off_scale: bool) -
 
 
 def _peak(plot: Plot, columns: Sequence[Column], xs: Sequence[float], in_use: Sequence[float], text: str) -> None:
-    at = next((i for i, column in enumerate(columns) if column.is_peak), None)
-    if at is None:
+    peak = next((i for i, column in enumerate(columns) if column.is_peak), None)
+    if peak is None:
         return
-    x, y = (xs[at] + xs[at + 1]) / 2, plot.y(in_use[at])
-    full = f"Peak, {in_use[at]:,.0f} MiB in use with the context: {text}"
+    x, y = (xs[peak] + xs[peak + 1]) / 2, plot.y(in_use[peak])
+    full = f"Peak, {in_use[peak]:,.0f} MiB in use with the context: {text}"
     shown = full if len(full) <= _MOST_LETTERS else full[: _MOST_LETTERS - 1] + "…"
     half = len(shown) * _LETTER / 2
     plot.path("leader", f"M{x:.1f} 22V{y:.1f}")
@@ -619,7 +618,7 @@ def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:
 OTHER, LAUNCH, INPUT = "other", "GPU waits for kernel launches", "GPU waits for input"
 ARITHMETIC, STREAMS, WAITS = "k1", "k5", "k0"  # colour classes
 GROUPS = {ARITHMETIC: "products, convolutions, attention", STREAMS: "other kernels", WAITS: "GPU waits"}
-_LEAST_SHARE = 0.01  # of the step; a kind below it is one of the others
+_LEAST_SHARE = 0.01  # share of the step; a kind below it is one of the others
 # Beginnings of kernels' kinds, as `featurize.timing.calls` names them -> name in the chart. The first one counts.
 _NAMES = {
     "product": "matrix products",
@@ -672,7 +671,7 @@ def time_parts(timed: TimedStep, input_ms: float = 0.0) -> list[TimePart]:
     other_ms = small_ms + (by_name[OTHER] if by_name[OTHER] >= least_ms else 0.0)
     parts = [
         TimePart(name, ms, ARITHMETIC if name in _ARITHMETIC or name.startswith("convolutions") else STREAMS)
-        for name, ms in sorted(by_name.items(), key=lambda one: -one[1])
+        for name, ms in sorted(by_name.items(), key=lambda item: -item[1])
         if ms >= least_ms and name != OTHER
     ]
     parts += [TimePart(OTHER, other_ms, STREAMS)] if other_ms > 0 else []

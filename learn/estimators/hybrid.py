@@ -1,6 +1,6 @@
 """The default estimator: what the trace says, corrected by what was measured, and how far off that can be.
 
-Start reading at `HybridEstimator.fit`. `Familiarity.judge` tells cases that are unlike anything fitted on; `Evidence`
+Start reading at `HybridEstimator.fit`. `Familiarity.judge` finds cases that are unlike anything fitted on; `Evidence`
 says how much of the correction holds for them, measured by leaving out one kind of the rows after the other.
 """
 
@@ -23,7 +23,7 @@ from featurize.operators.table import VOCABULARY
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,
-    Held,
+    HeldShare,
     ResidualPrediction,
     conformal_score,
     group_score,
@@ -40,7 +40,7 @@ from learn.job.training_job import Case
 from learn.rows.data import Rows, module_of
 from learn.rows.step_store import StepRecord, StepStore, traced_column
 
-# What a person can be told of: feature, in words, and how its value is written.
+# Features as a person reads them: feature, in words, and how its value is written.
 _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "job_log_batch": ("a batch of", lambda v: f"{2**v:,.0f}"),
     "net_log_parameters": ("parameters:", lambda v: f"{2**v - 1:,.0f}"),
@@ -49,20 +49,20 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "net_operators": ("operators of the forward pass:", lambda v: f"{v:,.0f}"),
     "job_log_memory": ("MiB traced:", lambda v: f"{2**v - 1:,.0f}"),
 }
-_SLACK = 0.05  # of a range's width, beyond which a value is outside
+_SLACK = 0.05  # share of a range's width, beyond which a value is outside
 _BITS: Mapping[float, str] = {32: "fp32", 19: "tf32", 16: "half precision"}
 _STATES: Mapping[float, str] = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
-# Along which a case may be of a kind that no fit has seen: features of its settings, its device, its operators, its
-# family. Beyond a feature's range is `RANGE`.
+# Axes along which a case may be of an unseen kind: features of its settings, its device, its operators, its family.
+# `RANGE`: beyond a feature's range.
 AXES_OF_SETTINGS = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
 DEVICE, OPERATORS, FAMILY, RANGE = "device", "operators", "family", "range"
 MOST_LEFT_OUT = 3  # kinds of one axis, the ones with most rows: each costs a fit
-LEAST_LEFT_OUT = 10  # rows on either side, for their errors to say anything
-LEAST_KNOWN = 30  # held-out rows of a family, for them to say what its share is
+LEAST_LEFT_OUT = 10  # rows on either side; with fewer, their errors mean little
+LEAST_KNOWN = 30  # held-out rows of a family; fewer do not show what its share is
 _SHARES = np.linspace(0.0, 1.0, 21)
 _WIDTH = 0.95  # quantile of the absolute error by which widths are compared
 _WORST = 0.5  # a logarithm of an error beyond it counts as this much
-_CERTAIN = 1e-3  # an error below a thousandth is none
+_CERTAIN = 1e-3  # an error below a thousandth counts as none
 _NO_ERROR = 1e-6
 _WIDEST = 4.0
 
@@ -87,8 +87,8 @@ class Familiarity:
     ranges   feature -> (least, most)
     kinds    operator classes of the forward passes; devices: names, without the vendor; settings: feature -> values
     torch    PyTorch's releases, as 2.4
-    families of the rows
-    modules  of families with many of them: a library's, which its authors keep together
+    families the rows' families
+    modules  modules of families with many: a library's, which its authors keep together
     """
 
     ranges: Mapping[str, Sequence[float]]
@@ -238,7 +238,8 @@ class Evidence:
 
     def share(self, axes: Collection[str]) -> float:
         """Return the share of the correction for a case that is new along these axes. Where no fit could leave out a
-        kind of an axis, nothing shows that the correction helps: the share is 0, but for the family, where it is 1."""
+        kind of an axis, nothing shows that the correction helps: the share is 0, except for the family, where it is
+        1."""
         return min((self.shares.get(axis, 1.0 if axis == FAMILY else 0.0) for axis in axes), default=1.0)
 
     def share_of_family(self, family: str) -> float:
@@ -267,8 +268,8 @@ def kinds_to_leave_out(
     """Yield each axis with the mask of rows of one of its kinds, where both sides have rows enough to fit and judge.
 
     Args:
-        records: Of the rows fitted on; devices, families: theirs, in the same order.
-        exact: (n,) bool: the row has a label, and no bound only.
+        records: Records of the rows fitted on; devices, families: theirs, in the same order.
+        exact: (n,) bool: the row has a label, not only a bound.
     """
     masks: dict[str, dict[object, np.ndarray]] = {
         axis: _by_value([record.values[axis] for record in records]) for axis in AXES_OF_SETTINGS
@@ -276,7 +277,7 @@ def kinds_to_leave_out(
     masks[DEVICE] = _by_value([plain_device(device) for device in devices])
     masks[FAMILY] = _by_value(list(families))
     kinds = [kinds_of(record.values) for record in records]
-    present = {kind: np.array([kind in one for one in kinds]) for kind in sorted(frozenset().union(*kinds))}
+    present = {kind: np.array([kind in row_kinds for row_kinds in kinds]) for kind in sorted(frozenset().union(*kinds))}
     masks[OPERATORS] = {mask.tobytes(): mask for mask in present.values()}  # kinds that only come together count once
     for axis, of_axis in masks.items():
         usable = [m for m in of_axis.values() if min((exact & m).sum(), (exact & ~m).sum()) >= LEAST_LEFT_OUT]
@@ -292,7 +293,7 @@ def _by_value(values: Sequence[object]) -> dict[object, np.ndarray]:
 FOLDS = 5
 LEAST_ROWS = 10
 OWN_SCORES = 300  # held-out rows from which on a family has a bound of its own
-MANY_MODULES = 10  # a family of so many is held out by module: new ones are what it will be asked about
+MANY_MODULES = 10  # a family with this many is held out by module: new ones are what it will be asked about
 KNOTS_PER_DOUBLING = 4
 # The scale of an error is at least this share of the 90th percentile of all: a network that looks all but certain, and
 # is not, must not stretch everybody's bound.
@@ -301,12 +302,12 @@ _MEMORY = Settings(rounds=160, leaves=15, least=15, l2=5.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
 _SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
 _LOG_MEMORY = "job_log_memory"
-_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # what its factor is learned from, with PyTorch's release
+_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # columns that its factor is learned from, with PyTorch's release
 _TORCH = "env_torch"  # a case's, not its record's
 # How much wider the bound becomes for each reason, and for a new device, where no fit could leave out a kind of that
 # axis: chosen. `learn.estimation.job_estimate` has measured ones, which `learn.estimate` takes for a traced step.
 _WIDER, _WIDER_DEVICE, _MOST_REASONS = 1.5, 2.0, 3
-# What is unfamiliar does not stretch a bound beyond so many times the point: more would say nothing.
+# What is unfamiliar does not stretch a bound beyond this many times the point: more would say nothing.
 _STRETCHED_AT_MOST = 4.0
 
 
@@ -318,16 +319,16 @@ class HybridEstimator(Estimator):
     the curve from traced to estimated memory is made monotone. It never falls below weights and context. Rows that ran
     out of memory count as "at least the device's memory".
 
-    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many), and
-    a conformal bound is taken over the scaled ones, by family and device where there are enough of them; what is of
-    none of these families has the bound of a family drawn at random. A case unlike anything that was fitted on gets a
-    wider one, and a warning that says why.
+    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many). A
+    conformal bound is taken over the scaled errors, by family and device where there are enough of them. Other families
+    have the bound of a family drawn at random. A case unlike anything fitted on gets a wider bound and a warning that
+    says why.
     """
 
     name: ClassVar[str] = "hybrid"
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
-    _knots = np.empty(0)  # of memory only
+    _knots = np.empty(0)  # for memory only
     _evidence = Evidence()
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
@@ -342,7 +343,7 @@ class HybridEstimator(Estimator):
         label = to_space(rows.label, self.target.space)
         if self.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
-        weight = _balanced(rows.module)
+        weight = _balance(rows.module)
         if self.target.is_memory:
             traced_memory = table[:, self._columns.index(_LOG_MEMORY)]
             low, high = math.floor(traced_memory.min()), math.ceil(traced_memory.max())
@@ -363,7 +364,7 @@ class HybridEstimator(Estimator):
 
         exact = ~rows.censored
         if self.target.is_memory:
-            self._evidence = _weighed(
+            self._evidence = _weigh(
                 rows,
                 records,
                 correction,
@@ -471,8 +472,8 @@ class HybridEstimator(Estimator):
 
     def _centre(self, trees: Trees | Boosters, table: np.ndarray, base: np.ndarray) -> np.ndarray:
         if not self.target.is_memory:
-            raw = base + trees.predict(table)
-            return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
+            raw: np.ndarray = base + trees.predict(table)
+            return raw.clip(0.0, 1.0) if self.target.space == "ratio" else raw
         # From traced to estimated memory, network by network: a curve through knots that never falls.
         knots, count = self._knots, len(self._knots)
         curve = np.maximum.accumulate(knots * math.log(2) + trees.predict_along(table, knots), axis=1)
@@ -482,43 +483,46 @@ class HybridEstimator(Estimator):
         rows = np.arange(len(table))
         part = (place - knots[left]) / (knots[left + 1] - knots[left])
         inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
-        return inside + (asked - place) * math.log(2)  # beyond the knots: the factor of the nearest
+        return np.asarray(inside + (asked - place) * math.log(2))  # beyond the knots: the factor of the nearest
 
-    def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
+    def _calibrated(self, rows: Rows, table: np.ndarray, gap: np.ndarray) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
-        small. Rows that ran out of memory count where they were told to fit: the error is at least so large.
+        small. Rows that ran out of memory count where they were estimated to fit: the error is at least so large.
 
         Scores above the estimate are stretched until the bound holds for a group that was left out: a module, where a
         family has many, else a configuration."""
         informative = ~rows.censored | (gap > 0)
         rows, gap, network = rows.subset(informative), gap[informative], self._of_network(table)[informative]
         units = _units(rows)
-        weight = _balanced(rows.module)
+        weight = _balance(rows.module)
 
         def without(inside: np.ndarray) -> np.ndarray:
             exact = inside & ~rows.censored
             boosters = boost(_SCALE, self.seed, network[exact], np.abs(gap[exact]), None, weight[exact])
-            return np.maximum(boosters.predict(network[~inside]), self._floor)
+            return np.asarray(np.maximum(boosters.predict(network[~inside]), self._floor))
 
         scale = cross_fitted(group_folds(units, FOLDS, self.seed + 1), without)
         score = gap / scale
         self._held_out_rows = len(rows)
         self._held = {}
-        kinds, scores = {}, [_evened(score, rows.family)]
+        kinds, scores = {}, [_even_out(score, rows.family)]
         places = list(map(_place, rows.cases))
         for names in ([family for family, _ in places], [f"{family} on {device}" for family, device in places]):
             for name in sorted(set(names)):
-                mine = np.array([one == name for one in names])
+                mine = np.array([entry == name for entry in names])
                 if mine.sum() >= OWN_SCORES:
-                    own, unit = score[mine], units[mine]
+                    own_scores, unit = score[mine], units[mine]
                     kind = "families" if _of_many_modules(rows, str(rows.family[mine][0])) else "configurations"
-                    held = held_of(own, unit, partial(_bound, own, unit), kind)
+                    held = held_of(own_scores, unit, partial(_bound, own_scores, unit), kind)
                     if held is not None:
                         self._held[len(scores)] = held
                     kinds[name] = len(scores)
-                    scores.append(_stretched(np.sort(own), _bound(own, unit, np.ones(len(own), dtype=bool))))
-        scores[0] = _stretched(scores[0], max(conformal_score(one, LEVEL) for one in scores))  # new is never surer
+                    scores.append(
+                        _stretch(np.sort(own_scores), _bound(own_scores, unit, np.ones(len(own_scores), dtype=bool)))
+                    )
+        # What is new is never surer.
+        scores[0] = _stretch(scores[0], max(conformal_score(kind_scores, LEVEL) for kind_scores in scores))
         return kinds, scores
 
     # ---- on disk
@@ -548,7 +552,7 @@ class HybridEstimator(Estimator):
         loaded._knots = np.asarray(state["knots"], dtype=float)
         loaded._floor = float(state["floor"])
         loaded._kinds = dict(state["kinds"])
-        loaded._held = {int(kind): Held(**held) for kind, held in state["held"].items()}
+        loaded._held = {int(kind): HeldShare(**held) for kind, held in state["held"].items()}
         loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity(**state["familiarity"])
@@ -558,18 +562,18 @@ class HybridEstimator(Estimator):
         return loaded
 
 
-def _weighed(
+def _weigh(
     rows: Rows,
     records: Sequence[StepRecord],
     residual: np.ndarray,
     correction: np.ndarray,
     correction_of: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> Evidence:
-    """Return what leaving out one kind of the rows after the other shows.
+    """Return the evidence from leaving out one kind of rows after the other.
 
     Args:
         rows: The rows fitted on.
-        records: Of their steps.
+        records: Records of their steps.
         residual: Label less trace, (n,).
         correction: What fits without each row's group add to the trace, (n,).
         correction_of: Mask of the rows to fit on, and of those asked -> what the fit adds to the trace of these.
@@ -593,9 +597,9 @@ def _weighed(
     return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
 
 
-def _evened(score: np.ndarray, family: np.ndarray) -> np.ndarray:
-    """The scores of all rows, ascending, those of small families repeated: each family counts about as much as the
-    largest one, so that an easy one does not speak for networks of no family."""
+def _even_out(score: np.ndarray, family: np.ndarray) -> np.ndarray:
+    """Return the scores of all rows, ascending, those of small families repeated: each family counts about as much as
+    the largest one, so that an easy one does not speak for networks of no family."""
     _, member, sizes = np.unique(family.astype(str), return_inverse=True, return_counts=True)
     return np.sort(np.repeat(score, np.round(sizes.max() / sizes).astype(int)[member]))
 
@@ -604,8 +608,8 @@ def _bound(score: np.ndarray, unit: np.ndarray, seen: np.ndarray) -> float:
     return max(conformal_score(np.sort(score[seen]), LEVEL), group_score(score[seen], unit[seen], LEVEL))
 
 
-def _stretched(score: np.ndarray, wanted: float) -> np.ndarray:
-    """The scores, ascending, those above the estimate multiplied so that the bound is at least `wanted`."""
+def _stretch(score: np.ndarray, wanted: float) -> np.ndarray:
+    """Return the scores, ascending, those above the estimate multiplied so that the bound is at least `wanted`."""
     bound = conformal_score(score, LEVEL)
     return np.where(score > 0, score * max(wanted / bound, 1.0), score) if bound > 0 else score
 
@@ -617,7 +621,7 @@ def _torch(case: Case) -> float:
 
 
 def _place(case: Case) -> tuple[str, str]:
-    """Family and device, as bounds are told apart by them."""
+    """Family and device, by which bounds are kept apart."""
     return case.family, plain_device(case.device if case.described is None else case.described.name)
 
 
@@ -644,8 +648,8 @@ def _reasons(unlike: Unfamiliar, share: float) -> tuple[str, ...]:
     return (*unlike.reasons, f"only {share:.0%} of the learned correction is applied to the trace's figure")
 
 
-def _balanced(module: np.ndarray) -> np.ndarray:
-    """A weight for each row: a module of a hundred rows counts as much as four of them with six each."""
+def _balance(module: np.ndarray) -> np.ndarray:
+    """Return a weight for each row: a module of a hundred rows counts as much as four of them with six each."""
     _, member, sizes = np.unique(module.astype(str), return_inverse=True, return_counts=True)
     weight = 1 / np.sqrt(sizes[member])
-    return weight / weight.mean()
+    return np.asarray(weight / weight.mean())

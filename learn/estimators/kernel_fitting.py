@@ -39,7 +39,7 @@ Values = Mapping[str, torch.Tensor]
 Columns = TypeVar("Columns")
 Fitted = TypeVar("Fitted")
 LEARNED_FROM = "learned from"  # which rows are judged: those that were fitted on
-_LAST_PART = 0.7  # of the iterations, from which on the rate is the last one
+_LAST_PART = 0.7  # share of the iterations after which the rate is the last one
 _FREE = (-math.inf, math.inf)
 
 
@@ -50,7 +50,7 @@ class Descent:
     Args:
         of_priors: What a squared distance of 1 from where a value began adds to the error.
         firmness: Name -> by how many times more it adds for this value.
-        iterations: Number of steps; 0 gives where the values begin.
+        iterations: Number of steps; 0 returns where the values begin.
         rate, last_rate: Learning rate, and the one of the last 30 % of the steps.
         limits: Name -> the least and the most that the value may be.
     """
@@ -73,8 +73,8 @@ def descended(
 
     Args:
         begin: Name -> where the value begins; left as it is.
-        losses: Gives each row's loss, (rows,), for values with the names and shapes of `begin`.
-        weights: Of the rows, (rows,).
+        losses: Returns each row's loss, (rows,), for values with the names and shapes of `begin`.
+        weights: Weights of the rows, (rows,).
         how: Steps, rates and limits.
     """
     sizes = torch.tensor([value.numel() for value in begin.values()])
@@ -115,7 +115,7 @@ def weights_by(
     """Return each row's weight, (rows,), 1 in sum: 0 outside the mask `of`, else by the number of rows of its label.
 
     Args:
-        labels: Of the rows.
+        labels: Labels of the rows.
         of: Mask of the rows that are fitted on.
         power: 1: all labels count alike; 0.5: a label counts by the root of its number.
         factors: Label -> weight beside that.
@@ -124,7 +124,7 @@ def weights_by(
     for label in np.unique(labels[of]):
         inside = of & (labels == label)
         weight[inside] = (factors or {}).get(label, 1.0) / inside.sum() ** power
-    return weight / weight.sum()
+    return np.asarray(weight / weight.sum())
 
 
 def left_out_errors(
@@ -134,7 +134,7 @@ def left_out_errors(
 
     Args:
         known: Errors of the fit on all rows, (rows, ...).
-        masks: Of the rows that are left out in turn.
+        masks: Masks of the rows that are left out in turn.
         errors_without: Mask of what is left out -> errors of all rows, fitted on the others.
     """
     errors = np.full_like(known, np.nan)
@@ -181,13 +181,13 @@ def joined(parts: Sequence[Columns]) -> Columns:
         parts: At least one, all of the same class.
     """
     first = parts[0]
-    columns = {one.name: [getattr(part, one.name) for part in parts] for one in fields(first)}  # type: ignore[arg-type]
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(first)}  # type: ignore[arg-type]
     return type(first)(**{name: _one_column(column) for name, column in columns.items()})
 
 
 def row_of_kernels(rows: Sequence[int], calls: Sequence[Calls]) -> torch.Tensor:
     """Return the row of each kernel of joined calls, (kernels,), where `calls[i]` are those of `rows[i]`."""
-    return torch.repeat_interleave(torch.tensor(rows), torch.tensor([len(one.kind) for one in calls]))
+    return torch.repeat_interleave(torch.tensor(rows), torch.tensor([len(row_calls.kind) for row_calls in calls]))
 
 
 def of_rows(values: Iterable[float]) -> torch.Tensor:
@@ -217,17 +217,17 @@ _BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rat
 _SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
-INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
-_HOST_FACTOR = 1.0  # of the time that `featurize.timing.times` gives a launch: hosts differ
+INSTRUMENT_MS = 0.035  # time that timing one kernel adds, by device and kind of measurement
+_HOST_FACTOR = 1.0  # factor on the time of `featurize.timing.times` for a launch: hosts differ
 _LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
-TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
+TOLERANCE = 0.15  # in the logarithm; what is further off counts in proportion, not squared
 _DESCENT = Descent(
     of_priors=2e-4,
     firmness={"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0},
     iterations=250,
     rate=0.03,
     last_rate=0.008,
-    # What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
+    # What physics says about the exponents: a share never rises with what an SM computes or with idle blocks.
     limits={
         "sm_rate": (0.0, 1.0),
         "wave": (0.0, 1.0),
@@ -244,13 +244,13 @@ class MeasuredTime:
 
     Args:
         name: For messages.
-        source: Of the measurement: rows of a source are left out together. `KERNELS` for single kernels.
+        source: Source of the measurement: rows of a source are left out together. `KERNELS` for single kernels.
         group: What is left out together of a source: a family of models.
         device: The GPU model.
         calls: The kernels of the step.
         measured_ms: Its time.
         channels_last, searched: As in `kernels_on`.
-        run_id: Of the row of `runs`; empty for single kernels.
+        run_id: Id of the row of `runs`; empty for single kernels.
     """
 
     name: str
@@ -326,15 +326,15 @@ class TimeFit:
 
     def _all_kernels(self, names: tuple[Sequence[str], Sequence[str]]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
         """Return the kernels of all rows as one sequence, how often each runs, and in which row."""
-        alike: dict[tuple, list[int]] = {}
-        for at, row in enumerate(self.rows):
-            alike.setdefault((row.device, row.channels_last, row.searched), []).append(at)
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for place, row in enumerate(self.rows):
+            alike.setdefault((row.device, row.channels_last, row.searched), []).append(place)
         kernels, calls = [], []
         for (device, channels_last, searched), members in alike.items():
-            calls.append(joined([self.rows[at].calls for at in members]))
+            calls.append(joined([self.rows[place].calls for place in members]))
             kernels.append(kernels_on(calls[-1], device, names, channels_last=channels_last, searched=searched))
-        order = [at for members in alike.values() for at in members]
-        rows = row_of_kernels(order, [self.rows[at].calls for at in order])
+        order = [place for members in alike.values() for place in members]
+        rows = row_of_kernels(order, [self.rows[place].calls for place in order])
         return joined(kernels).converted(torch.as_tensor), torch.as_tensor(joined(calls).count), rows
 
     def fitted(self, of: np.ndarray, *, iterations: int = _DESCENT.iterations) -> FittedTimes:
@@ -344,7 +344,7 @@ class TimeFit:
             return robust(torch.log(self._milliseconds(values) / self.measured_ms), TOLERANCE)
 
         values = descended(self._begin(), losses, self.row_weights(of), replace(_DESCENT, iterations=iterations))
-        measured = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
+        measured = {self.instruments[place] for place in self.instrument[torch.tensor(of)].tolist()}
         sharded = set(self.sources[of].tolist()) & set(SHARDED)
         added_ms = torch.exp(values["instrument"]).tolist()
         return FittedTimes(
@@ -389,7 +389,7 @@ class TimeFit:
             fitted.row_ms(row, busy, host)
             for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
         ]
-        return np.log(np.array(estimated) / self.measured_ms.numpy())
+        return np.asarray(np.log(np.array(estimated) / self.measured_ms.numpy()))
 
     def _begin(self) -> dict[str, torch.Tensor]:
         def full(shape: Sequence[int], value: float) -> torch.Tensor:
@@ -417,7 +417,7 @@ class TimeFit:
         beside_others = busy * torch.exp(values["leftover"][self.host] * self.is_sharded)
         return torch.where(self.one_kernel, one_kernel, overlapped_ms(beside_others, host))
 
-    def _parameters(self, values: Values, convert: Callable) -> Parameters:
+    def _parameters(self, values: Values, convert: Callable[..., Any]) -> Parameters:
         return Parameters(
             names=self.names,
             compute=convert(values["compute"]),
@@ -434,7 +434,7 @@ def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
 
 
 def held_out_by(labels: np.ndarray, folds: int | None = None) -> list[np.ndarray]:
-    """Return the mask of what is left out: each label in turn, or so many parts of labels that stay together."""
+    """Return the mask of what is left out: each label in turn, or this many parts of labels that stay together."""
     if folds is None:
         return [labels == label for label in np.unique(labels)]
     part = np.array([zlib.crc32(str(label).encode()) % folds for label in labels])

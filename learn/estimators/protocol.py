@@ -22,11 +22,10 @@ import numpy as np
 
 from conf.errors import UsageError, unknown_name
 from learn.job.training_job import Case
-from learn.rows.data import Rows
+from learn.rows.data import Rows, Target, get_target
 from learn.rows.step_store import StepRecord, StepStore
-from learn.rows.targets import Target, get_target
 
-LEVEL = 0.99  # of the bounds that are told and judged
+LEVEL = 0.99  # level of the bounds that are reported and judged
 
 
 def conformal_score(scores: np.ndarray, level: float) -> float:
@@ -36,12 +35,13 @@ def conformal_score(scores: np.ndarray, level: float) -> float:
 
 
 def conformal_rank(m: int, level: float) -> int:
-    """1-based rank of the calibration residual that bounds a new one with probability `level`; may exceed m."""
+    """Return the 1-based rank of the calibration residual that bounds a new one with probability `level`; may exceed
+    m."""
     return math.ceil((m + 1) * level - 1e-9)
 
 
 def too_few_for(level: float, m: int) -> str | None:
-    """The warning a bound from m residuals has to carry at `level`, or None."""
+    """Return the warning a bound from m residuals has to carry at `level`, or None."""
     if conformal_rank(m, level) <= m:
         return None
     needed = math.ceil(level / (1 - level) - 1e-9)
@@ -52,11 +52,11 @@ def too_few_for(level: float, m: int) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldShare:
     """Share of left-out rows that a bound held.
 
     Args:
-        share: Of the rows, each judged by a bound that had seen none of its group.
+        share: Share of the rows, each judged by a bound that had seen none of its group.
         rows: Their number.
         groups: The number of groups; each was left out once.
         kind: What a group is, in the plural.
@@ -70,7 +70,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """A bound that a job's memory stays below, whoever gives it.
+    """A bound that a job's memory stays below, from any estimator.
 
     Args:
         coverage: Share of jobs that stay below the bound, which is `quantiles_mib[coverage]`.
@@ -104,7 +104,9 @@ def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
     return float(score[order][min(int(np.searchsorted(below, level - 1e-9)), len(score) - 1)])
 
 
-def held_of(score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray], float], kind: str) -> Held | None:
+def held_of(
+    score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray], float], kind: str
+) -> HeldShare | None:
     """Return what share of rows lies below the bounds that the other groups' rows make; None with a single group.
 
     Args:
@@ -116,10 +118,10 @@ def held_of(score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray
     if len(names) < 2:
         return None
     bounds = np.array([bound_of(member != index) for index in range(len(names))])
-    return Held(share=float((score <= bounds[member]).mean()), rows=len(score), groups=len(names), kind=kind)
+    return HeldShare(share=float((score <= bounds[member]).mean()), rows=len(score), groups=len(names), kind=kind)
 
 
-def least_held(checked: Iterable[Held]) -> Held:
+def least_held(checked: Iterable[HeldShare]) -> HeldShare:
     """Return the answer of the kind of group whose left-out rows a bound held least."""
     return min(checked, key=lambda held: held.share)
 
@@ -137,7 +139,7 @@ class BoundShares:
 
     of_causes: Mapping[str, float]
     scores: Mapping[float, float]
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldShare, ...] = ()
     rows: Mapping[str, int]
 
     def text(self) -> str:
@@ -157,7 +159,7 @@ def bound_shares() -> BoundShares:
     return BoundShares(
         of_causes=stored["of_causes"],
         scores={float(coverage): score for coverage, score in stored["scores"].items()},
-        held=tuple(Held(**held) for held in stored["held"]),
+        held=tuple(HeldShare(**held) for held in stored["held"]),
         rows=stored["rows"],
     )
 
@@ -178,7 +180,7 @@ ESTIMATORS: dict[str, str] = {
     "xmem": "learn.peers.xmem:XMem",
 }
 TRAINING_FREE = ("deepspeed", "dnnmem", "faketensor", "horus", "llmem", "trace", "xmem")
-PREFERRED = "hybrid"  # of several fitted models
+PREFERRED = "hybrid"  # preferred among several fitted models
 OF_CONFIGS = "lightgbm"  # reads configurations only
 
 
@@ -207,15 +209,17 @@ class Prediction(Protocol):
         """(n,) the single best guess; NaN in the rows of `refusals`."""
 
     def quantile(self, q: float) -> np.ndarray:
-        """(n,) the q-quantile, 0 < q < 1; grows with q."""
+        """Return the (n,) q-quantiles, 0 < q < 1; grows with q."""
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
-        """(n, k + 1) the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by row."""
+        """Return (n, k + 1), the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by
+        row."""
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
-        """(n,) a bound, never below the point, that `level` of new labels stay under; None: none was calibrated."""
+        """Return (n,) bounds, never below the point, that `level` of new labels stay under; None: none was
+        calibrated."""
 
-    def held_of(self, row: int) -> Held | None:
+    def held_of(self, row: int) -> HeldShare | None:
         """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
 
 
@@ -310,7 +314,7 @@ def open_state(cls: type[EstimatorT], folder: Path) -> tuple[EstimatorT, dict[st
 
 # Label <-> the space in which errors are taken. Labels near 0 are lifted to 1e-9, so that a logarithm exists.
 def to_space(values: np.ndarray, space: str) -> np.ndarray:
-    """`log` takes the natural logarithm; `ratio` is left as it is."""
+    """Return the values in the space: `log` takes the natural logarithm, `ratio` changes nothing."""
     values = np.asarray(values, dtype=float)
     return np.log(np.maximum(values, 1e-9)) if space == "log" else values
 
@@ -346,7 +350,7 @@ class ResidualPrediction:
     kind: np.ndarray | int = 0
     least: np.ndarray | float = 0.0
     outside: frozenset[int] = frozenset()
-    held: Mapping[int, Held] = field(default_factory=dict)
+    held: Mapping[int, HeldShare] = field(default_factory=dict)
 
     @property
     def point(self) -> np.ndarray:
@@ -380,7 +384,7 @@ class ResidualPrediction:
             return None
         return self._at(lambda residuals: conformal_score(residuals, level))
 
-    def held_of(self, row: int) -> Held | None:
+    def held_of(self, row: int) -> HeldShare | None:
         return None if row in self.outside else self.held.get(int(np.broadcast_to(self.kind, len(self.centre))[row]))
 
     @property

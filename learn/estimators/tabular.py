@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -43,8 +43,8 @@ class TabularEstimator(Estimator):
     ratios. The result does not depend on the rows' order, nor on the number of cores. Modules are refused by row.
     """
 
-    model_name: ClassVar[str]  # of the file of its trees
-    dtype: ClassVar[type[np.floating]] = np.float64  # in which the trees compare features
+    model_name: ClassVar[str]  # name of the file of its trees
+    dtype: ClassVar[type[np.floating]] = np.float64  # type in which the trees compare features
     table: FeatureTable  # the columns that the model reads, once it is fitted or loaded
     trees: Trees  # which read it
 
@@ -128,7 +128,7 @@ class LightGBMEstimator(TabularEstimator):
         booster = lightgbm.train(self._parameters(len(label)), table, num_boost_round=self.rounds)
         return Trees.of_lightgbm([booster])
 
-    def _parameters(self, n: int) -> dict:
+    def _parameters(self, n: int) -> dict[str, Any]:
         """LightGBM's defaults want 20 rows a leaf and 100 a category, which is a stump on 60 rows."""
         return {
             "objective": "regression",
@@ -242,7 +242,7 @@ class FeatureTable:
         return [i for i, name in enumerate(self.columns) if name in self.words]
 
     def matrix(self, cases: Sequence[Case]) -> np.ndarray:
-        """(n, columns) float64; NaN is missing."""
+        """Return (n, columns) float64; NaN is missing."""
         table = np.full((len(cases), len(self.columns)), np.nan)
         for places, columns in case_columns(cases):
             table[places] = self.encoded(columns, len(places))
@@ -262,11 +262,11 @@ class FeatureTable:
                 row[:] = column
         return table.T
 
-    def to_mapping(self) -> dict:
+    def to_mapping(self) -> dict[str, Any]:
         return {"columns": list(self.columns), "words": {k: list(v) for k, v in self.words.items()}}
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping) -> FeatureTable:
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> FeatureTable:
         return cls(tuple(mapping["columns"]), {k: tuple(v) for k, v in mapping["words"].items()})
 
 

@@ -22,7 +22,7 @@ _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
 _ROWS = 1000  # followed at a time
 _CELLS = 24_000  # rows times trees: these trees and their rows stay in the processor's cache
 _FEW = 50  # rows, of which it does not pay to look for what they have in common
-_STEPS = 4  # taken at a time: looking for those that are at a leaf costs as much as one
+_MOST_GOING = 0.5  # share of them, from which on those that are at their end are not taken out yet
 _DEEPEST = 1000
 _INFINITE = 1e300  # what LightGBM writes for an infinite threshold
 _KINDS: Mapping[str, type] = {
@@ -94,9 +94,9 @@ class Trees:
     @classmethod
     def joined(cls, forests: Sequence[Trees]) -> Self:
         """Return trees whose `members` are those of all forests, one after the other; they read the same table."""
-        nodes = np.cumsum([0, *(len(one.value) for one in forests)])
-        trees = np.cumsum([0, *(len(one.root) for one in forests)])
-        arrays = {name: [getattr(one, name) for one in forests] for name in _KINDS if name != "start"}
+        nodes = np.cumsum([0, *(len(forest.value) for forest in forests)])
+        trees = np.cumsum([0, *(len(forest.root) for forest in forests)])
+        arrays = {name: [getattr(forest, name) for forest in forests] for name in _KINDS if name != "start"}
         for name, shift in (("children", nodes), ("root", nodes), ("first", trees)):
             arrays[name] = [array + by for array, by in zip(arrays[name], shift, strict=False)]
         return cls(**{name: np.concatenate(of_all) for name, of_all in arrays.items()}, start=np.array(0.0))
@@ -111,7 +111,7 @@ class Trees:
         Splits by other columns are the same for all k: each row follows them once.
         """
         members = self.members(table, last)
-        values = self.start + np.cumsum(members, axis=0)[-1] / len(members)
+        values: np.ndarray = self.start + np.cumsum(members, axis=0)[-1] / len(members)
         return values.reshape(len(table), 1 if last is None else len(last))
 
     def members(self, table: np.ndarray, last: np.ndarray | None = None) -> np.ndarray:
@@ -120,7 +120,7 @@ class Trees:
         if table.shape[1] <= self._most:
             raise ValueError(f"the trees read {self._most + 1} columns, and the table has {table.shape[1]}")
         rows = max(_ROWS // (1 if last is None else len(last)), 1)
-        parts = [self._sums(table[at : at + rows], last) for at in range(0, len(table), rows)]
+        parts = [self._sums(table[start : start + rows], last) for start in range(0, len(table), rows)]
         return np.concatenate(parts, axis=1) if parts else np.empty((len(self.first), 0))
 
     @cached_property
@@ -138,12 +138,15 @@ class Trees:
 
     def _sums(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
         roots, children = self.root, self.children
-        if last is None and len(table) > _FEW:
+        if last is not None or len(table) > _FEW:
             same = (table == table[0]).all(axis=0) | np.isnan(table).all(axis=0)
+            same[-1] &= last is None
             roots, children = self._past(same, table[0])
             table = np.where(same, 0.0, table)  # no split that is left asks for these
         trees = max(_CELLS // len(table), 1)  # a few at a time
-        leaves = [self._leaves(table, last, roots[at : at + trees], children) for at in range(0, len(roots), trees)]
+        leaves = [
+            self._leaves(table, last, roots[start : start + trees], children) for start in range(0, len(roots), trees)
+        ]
         reached = self.value.take(np.concatenate(leaves))
         # Added one after the other, as the libraries add them; `sum` adds in pairs.
         ends = [*self.first[1:].tolist(), len(roots)]
@@ -159,27 +162,31 @@ class Trees:
             return self._followed(table, row, node, children).reshape(len(roots), -1)
         held = (self.feature == table.shape[1] - 1)[:, None]  # such a split follows itself, as a leaf does
         node = self._followed(table, row, node, np.where(held, np.arange(len(children))[:, None], children))
+        leaves = np.repeat(node[:, None], len(last), axis=1)
+        split = np.flatnonzero(children[node, 0] != node)
         table = np.repeat(table, len(last), axis=0)
         table[:, -1] = np.tile(last, len(table) // len(last))
-        row = np.tile(np.arange(len(table)), len(roots))
-        return self._followed(table, row, np.repeat(node, len(last)), children).reshape(len(roots), -1)
+        row = np.add.outer(row[split] * len(last), np.arange(len(last))).ravel()
+        leaves[split] = self._followed(table, row, leaves[split].ravel(), children).reshape(-1, len(last))
+        return leaves.reshape(len(roots), -1)
 
     def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, children: np.ndarray) -> np.ndarray:
         """Return where each node leads for its row: a node that follows itself."""
-        values, following, ends = table.ravel(), children.ravel(), node.copy()
+        values, following, ends = table.ravel(order="F"), children.ravel(), node.copy()
         some_missing = bool(np.isnan(values).any())
+        column = self.feature * len(table)  # where the column begins that a node compares
         going = np.arange(len(node))  # those that are not at their end
-        first = row * table.shape[1]
         while going.size:
-            for _ in range(_STEPS):
-                value = values.take(first + self.feature.take(node))
-                right = value > self.threshold.take(node)
-                if some_missing:
-                    right |= np.isnan(value) & ~self.missing_left.take(node)
-                node = following.take(2 * node + right)
-            ends[going] = node
-            on = following.take(2 * node) != node
-            going, node, first = going[on], node[on], first[on]
+            value = values.take(column.take(node) + row)
+            right = value > self.threshold.take(node)
+            if some_missing:
+                right |= np.isnan(value) & ~self.missing_left.take(node)
+            before, node = node, following.take(2 * node + right)
+            on = before != node
+            if np.count_nonzero(on) < _MOST_GOING * len(node):
+                ends[going] = node
+                on = np.flatnonzero(on)
+                going, node, row = going.take(on), node.take(on), row.take(on)
         return ends
 
     # ---- on disk
@@ -219,12 +226,12 @@ class Trees:
     @classmethod
     def of_scikit_learn(cls, fitted: Sequence[Any]) -> Self:
         """Take fitted regression trees, each a member. scikit-learn compares a table's values as float32."""
-        trees = [one.tree_ for one in fitted]
+        trees = [fitted_tree.tree_ for fitted_tree in fitted]
         root = np.cumsum([0, *(tree.node_count for tree in trees[:-1])])
         leaf = np.concatenate([tree.children_left < 0 for tree in trees])
         branches = [
-            np.column_stack([tree.children_left, tree.children_right]) + at
-            for tree, at in zip(trees, root, strict=True)
+            np.column_stack([tree.children_left, tree.children_right]) + root_index
+            for tree, root_index in zip(trees, root, strict=True)
         ]
         return cls(
             children=np.where(leaf[:, None], np.arange(len(leaf))[:, None], np.concatenate(branches)),
@@ -242,7 +249,7 @@ class _Nodes:
     """The columns of `Trees`, as they grow while LightGBM's nested nodes are read."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list] = {name: [] for name in _KINDS if name != "start"}
+        self.columns: dict[str, list[Any]] = {name: [] for name in _KINDS if name != "start"}
 
     def add(self, node: Mapping[str, Any]) -> int:
         """Add a node of `Booster.dump_model` with all below it, and return its number."""
@@ -274,11 +281,11 @@ class _Nodes:
         return self._append(children=[left, right], feature=feature, threshold=limits[middle])
 
     def _append(self, **values: Any) -> int:
-        own = len(self.columns["value"])
-        leaf = {"children": [own, own], "feature": 0, "threshold": 0.0, "missing_left": False, "value": 0.0}
+        node = len(self.columns["value"])
+        leaf = {"children": [node, node], "feature": 0, "threshold": 0.0, "missing_left": False, "value": 0.0}
         for name, value in {**leaf, **values}.items():
             self.columns[name].append(value)
-        return own
+        return node
 
 
 @dataclass(frozen=True)
@@ -303,7 +310,8 @@ class Boosters:
 
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64."""
-        return self.start + np.mean([booster.predict(table, num_threads=1) for booster in self.boosters], axis=0)
+        of_members = [booster.predict(table, num_threads=1) for booster in self.boosters]
+        return np.asarray(self.start + np.mean(of_members, axis=0))
 
     def predict_along(self, table: np.ndarray, last: np.ndarray) -> np.ndarray:
         """As `Trees.predict_along`."""
@@ -325,11 +333,11 @@ def boost(
     weight: np.ndarray,
     members: int = MEMBERS,
 ) -> Boosters:
-    """Fit boosters. What they give depends neither on the rows' order nor on the number of cores.
+    """Fit boosters. The result depends neither on the rows' order nor on the number of cores.
 
     Args:
-        settings: Of the trees.
-        seed: Of the first member; each has one of its own.
+        settings: The trees' settings.
+        seed: Seed of the first member; each has its own.
         table: (n, columns).
         label: (n,).
         at_least: (n,) bool: the label is a bound from below, so that a prediction above it is not an error. None: no
@@ -343,7 +351,7 @@ def boost(
     bound = np.zeros(n, dtype=bool) if at_least is None else at_least
     spread = max(_ROBUST, float(np.median(np.abs(label - np.median(label)))))
 
-    def objective(predicted: np.ndarray, _data) -> tuple[np.ndarray, np.ndarray]:
+    def objective(predicted: np.ndarray, _data: object) -> tuple[np.ndarray, np.ndarray]:
         gap = predicted - label
         satisfied = bound & (gap > 0)
         gradient = np.where(satisfied, 0.0, np.clip(gap, -spread, spread))

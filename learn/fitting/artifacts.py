@@ -9,8 +9,7 @@ sort_keys=True, separators=(",", ":"))` writes it. Anybody can verify a version 
 
 What is refused, before anything parses it: a named file that is absent, of another size or content; a file below
 `model/` that the JSON does not name (others are ignored: nothing reads them); links that lead out of the version's
-folder; files beyond `MOST_BYTES`. Versions from before there were checksums have no `"files"`; whoever loads arrays
-checks that they make a model.
+folder; files beyond `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import shutil
 import sys
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of, version_of
@@ -37,12 +36,11 @@ from featurize.configs.features import FEATURES_STAMP, is_current
 from featurize.configs.trial import printable
 from featurize.device.device_spec import plain_device, same_device
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
-from learn.rows.targets import check_target, get_target
+from learn.rows.data import Rows, check_target, get_target
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from learn.judging.evaluate import Evaluation
-    from learn.rows.data import Rows
-    from warehouse.files.folder import DataFolder
 
 
 FILES = "files"
@@ -50,7 +48,7 @@ MODEL = "model"  # folder of what `Estimator.load` reads
 MOST_BYTES = 256 * 2**20
 MOST_UNPACKED_BYTES = 2**30
 MOST_JSON_BYTES = 32 * 2**20
-_verified: dict[tuple, str | None] = {}  # (path, size, time, ...) of every file -> what is wrong
+_verified: dict[tuple[Any, ...], str | None] = {}  # (path, size, time, ...) of every file -> what is wrong
 _said: set[str] = set()
 
 
@@ -66,93 +64,73 @@ def stamped(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
         if path.is_file() and path != folder / name
     }
     kept = {**{key: value for key, value in meta.items() if key != OWN_SHA256}, FILES: files}
-    kept = json.loads(json.dumps(kept))  # as whoever reads it has it
+    kept = json.loads(json.dumps(kept))  # as a reader gets it
     return {**kept, OWN_SHA256: own_sha256(kept)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The artifact's JSON, its own checksum verified where it has one. Raises `DamagedArtifact`."""
+    """Return the artifact's JSON, its own checksum verified where it has one. Raises `DamagedArtifact`."""
     try:
         size = path.stat().st_size
         if size > MOST_JSON_BYTES:
-            raise DamagedArtifact(f"{_shown(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
+            raise DamagedArtifact(f"{_show(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict):
-            raise DamagedArtifact(f"{_shown(path)} is no JSON object")
-        own = own_sha256(described)
+            raise DamagedArtifact(f"{_show(path)} is not a JSON object")
+        checksum = own_sha256(described)
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error
-    if described.get(OWN_SHA256, own) != own:
-        raise DamagedArtifact(f"{_shown(path)} is not what was written: its checksum is another")
+        raise DamagedArtifact(f"{_show(path)} cannot be read: {printable(str(error))}") from error
+    if described.get(OWN_SHA256, checksum) != checksum:
+        raise DamagedArtifact(f"{_show(path)} is not what was written: its checksum is another")
     return described
 
 
-def checked(folder: Path, meta: Mapping[str, Any], name: str = "meta.json") -> None:
+def checked(folder: Path, meta: Mapping[str, Any]) -> None:
     """Verify a version's files before anything parses them; `DamagedArtifact` says what is wrong.
 
     Files that have not changed since are not read again.
     """
+    named = meta.get(FILES)
+    if not isinstance(named, Mapping):
+        raise DamagedArtifact(f"{_show(folder)} is damaged: meta.json names no files with their checksums")
     try:
-        named = _files(folder, meta, name)
-        state = [path.stat() for path in named]
+        below = [path for path in (folder / MODEL).rglob("*") if path.is_symlink() or not path.is_dir()]
+        names = sorted({*map(str, named), *(path.relative_to(folder).as_posix() for path in below)})
+        there = [path for name in names if (path := folder / name).exists()]
+        state = [(path.stat().st_size, path.stat().st_mtime_ns, path.lstat().st_ino) for path in there]
     except OSError as error:
-        raise DamagedArtifact(f"{_shown(folder)}: {printable(str(error))}") from error
-    key = (str(folder), str(meta.get(OWN_SHA256)), *((s.st_size, s.st_mtime_ns, s.st_ino) for s in state))
+        raise DamagedArtifact(f"{_show(folder)}: {printable(str(error))}") from error
+    key = (str(folder), str(meta.get(OWN_SHA256)), *names, *state)
     if key not in _verified:
-        _verified[key] = _problem(folder, meta.get(FILES), named)
+        _verified[key] = next(_problems(folder, named, names), None)
     if (problem := _verified[key]) is not None:
-        raise DamagedArtifact(f"{_shown(folder)} is damaged: {problem}")
-    if FILES not in meta:
-        older = "no checksum: it was written by an older version, so only what can be seen is checked"
-        _say_once(f"{_shown(folder)}: {older}")
+        raise DamagedArtifact(f"{_show(folder)} is damaged: {problem}")
 
 
 def say_damaged(error: DamagedArtifact, instead: str) -> None:
     """Name a damaged version in one line on standard error, once a process, and what is taken instead."""
-    _say_once(f"{error}; {instead}")
-
-
-def _say_once(line: str) -> None:
+    line = f"{error}; {instead}"
     if line not in _said:
         _said.add(line)
         print(line, file=sys.stderr)
 
 
-def _files(folder: Path, meta: Mapping[str, Any], name: str) -> list[Path]:
-    """Those that are to be verified: the ones that the JSON names, and all below `model/`."""
-    inside = folder.resolve(strict=True)
-    named = meta.get(FILES, {})
-    if not isinstance(named, Mapping):
-        raise DamagedArtifact(f"{_shown(folder)} is damaged: {FILES} is no mapping")
-    paths = {folder / MODEL / path.relative_to(folder / MODEL) for path in (folder / MODEL).rglob("*")}
-    paths |= {folder / str(relative) for relative in named}
-    for path in paths:
-        if ".." in path.parts or not path.resolve().is_relative_to(inside):
-            raise DamagedArtifact(f"{_shown(folder)} is damaged: {_inside(folder, path)} lies outside of it")
-    files = sorted(path for path in paths if not path.is_dir())
-    for path in files:
-        if not path.is_file():
-            raise DamagedArtifact(f"{_shown(folder)} is damaged: {_inside(folder, path)} is not there")
-        if FILES in meta and path.relative_to(folder).as_posix() not in named:
-            raise DamagedArtifact(
-                f"{_shown(folder)} is damaged: {_inside(folder, path)} is not among the files that {name} names"
-            )
-    return files
-
-
-def _problem(folder: Path, named: Mapping[str, Any] | None, files: list[Path]) -> str | None:
-    for path in files:
-        relative = path.relative_to(folder).as_posix()
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            return f"{_inside(folder, path)} has {size:,} bytes, more than {MOST_BYTES:,}"
-        if named is not None:
-            about = named[relative]
-            if not isinstance(about, Mapping) or about.get("bytes") != size or about.get("sha256") != sha256_of(path):
-                return f"{_inside(folder, path)} is not what was written: its checksum or size is another"
-        if relative.startswith(f"{MODEL}/") and (problem := _structure(path)) is not None:
-            return f"{_inside(folder, path)}: {problem}"
-    return None
+def _problems(folder: Path, named: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with the files that the JSON names, and with all below `model/`."""
+    for name in names:
+        path, about, shown = folder / name, named.get(name), printable(name)
+        if ".." in path.parts or not path.resolve().is_relative_to(folder.resolve()):
+            yield f"{shown} lies outside of it"
+        elif about is None:
+            yield f"{shown} is not among the files that meta.json names"
+        elif not path.is_file():
+            yield f"{shown} is not there"
+        elif (size := path.stat().st_size) > MOST_BYTES:
+            yield f"{shown} has {size:,} bytes, more than {MOST_BYTES:,}"
+        elif not isinstance(about, Mapping) or (about.get("bytes"), about.get("sha256")) != (size, sha256_of(path)):
+            yield f"{shown} is not what was written: its checksum or size is another"
+        elif name.startswith(f"{MODEL}/") and (problem := _structure(path)) is not None:
+            yield f"{shown}: {problem}"
 
 
 def _structure(path: Path) -> str | None:
@@ -162,19 +140,17 @@ def _structure(path: Path) -> str | None:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
         except (OSError, zipfile.BadZipFile, ValueError) as error:
-            return f"it is no archive of arrays ({printable(str(error))})"
+            return f"it is not an archive of arrays ({printable(str(error))})"
         return None if unpacked <= MOST_UNPACKED_BYTES else f"it unpacks to {unpacked:,} bytes"
     return None if path.suffix in (".json", ".txt") else "a model has no such file"
 
 
-def _shown(path: Path) -> str:
+def _show(path: Path) -> str:
     return printable(str(path), 300)
 
 
-def _inside(folder: Path, path: Path) -> str:
-    return printable(path.relative_to(folder).as_posix())
-
-
+Version = TypeVar("Version")
+Loaded = TypeVar("Loaded")
 DataPlace: TypeAlias = "str | os.PathLike[str] | DataFolder | None"  # a data folder; None: the default one
 FORMAT = 1
 DEFAULT_MODELS = Path(__file__).parents[1] / "default_models"
@@ -197,7 +173,7 @@ class Artifact:
     """One fitted version. `meta` is `meta.json`; the estimator is loaded on first use."""
 
     path: Path
-    meta: Mapping
+    meta: Mapping[str, Any]
 
     @property
     def version(self) -> str:
@@ -215,7 +191,7 @@ class Artifact:
         checked(self.path, self.meta)
 
     def require(self) -> Artifact:
-        """The artifact, if it can answer: verified, and loaded where this code computes its features. Raises
+        """Return the artifact, if it can answer: verified, and loaded where this code computes its features. Raises
         `DamagedArtifact`."""
         self.check()
         if is_current(self.meta["feature_version"]):
@@ -233,8 +209,8 @@ class Artifact:
 
     @cached_property
     def fitted_run_ids(self) -> frozenset[str]:
-        """The rows that the kept model has seen: of `learn.fit` those that judged its figures as well, which came from
-        other fits; of a promotion only those that it was fitted on."""
+        """The ids of the runs that the saved model was fitted on. `learn.fit` refits on all rows, so its models include
+        the held-out rows of their report; a promoted model does not."""
         self.check()
         with _damaged_unless_read(self.path, "report.json"):
             report = json.loads((self.path / "report.json").read_text())
@@ -274,7 +250,7 @@ def save_judged(
         estimator: The fitted one.
         rows: What it was fitted on, or what it was fitted and judged on.
         evaluation: How good it is.
-        seed: Of splits and fits.
+        seed: Seed of splits and fits.
         now: Time that names the version; time-zone aware.
         fitted_on: all, or train: the rows of the evaluation that judged it are not among those that it has seen.
         about: What else `meta.json` says.
@@ -328,8 +304,8 @@ def save_artifact(
     data: DataPlace,
     target: str,
     estimator: Savable,
-    meta: Mapping,
-    report: Mapping,
+    meta: Mapping[str, Any],
+    report: Mapping[str, Any],
     *,
     now: datetime,
     extras: Callable[[Path], None] = lambda _folder: None,
@@ -370,32 +346,44 @@ def save_artifact(
 
 
 def versions(data: DataPlace, target: str) -> list[Artifact]:
-    """Every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is not
-    what was written is named on standard error and left out."""
-    home = models_folder(data) / get_target(target).name
-    if not home.is_dir():
-        return []
-    names = []
-    for path in sorted(home.iterdir()):
-        if path.name.startswith(".") or not (path / "meta.json").is_file():
-            continue
+    """Return every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is
+    not what was written is named on standard error and left out."""
+    opened = []
+    for path in version_folders(data, get_target(target).name):
         try:
-            if not path.resolve().is_relative_to(home.resolve()):
-                raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: it lies outside of {home.name}")
-            names.append(open_artifact(path))
+            opened.append(open_artifact(path))
         except DamagedArtifact as error:
             say_damaged(error, "it is left out")
-    return names
+    return opened
+
+
+def version_folders(data: DataPlace, target: str) -> list[Path]:
+    """Return the folders of a target's complete versions, oldest first; none where nothing was fitted."""
+    home = models_folder(data) / target
+    paths = sorted(home.iterdir()) if home.is_dir() else []
+    return [path for path in paths if not path.name.startswith(".") and (path / "meta.json").is_file()]
+
+
+def newest_whole(versions: Sequence[Version], load: Callable[[Version], Loaded]) -> Loaded | None:
+    """Return what `load` makes of the newest version that is not damaged, named on standard error if it is; or None."""
+    for older, version in reversed(list(enumerate(versions))):
+        try:
+            return load(version)
+        except DamagedArtifact as error:
+            say_damaged(error, "an older version answers" if older else "no other version is there")
+    return None
 
 
 def open_artifact(path: Path) -> Artifact:
     """Return the artifact in that folder, of whose `meta.json` the rest of the code may believe the types. Raises
     `DamagedArtifact`."""
+    if not path.resolve().is_relative_to(path.parent.resolve()):
+        raise DamagedArtifact(f"{_show(path)} is damaged: it lies outside of {path.parent.name}")
     meta = read_json(path / "meta.json")
     rows = meta.get("rows")
     counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
     texts = [meta.get(name) for name in ("estimator", "target", "feature_version")]
-    whole = all(isinstance(one, dict) for one in counts) and all(isinstance(one, str) for one in texts)
+    whole = all(isinstance(item, dict) for item in counts) and all(isinstance(item, str) for item in texts)
     if not whole or meta["estimator"] not in ESTIMATORS:
         problem = "is damaged, or of another version of this code: meta.json does not say what it is"
         raise DamagedArtifact(f"{printable(str(path), 300)} {problem}")
@@ -431,8 +419,8 @@ def newest(
     learnt: bool = False,
     for_modules: bool = False,
 ) -> Artifact | None:
-    """The newest version that was fitted on rows of that family, device and source (None: any), or None; where no
-    estimator is named, of the hybrid, and of another only where there is no hybrid. With
+    """Return the newest version that was fitted on rows of that family, device and source (None: any), or None; where
+    no estimator is named, of the hybrid, and of another only where there is no hybrid. With
     `learnt`, the versions of training-free estimators do not count; `for_modules`, only those of estimators that read
     traced steps, fitted on rows of real devices. Its features may be those of other code.
     """
@@ -448,12 +436,7 @@ def newest(
     ]
     if estimator is None:  # the others are fitted to be compared with it
         fitting = [artifact for artifact in fitting if artifact.meta["estimator"] == PREFERRED] or fitting
-    for older, artifact in reversed(list(enumerate(fitting))):
-        try:
-            return artifact.require()
-        except DamagedArtifact as error:
-            say_damaged(error, "an older version answers" if older else "no other version is there")
-    return None
+    return newest_whole(fitting, Artifact.require)
 
 
 def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:
@@ -461,7 +444,7 @@ def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artif
     artifact = find_latest(data, target, **wanted)
     if artifact is None:
         asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
-        there = sorted({_described(a) for a in versions(data, target)})
+        there = sorted({_describe(a) for a in versions(data, target)})
         raise UsageError(
             f"no fitted model for target={target}{f' with {asked}' if asked else ''}; "
             f"there {'are: ' + '; '.join(there) if there else 'is none at all'}; "
@@ -471,7 +454,7 @@ def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artif
 
 
 def require_current(artifact: Artifact) -> Artifact:
-    """The artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
+    """Return the artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
     theirs = artifact.meta.get("feature_version")
     if not is_current(theirs):
         target = artifact.meta["target"]
@@ -483,7 +466,7 @@ def require_current(artifact: Artifact) -> Artifact:
 
 
 def default_artifact(target: str) -> Artifact | None:
-    """The model that comes with the project (`learn/default_models`), or None for a target without one.
+    """Return the model that comes with the project (`learn/default_models`), or None for a target without one.
 
     It is used also where this code's features have moved on since it was fitted:
     `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and whoever shows its
@@ -495,21 +478,20 @@ def default_artifact(target: str) -> Artifact | None:
     except OSError:
         return None
     try:
-        return _opened(path, written_ns)
+        return _open(path, written_ns)
     except DamagedArtifact as error:
         say_damaged(error, "install the project anew; the trace answers")
         return None
 
 
 @lru_cache(maxsize=8)
-def _opened(path: Path, _written_ns: int) -> Artifact:
+def _open(path: Path, _written_ns: int) -> Artifact:
     """Return a whole artifact, checked and loaded once; what happens to its files later changes nothing of it."""
     return open_artifact(path).require()
 
 
 def models_folder(data: DataPlace) -> Path:
     """The `models/` folder of a data folder (None: the default one)."""
-    from warehouse.files.folder import DataFolder
 
     folder = data if isinstance(data, DataFolder) else DataFolder.resolve(data)
     return Path(folder.models)
@@ -525,7 +507,7 @@ def _reads_modules(artifact: Artifact) -> bool:
     return reads and "simulated" not in artifact.meta["rows"]["source"]
 
 
-def _described(artifact: Artifact) -> str:
+def _describe(artifact: Artifact) -> str:
     rows = artifact.meta["rows"]
     devices = ", ".join(sorted({plain_device(name) for name in rows["device"]}))
     return f"{artifact.meta['estimator']} for {', '.join(rows['family'])} on {devices} ({', '.join(rows['source'])})"

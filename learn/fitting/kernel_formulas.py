@@ -1,22 +1,23 @@
-"""Formulas for the time of kernels and steps: the kernel model, as it comes and fitted anew, and other people's; and
+"""Formulas for the time of kernels and steps: the kernel model, packaged and refitted, and published ones; and
 how each is judged, on rows that were fitted on and on rows left out.
 
-Start reading at `Formula`, which each class keeps, then at `judged`. Other people's are written from their papers, on
-the work, bytes, tiles and data-sheet rates of each kernel (`KernelSizes`); the docstring says where one differs from
-its paper. `left_out_by`, `left_out_ratios` and `subsets` serve `learn.benchmark`, too.
+Start reading at `FORMULAS`, then at `judged`. Published ones are written from their papers, on the work, bytes, tiles
+and data-sheet rates of each kernel (`KernelSizes`); the docstring says where one differs from its paper. `left_out_by`
+and `subsets` serve `learn.benchmark`, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from conf.plain_text import table_lines
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.timing.activity import ActivityParameters
@@ -39,15 +40,14 @@ from learn.estimators.kernel_fitting import (
     held_out_by,
     joined,
     judged_by_splits,
-    left_out_errors,
     overlapped_ms,
     robust,
 )
 from learn.judging.scores import RowScores, score_table, spread
 
-_TILE_SIDE = {False: 64.0, True: 128.0}  # of a product's tile, on tensor cores and not
+_TILE_SIDE = {False: 64.0, True: 128.0}  # side of a product's tile, on tensor cores and not
 _SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
-_BLOCK_BYTES = 8192.0  # of a kernel that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
+_BLOCK_BYTES = 8192.0  # bytes of a block that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,16 @@ class KernelSizes:
 
     @property
     def roofline_s(self) -> np.ndarray:
-        return np.maximum(self.math_s, self.memory_s)
+        return np.asarray(np.maximum(self.math_s, self.memory_s))
 
 
-class Instruments:
-    """Time that timing single kernels adds: one learned logarithm of ms for each operator."""
-
-    def __init__(self, rows: Sequence[MeasuredTime]) -> None:
-        operators = [row.group if row.source in ALONE else "" for row in rows]
-        names = list(dict.fromkeys(operators))
-        self.operator = torch.tensor([names.index(name) for name in operators])  # of each row
-        self.begin = torch.full((len(names),), math.log(INSTRUMENT_MS), dtype=torch.float64)
+def instruments_of(rows: Sequence[MeasuredTime]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return of each row the place of what timing its single kernel adds, (rows,), and where these logarithms of ms,
+    one for each operator, begin."""
+    operators = [row.group if row.source in ALONE else "" for row in rows]
+    names = list(dict.fromkeys(operators))
+    begin = torch.full((len(names),), math.log(INSTRUMENT_MS), dtype=torch.float64)
+    return torch.tensor([names.index(name) for name in operators]), begin
 
 
 def ends_of(rows: Sequence[MeasuredTime]) -> np.ndarray:
@@ -98,10 +97,10 @@ def ends_of(rows: Sequence[MeasuredTime]) -> np.ndarray:
 def sizes_of(rows: Sequence[MeasuredTime]) -> KernelSizes:
     """Return the kernels of all rows."""
     kinds: dict[str, int] = {}
-    return joined([_of_row(row, at, kinds) for at, row in enumerate(rows)])
+    return joined([_of_row(row, place, kinds) for place, row in enumerate(rows)])
 
 
-def _of_row(row: MeasuredTime, at: int, kinds: dict[str, int]) -> KernelSizes:
+def _of_row(row: MeasuredTime, place: int, kinds: dict[str, int]) -> KernelSizes:
     """Return the kernels of one row, the `at`-th one; new kinds are added to `kinds`."""
     calls, device = row.calls, row.device
     tensor, rate = _units(calls, device)
@@ -114,7 +113,7 @@ def _of_row(row: MeasuredTime, at: int, kinds: dict[str, int]) -> KernelSizes:
     nbytes, bandwidth = np.maximum(calls.nbytes, 1.0), device.bandwidth_gb_s * 1e9
     return KernelSizes(
         kind=np.array([kinds.setdefault(name, len(kinds)) for name in names], dtype=int),
-        row=np.full(len(names), at),
+        row=np.full(len(names), place),
         count=calls.count,
         math_s=flops / rate,
         memory_s=nbytes / bandwidth,
@@ -171,26 +170,26 @@ class WaveScaling:
         self.fit = fit
         self.sizes = sizes_of(fit.rows)
         self.ends = ends_of(fit.rows)
-        self.alike: dict[tuple, list[int]] = defaultdict(list)
-        for at, row in enumerate(fit.rows):
-            self.alike[_job_of(row)].append(at)
+        self.alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for place, row in enumerate(fit.rows):
+            self.alike[_job_of(row)].append(place)
 
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`; NaN without a measurement of the same kernels on another GPU model among `of`."""
+    def __call__(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula` says; NaN without a measurement of the same kernels on another GPU model among `of`."""
         ratios = np.full(len(self.fit.rows), np.nan)
         measured_ms = self.fit.measured_ms.numpy()
         for members in self.alike.values():
-            for at in members:
-                origins = [o for o in members if of[o] and self.fit.devices[o] != self.fit.devices[at]]
+            for member in members:
+                origins = [o for o in members if of[o] and self.fit.devices[o] != self.fit.devices[member]]
                 if origins:
-                    scaled = [math.log(measured_ms[origin] * self._factor(origin, at)) for origin in origins]
-                    ratios[at] = np.mean(scaled) - math.log(measured_ms[at])
+                    scaled = [math.log(measured_ms[origin] * self._factor(origin, member)) for origin in origins]
+                    ratios[member] = np.mean(scaled) - math.log(measured_ms[member])
         return ratios
 
     def _factor(self, origin: int, destination: int) -> float:
         """Return how much longer the row's kernels take on the destination's GPU than on the origin's."""
         sizes = self.sizes
-        here, there = (slice(self.ends[at], self.ends[at + 1]) for at in (origin, destination))
+        here, there = (slice(self.ends[job], self.ends[job + 1]) for job in (origin, destination))
         before, after = self.fit.rows[origin].device, self.fit.rows[destination].device
         share = sizes.count[here] * sizes.roofline_s[here]
         return float(
@@ -215,10 +214,10 @@ def wave_factors(
     sms = after.sm_count / before.sm_count
     bandwidth = before.bandwidth_gb_s / after.bandwidth_gb_s
     clock = clock_ghz(before) / clock_ghz(after)
-    return waves * (bandwidth * sms) ** bound * clock ** (1 - bound)
+    return np.asarray(waves * (bandwidth * sms) ** bound * clock ** (1 - bound))
 
 
-def _job_of(row: MeasuredTime) -> tuple:
+def _job_of(row: MeasuredTime) -> tuple[Any, ...]:
     """Return what rows have in common that run the same kernels in the same setting."""
     calls = row.calls
     columns = (calls.count, calls.pipe, calls.flops, calls.nbytes, calls.rows, calls.columns, calls.depth, calls.batch)
@@ -233,14 +232,14 @@ def _job_of(row: MeasuredTime) -> tuple:
 
 
 class TilesAndWaves:
-    """NeuSight's form: a network gives the share of the roofline at which a tile is computed; waves do the rest.
+    """NeuSight's form: a network estimates the share of the roofline at which a tile is computed; waves do the rest.
 
     Lee, Phanishayee, Mahajan: "Forecasting GPU Performance for Deep Learning Training and Inference", ASPLOS 2025
     (arXiv 2407.13853), sections 4 and 5. A kernel takes waves x (time of a tile at one SM's share of the peak rates) /
-    utilization, utilization = alpha - beta / waves. A multilayer perceptron gives alpha and beta from a tile's FLOPs,
-    bytes and footprint over what one SM has; sigmoids keep the utilization between 0 and 1, so that no kernel is faster
-    than the roofline. It learns by the symmetric percentage error. A step is the sum of its kernels; the host does not
-    count.
+    utilization, utilization = alpha - beta / waves. A multilayer perceptron estimates alpha and beta from a tile's
+    FLOPs, bytes and footprint over what one SM has; sigmoids keep the utilization between 0 and 1, so that no kernel is
+    faster than the roofline. It learns by the symmetric percentage error. A step is the sum of its kernels; the host
+    does not count.
 
     Differences: one small network with the kernel's kind as an input, where the paper trains a large one for each of
     five operators and takes the others as bound by memory. Tiles have one size for each kind of units, where the paper
@@ -272,11 +271,11 @@ class TilesAndWaves:
             )
         )
         self.features = torch.tensor((features - features.mean(axis=0)) / (features.std(axis=0) + 1e-9)).float()
-        self.instruments = Instruments(fit.rows)
+        self.instrument, self.added = instruments_of(fit.rows)
         self.measured_ms = fit.measured_ms.float()
 
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`."""
+    def __call__(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula` says."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             kind = torch.nn.Embedding(self.kinds, self._OF_KIND)
@@ -287,7 +286,7 @@ class TilesAndWaves:
                 torch.nn.ReLU(),
                 torch.nn.Linear(self._HIDDEN, 2),
             )
-        added = self.instruments.begin.clone().requires_grad_(True)
+        added = self.added.clone().requires_grad_(True)
         learned = [*network.parameters(), *kind.parameters(), added]
         optimizer = torch.optim.AdamW(learned, lr=self._RATE, weight_decay=1e-4)
         weights = torch.tensor(self.fit.row_weights(of)).float()
@@ -312,12 +311,12 @@ class TilesAndWaves:
     ) -> torch.Tensor:
         lengths = self.ends[rows + 1] - self.ends[rows]
         row = np.repeat(np.arange(len(rows)), lengths)
-        at = torch.tensor(np.arange(len(row)) + np.repeat(self.ends[rows] - (np.cumsum(lengths) - lengths), lengths))
-        alpha, beta = torch.sigmoid(network(torch.cat([self.features[at], kind(self.kind[at])], dim=1))).unbind(1)
-        utilization = alpha - alpha * beta / self.waves[at]
-        kernels_ms = self.all_waves_ms[at] / utilization.clamp(min=1e-4)
+        index = torch.tensor(np.arange(len(row)) + np.repeat(self.ends[rows] - (np.cumsum(lengths) - lengths), lengths))
+        alpha, beta = torch.sigmoid(network(torch.cat([self.features[index], kind(self.kind[index])], dim=1))).unbind(1)
+        utilization = alpha - alpha * beta / self.waves[index]
+        kernels_ms = self.all_waves_ms[index] / utilization.clamp(min=1e-4)
         busy_ms = torch.zeros(len(rows)).index_add(0, torch.tensor(row), kernels_ms)
-        added_ms = torch.exp(added)[self.instruments.operator[rows]].float()
+        added_ms = torch.exp(added)[self.instrument[rows]].float()
         return busy_ms + self.fit.one_kernel[rows] * added_ms
 
 
@@ -332,39 +331,23 @@ _DESCENT = Descent(
 )
 
 
-class Formula(Protocol):
-    """A formula, made ready for the rows of a `TimeFit`."""
-
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """Return the logarithm of estimated over measured time of every row, learned from the rows that `of` names.
-
-        NaN where the formula has no answer. Rows outside `of` have no part in what is learned.
-        """
-        ...
+# A formula, made ready for the rows of a `TimeFit`: from the mask `of` of the rows that are learned from, (rows,), to
+# the logarithm of estimated over measured time of every row; NaN where it has no answer. Rows outside `of` have no part
+# in what is learned.
+Formula: TypeAlias = Callable[[np.ndarray], np.ndarray]
 
 
-class KernelModel:
-    """The kernel model, its efficiencies fitted anew."""
-
-    def __init__(self, fit: TimeFit) -> None:
-        self.fit = fit
-
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`."""
-        return self.fit.log_ratios(self.fit.fitted(of))
+def kernel_model(fit: TimeFit) -> Formula:
+    """Return the kernel model, its efficiencies refitted."""
+    return lambda of: fit.log_ratios(fit.fitted(of))
 
 
-class KernelModelAsItComes:
-    """The kernel model with the efficiencies that come along. It learns nothing of the rows."""
-
-    def __init__(self, fit: TimeFit) -> None:
-        self.fit = fit
-
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`; the same whatever `of` names."""
-        learned = load_efficiencies()
-        leftover = dict.fromkeys(SHARDED, learned.sharded)
-        return self.fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))
+def kernel_model_as_it_comes(fit: TimeFit) -> Formula:
+    """Return the kernel model with the packaged efficiencies. It learns nothing from the rows."""
+    learned = load_efficiencies()
+    leftover = dict.fromkeys(SHARDED, learned.sharded)
+    ratios = fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))
+    return lambda _: ratios
 
 
 class RooflineByKind:
@@ -379,12 +362,12 @@ class RooflineByKind:
         busy_ms = np.zeros((len(fit.rows), sizes.kinds))
         np.add.at(busy_ms, (sizes.row, sizes.kind), sizes.count * sizes.roofline_s * 1e3)
         self.busy_ms = torch.tensor(busy_ms)
-        self.instruments = Instruments(fit.rows)
+        self.instrument, self.added = instruments_of(fit.rows)
 
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula.log_ratios`."""
+    def __call__(self, of: np.ndarray) -> np.ndarray:
+        """As `Formula` says."""
         usual = torch.full((self.busy_ms.shape[1],), math.log(_USUAL_SHARE), dtype=torch.float64)
-        begin = {"share": usual, "instrument": self.instruments.begin}
+        begin = {"share": usual, "instrument": self.added}
 
         def losses(values: Values) -> torch.Tensor:
             return robust(self._log_ratios(values), TOLERANCE)
@@ -393,15 +376,15 @@ class RooflineByKind:
 
     def _log_ratios(self, values: Values) -> torch.Tensor:
         busy_ms = self.busy_ms @ torch.exp(-values["share"])
-        one_kernel_ms = busy_ms + torch.exp(values["instrument"])[self.instruments.operator]
+        one_kernel_ms = busy_ms + torch.exp(values["instrument"])[self.instrument]
         steps_ms = overlapped_ms(busy_ms, self.fit.host_ms)
         return torch.log(torch.where(self.fit.one_kernel, one_kernel_ms, steps_ms) / self.fit.measured_ms)
 
 
-AS_IT_COMES = "trace"  # the estimator of that name gives the same figures
+AS_IT_COMES = "trace"  # the estimator of that name has the same figures
 FORMULAS: Mapping[str, Callable[[TimeFit], Formula]] = {
-    AS_IT_COMES: KernelModelAsItComes,
-    "kernels": KernelModel,
+    AS_IT_COMES: kernel_model_as_it_comes,
+    "kernels": kernel_model,
     "roofline": RooflineByKind,
     "habitat": WaveScaling,
     "neusight": TilesAndWaves,
@@ -412,7 +395,7 @@ ROOFLINE = "nothing learned"  # the described rates alone
 _OF_KERNELS = (ROOFLINE, LEARNED_FROM, "GPU models left out")
 COVERAGES = (0.5, 0.75, 0.9, 0.95, 0.99)
 _LONG_TOKENS = 8192
-_DEPTHWISE_SHARE = 0.25  # of a network's convolutions
+_DEPTHWISE_SHARE = 0.25  # share of a network's convolutions
 _TILED_OPERATORS = tuple(f"{KERNELS}/aten::{name}" for name in ("addmm", "bmm", "convolution"))
 
 
@@ -437,28 +420,8 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
     return [score for score in scores if score.count], ratios["families left out"][fit.steps]
 
 
-def left_out_ratios(formula: Formula, masks: Sequence[np.ndarray], heard: Callable[[], None]) -> np.ndarray:
-    """Return the logarithm of estimated over measured time of rows, each from what was learned without it.
-
-    Args:
-        formula: Whose estimates.
-        masks: Of the rows that are left out in turn; at least one.
-        heard: Is called before each fit.
-
-    Returns:
-        (rows,); NaN where the formula has no answer, no mask holds the row, or one holds all rows.
-    """
-
-    def heard_of() -> Iterator[np.ndarray]:
-        for mask in masks:
-            heard()
-            yield mask
-
-    return left_out_errors(np.empty(len(masks[0])), heard_of(), lambda mask: formula.log_ratios(~mask))
-
-
 def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:
-    """Return the content of the file: the fit on all rows, and what families that were left out say of its error."""
+    """Return the content of the file: the fit on all rows, and its error on families that were left out."""
     longer = -held_out[np.isfinite(held_out)]  # measured over estimated
     sources, counts = np.unique(fit.sources, return_counts=True)
     fitted = fit.fitted(np.ones(len(fit.rows), dtype=bool))
@@ -482,7 +445,8 @@ def labels_by(fit: TimeFit, by: str) -> np.ndarray:
 
 
 def left_out_by(fit: TimeFit, by: str, folds: int | None = None) -> list[np.ndarray]:
-    """Return the masks of the rows that are left out in turn: those of a label, or of one of so many parts of them."""
+    """Return the masks of the rows that are left out in turn: those of a label, or of one of this many parts of
+    them."""
     return held_out_by(labels_by(fit, by), folds)
 
 
@@ -539,14 +503,5 @@ def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:
 
 def score_text(scores: Sequence[RowScores], subset: str = "judged on") -> str:
     """Return the scores as lines of text; `subset` is the head over which rows each is of."""
-    from rich.console import Console
-    from rich.table import Table
-
     heads, rows = score_table(scores, {"rows": "by", subset: "rows", "rows judged": "count"})
-    table = Table(*heads)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(width=120, no_color=True)
-    with console.capture() as text:
-        console.print(table)
-    return text.get().rstrip("\n")
+    return "\n".join(table_lines(heads, rows))

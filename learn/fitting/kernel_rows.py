@@ -9,9 +9,11 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +26,7 @@ from featurize.device.device_spec import DeviceSpec, load_device
 from featurize.families import gpt
 from featurize.job.training_settings import Training, TrialConfig, uses_tf32
 from featurize.nets.vision import import_library
-from featurize.recording.step_trace import Operator, StepTrace
+from featurize.recording.step_trace import Operator
 from featurize.timing.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, product
 from featurize.timing.step_time import input_ms
 from featurize.trace.tracer import TraceError, trace_config, trace_step
@@ -48,7 +50,7 @@ FARM = "farm"  # source of what this folder's own trials measured
 _COLUMNS = ("run_id", "source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
-_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # of timm's models, before the family's name
+_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # before the family's name of timm's models
 # Operators whose output has the shape of their first input.
 _POINTWISE = tuple(
     f"aten::{name}"
@@ -95,7 +97,7 @@ def measured_rows(
 
     Args:
         data: The folder; None: the default one.
-        progress: Hears of each traced row.
+        progress: Is called for each traced row.
         steps: As `most` of `measured_times`.
         kernels: As `most` of `kernel_times`.
         same_shapes: As in `kernel_times`.
@@ -134,8 +136,8 @@ def measured_times(
         "QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY md5(run_id)) <= coalesce(?, 1e9) ORDER BY run_id",
         [most],
     )
-    traces: dict[tuple, Calls] = {}
-    return read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
+    traces: dict[tuple[Any, ...], Calls] = {}
+    return read_each(rows, lambda values: _read_measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
 
 
 def kernel_times(
@@ -177,10 +179,11 @@ def measured_activity(
     return read_each(of_smact.records, lambda record: _measured_activity(record, smocc), progress)
 
 
-def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
+def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """Return the rows of a query of a data folder; None: the default one."""
     with contextlib.closing(warehouse.connect(data)) as connection:
-        return connection.execute(sql, parameters).fetchall()
+        rows: list[tuple[Any, ...]] = connection.execute(sql, parameters).fetchall()
+    return rows
 
 
 class RowLeftOut(Exception):
@@ -328,21 +331,25 @@ def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None
     )
 
 
-def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTime:
+def _read_measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
     device = described(row["device_name"])
-    release = _release(row["torch_version"])
+    release = re.match(r"(\d+)\.(\d+)", str(row["torch_version"]))
     if source == LLM_FOUNDRY:
         return _of_llm_foundry(row, device, traces)
     try:
         config = config_of_one_gpu(row["config"])
     except UnreadableConfig as error:
         raise RowLeftOut(f"{source}: no trial config") from error
-    fused = release is None or release >= _FIRST_FUSED
+    fused = release is None or (int(release[1]), int(release[2])) >= _FIRST_FUSED
     key = (row["config"], device.architecture.attention, fused)
     if key not in traces:
-        with _attention(fused):
-            traces[key] = _traced(lambda: trace_config(config, device=device), config.precision, listed=fused)
+        with contextlib.ExitStack() as after:
+            if not fused:  # timm's models then compute attention as they did before PyTorch had a fused one
+                layers = import_library("timm.layers")
+                after.callback(layers.set_fused_attn, layers.use_fused_attn())
+                layers.set_fused_attn(False)
+            traces[key] = _trace(lambda: trace_config(config, device=device), config.precision, listed=fused)
     return MeasuredTime(
         name=str(getattr(config, "model", config.family)),
         source=source,
@@ -356,60 +363,42 @@ def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTim
     )
 
 
-def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tuple, Calls]) -> MeasuredTime:
+def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     """Return one micro-step of one GPU: sharded weights arrive while the GPU computes, so it runs as if alone."""
     cells = json.loads(row["origin"])
-    size, length, samples = cells["Model"].lower(), int(cells["SeqLen (T)"]), int(cells["MicroBatchSize"])
-    recompute = cells["Activation Checkpointing"] == "True"
+    size = cells["Model"].lower()
     if size not in SIZES or not cells["Precision"].endswith("bf16"):
         raise RowLeftOut(f"{LLM_FOUNDRY}: {size} in {cells['Precision']}")
-    key = (size, length, samples, recompute, device.architecture.attention)
+    config = mpt_config(cells)
+    key = (config, device.architecture.attention)
     if key not in traces:
-        traces[key] = _traced(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
+        step = partial(
+            trace_step,
+            lambda: gpt.build(config).to(torch.bfloat16),
+            lambda on: gpt.batch(config, on),
+            loss=mpt_loss,
+            device=device,
+            settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
+            training_loop=False,
+        )
+        traces[key] = _trace(step, "bf16", listed=True)
     return MeasuredTime(
-        name=f"MPT-{size}, {samples} x {length}",
+        name=f"MPT-{size}, {config.batch_size} x {config.sequence_length}",
         source=LLM_FOUNDRY,
         group=size,
         device=device,
         calls=traces[key],
-        measured_ms=samples * length / float(cells["Throughput (T/s/GPU)"]) * 1e3,
+        measured_ms=config.batch_size * config.sequence_length / float(cells["Throughput (T/s/GPU)"]) * 1e3,
         run_id=row["run_id"],
     )
 
 
-def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: DeviceSpec) -> StepTrace:
-    config = mpt_config(size, length, samples, recompute=recompute)
-    return trace_step(
-        lambda: gpt.build(config).to(torch.bfloat16),
-        lambda on: gpt.batch(config, on),
-        loss=mpt_loss,
-        device=device,
-        settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
-        training_loop=False,
-    )
-
-
-def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
+def _trace(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
     try:
         step = trace()
     except (TraceError, UsageError) as error:
         raise RowLeftOut(f"cannot be traced: {type(error).__name__}") from error
     return kernel_calls(step.operators, **uses_tf32(precision), listed=listed)
-
-
-@contextlib.contextmanager
-def _attention(fused: bool) -> Iterator[None]:
-    """Make timm's models compute attention as they did with a release of PyTorch before it had a fused one."""
-    if fused:
-        yield
-        return
-    layers = import_library("timm.layers")
-    before = layers.use_fused_attn()
-    layers.set_fused_attn(False)
-    try:
-        yield
-    finally:
-        layers.set_fused_attn(before)
 
 
 def _group(config: TrialConfig) -> str:
@@ -419,11 +408,3 @@ def _group(config: TrialConfig) -> str:
         return config.family
     word = next((part for part in model.split("_") if part not in _PREFIXES), model)
     return "".join(letter for letter in word if letter.isalpha()) or word
-
-
-def _release(version: str | None) -> tuple[int, int] | None:
-    try:
-        major, minor = (int(part) for part in str(version).split("+")[0].split(".")[:2])
-    except ValueError:
-        return None
-    return major, minor

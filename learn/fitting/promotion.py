@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -22,15 +22,13 @@ from featurize.configs.features import group_key
 from featurize.configs.trial import config_of_row
 from learn.estimators.protocol import LEVEL, Estimator, get_estimator, require_target, to_space
 from learn.fitting.artifacts import Artifact, DataPlace, StaleArtifact, newest, require_current, save_judged, versions
-from learn.fitting.fit_call import remarks
-from learn.judging.evaluate import Evaluation, judged
+from learn.judging.evaluate import Evaluation, judged, remarks
 from learn.judging.scores import NOT_INFORMATIVE, exceeds, mean, median
-from learn.rows.data import MIN_GROUPS, Rows, load_rows, with_suspects
-from learn.rows.step_store import StepStore
-from learn.rows.targets import get_target, make_bins
+from learn.rows.data import MIN_GROUPS, Rows, get_target, load_rows, make_bins
+from learn.rows.step_store import StepStore, with_suspects
 from warehouse.files.folder import DataFolder
 
-HELD_OUT_SHARE = 0.2  # of configurations; another share would show models what judged those before them
+HELD_OUT_SHARE = 0.2  # share of configurations; another share would show models what judged those before them
 LEAST_JUDGES = 30  # rows with an exact label that neither has seen
 LEAST_FITTED = 30
 
@@ -43,7 +41,7 @@ class Promotion:
                skipped: there was nothing to fit on. `why` says it in a sentence
     current    version that was current before; candidate: that was written, None where none was
     held_out   rows that it was decided on: held out for good, and not seen by the current one either
-    figures    `current` and `candidate`: `learn.fitting.promotion.figures`, or None. On the rows that it was decided
+    figures    `current` and `candidate`: the result of `figures`, or None. On the rows that it was decided
                on; where there was nothing to compare, the candidate's on all rows held out
     source, device_name   as they were asked for
     """
@@ -55,7 +53,7 @@ class Promotion:
     current: str | None = None
     candidate: str | None = None
     held_out: int = 0
-    figures: Mapping[str, Mapping | None]
+    figures: Mapping[str, Mapping[str, Any] | None]
     source: str | None = None
     device_name: str | None = None
 
@@ -84,52 +82,32 @@ def refit(
 
     Rows (of `snapshot`, or those of now) and the current model are those of `source` and `device_name`, as in
     `learn.rows.data.load_rows`, `trust` too. Raises `UsageError` for an unknown target or estimator, an estimator
-    that cannot do the target, and no data folder; too few rows are no error (`skipped`). `now` is time-zone aware.
+    that cannot do the target, and no data folder; too few rows are not an error (`skipped`). `now` is time-zone aware.
     """
     now = now or datetime.now(UTC)
     get_target(target)
     kind = get_estimator(estimator)
     require_target(kind, target)
     folder = DataFolder.resolve(data).open()
-    if (done := _recorded(folder, target, estimator, cycle, source, device_name)) is not None:
-        return done
+    if (recorded := _read_recorded(folder, target, estimator, cycle, source, device_name)) is not None:
+        return recorded
     promotion_of = partial(Promotion, target=target, estimator=estimator, source=source, device_name=device_name)
-
-    def skipped(why: str) -> Promotion:
-        return promotion_of(decision="skipped", why=why, figures={"current": None, "candidate": None})
-
-    progress("reading rows")
-    try:
-        every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
-    except CommandError as error:
-        return skipped(str(error))
     steps = StepStore(folder)
-    rows, held_out, known = _split(every)
-    if kind.needs_trace and len(known) >= LEAST_FITTED:
-        steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
-        every = with_suspects(every, steps)
-        rows, held_out, known = _split(every)
-    if len(known) < LEAST_FITTED:
-        return skipped(
-            f"{len(known)} of {len(rows)} rows are there to fit on, {LEAST_FITTED} are needed; the others are held out "
-            "to judge by"
-        )
-    progress("fitting the candidate")
     try:
+        progress("reading rows")
+        every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
+        rows, held_out, known = _sides(every)
+        if kind.needs_trace:
+            steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
+            every = with_suspects(every, steps)
+            rows, held_out, known = _sides(every)
+        progress("fitting the candidate")
         fitted = kind(seed=seed).fit(known, steps)
+        progress("judging it")
+        candidate = _judge(fitted, rows.subset(held_out), known, rows, steps)
+        _require_judges(candidate, int(held_out.sum()))
     except CommandError as error:
-        return skipped(str(error))
-
-    progress("judging it")
-    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
-
-    def judged_on(estimator: Estimator, asked: Rows) -> Evaluation:
-        return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
-
-    candidate = judged_on(fitted, rows.subset(held_out))
-    if not len(candidate.test_rows.exact):
-        reasons = f": {candidate.refused[0]}" if candidate.refused else ""
-        return skipped(f"none of the {int(held_out.sum())} rows held out can say how good it is{reasons}")
+        return promotion_of(decision="skipped", why=str(error), figures={"current": None, "candidate": None})
     current = newest(folder, target, estimator=estimator, device=device_name, source=source or str(rows.source[0]))
     if current is None:
         verdict = _alone("first", "there was no model", candidate)
@@ -137,7 +115,7 @@ def refit(
         try:
             answering, seen = require_current(current).estimator, _seen_groups(folder, current, every)
             unseen = np.array([group not in seen for group in rows.group], dtype=bool)
-            verdict = _beside(judged_on(answering, rows.subset(held_out & unseen)), candidate, seed)
+            verdict = _beside(_judge(answering, rows.subset(held_out & unseen), known, rows, steps), candidate, seed)
         except StaleArtifact:
             no_answer = "the current one was fitted with features of other code and cannot answer any more"
             verdict = _alone("promoted", no_answer, candidate)
@@ -145,23 +123,17 @@ def refit(
     if promotion.decision == "kept":
         return promotion
     progress("drawing the report")
-    notes = remarks(kind, known, bins)
-    if candidate.refused:
-        notes.append(f"rows held out without an answer are in no figure: {_reasons(candidate)}")
-    if in_doubt := int((every.doubt != "").sum()):
-        explanation = "runs.error says why, or the rows beside them do"
-        notes.append(f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged")
-    evaluation = replace(candidate, warnings=(*candidate.warnings, *notes))
+    notes = [*candidate.warnings, *remarks(kind, known, candidate.bins), *_notes(every, candidate)]
     path, _ = save_judged(
         folder,
         fitted,
         known,
-        evaluation,
+        replace(candidate, warnings=tuple(notes)),
         seed,
         _after(current, now),
         fitted_on="train",
         about={
-            "warnings": list(evaluation.warnings),
+            "warnings": notes,
             "fitted": "on the training rows alone; the held-out ones, a fifth of all configurations, never are",
             "snapshot": snapshot,
             "cycle": cycle,
@@ -171,16 +143,42 @@ def refit(
     return replace(promotion, candidate=path.name)
 
 
-def _split(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
-    """Return the rows that decide (a label in doubt does not), which of them are held out, and the others."""
+def _sides(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
+    """Return the rows that decide (a label in doubt does not), which of them are held out, and the others. Raises
+    `UsageError` where too few are left to fit on."""
     rows = every.trusted
     held_out = is_held_out(rows.group)
-    return rows, held_out, rows.subset(~held_out)
+    known = rows.subset(~held_out)
+    if len(known) < LEAST_FITTED:
+        raise UsageError(
+            f"{len(known)} of {len(rows)} rows are there to fit on, {LEAST_FITTED} are needed; the others are held out "
+            "to judge by"
+        )
+    return rows, held_out, known
 
 
-def is_held_out(groups) -> np.ndarray:
-    """(n,) bool: of near-copy groups by their key, the fifth that no candidate is ever fitted on. It hangs on the key
-    alone, so that every night's rows find their side and the rows to judge by only grow."""
+def _judge(estimator: Estimator, asked: Rows, known: Rows, rows: Rows, steps: StepStore) -> Evaluation:
+    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+    return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
+
+
+def _require_judges(candidate: Evaluation, held_out: int) -> None:
+    if not len(candidate.test_rows.exact):
+        reasons = f": {candidate.refused[0]}" if candidate.refused else ""
+        raise UsageError(f"none of the {held_out} rows held out can say how good it is{reasons}")
+
+
+def _notes(every: Rows, candidate: Evaluation) -> Iterator[str]:
+    if candidate.refused:
+        yield f"rows held out without an answer are in no figure: {_reasons(candidate)}"
+    if in_doubt := int((every.doubt != "").sum()):
+        explanation = "runs.error says why, or the rows beside them do"
+        yield f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged"
+
+
+def is_held_out(groups: Iterable[Any]) -> np.ndarray:
+    """Return (n,) bool: of near-copy groups by their key, the fifth that no candidate is ever fitted on. It hangs on
+    the key alone, so that every night's rows find their side and the rows to judge by only grow."""
     limit = int(HELD_OUT_SHARE * 2**64)
     digests = (hashlib.sha256(f"held out {key}".encode()).digest() for key in groups)
     return np.array([int.from_bytes(digest[:8], "big") < limit for digest in digests], dtype=bool)
@@ -191,7 +189,7 @@ def _alone(decision: str, reason: str, candidate: Evaluation) -> dict[str, Any]:
     ours, judges = figures(candidate), candidate.test_rows
     explanation = (
         f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
-        "told their bin"
+        "in their estimated bin"
     )
     if "own_labels" in ours:
         explanation = f"its errors are {NOT_INFORMATIVE}: the trace simulated these very labels"
@@ -208,9 +206,9 @@ def _beside(current: Evaluation, candidate: Evaluation, seed: int) -> dict[str, 
     """Return the verdict on the candidate and the current model, on rows held out that neither has seen.
 
     Args:
-        current: Of the current model, on the rows that it has not seen.
-        candidate: Of the candidate, on all rows held out.
-        seed: Of the comparison.
+        current: Evaluation of the current model, on the rows that it has not seen.
+        candidate: Evaluation of the candidate, on all rows held out.
+        seed: Seed of the comparison.
     """
     ours = candidate.among(current.test_rows.run_ids)
     asked, judges = len(current.test_rows), ours.test_rows
@@ -245,8 +243,8 @@ def _reasons(candidate: Evaluation) -> str:
 
 
 def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozenset[str]:
-    """The near-copy groups of the rows that the artifact was fitted on; of those not among `rows` (marked stale since,
-    or of another device), by their configs in the warehouse."""
+    """Return the near-copy groups of the rows that the artifact was fitted on; of those not among `rows` (marked stale
+    since, or of another device), by their configs in the warehouse."""
     group_of = dict(zip(rows.run_ids.tolist(), rows.group.tolist(), strict=True))
     seen = {group_of[run_id] for run_id in artifact.fitted_run_ids if run_id in group_of}
     others = sorted(artifact.fitted_run_ids - group_of.keys())
@@ -256,12 +254,12 @@ def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozense
                 "SELECT DISTINCT config FROM runs WHERE run_id IN (SELECT unnest(?))", [others]
             ).fetchall()
         for (config,) in seen_rows:
-            with contextlib.suppress(UsageError):  # of a family that this code does not know: a copy of no row here
+            with contextlib.suppress(UsageError):  # a family that this code does not know: a copy of no row here
                 seen.add(group_key(config_of_row(config)))
     return frozenset(seen)
 
 
-def _recorded(
+def _read_recorded(
     folder: DataFolder, target: str, estimator: str, cycle: str, source: str | None, device_name: str | None
 ) -> Promotion | None:
     """Return the decision of this cycle before it was killed, where it wrote a model."""
@@ -283,7 +281,7 @@ def _after(current: Artifact | None, now: datetime) -> datetime:
 
 CONFIDENCE = 0.95  # one-sided, of either limit
 DRAWS = 2_000
-ALLOWED_SHARE = 0.05  # of the current one's mean error
+ALLOWED_SHARE = 0.05  # share of the current model's mean error
 # Less is not worth keeping a newer model back for: half of the 1 % of memory, and a tenth of the 0.05 of activity, that
 # one configuration may differ from itself before a machine is called sick. By the space that errors are taken in.
 ALLOWED_AT_LEAST = {"log": 0.005, "ratio": 0.005}
@@ -300,8 +298,8 @@ class PairedComparison:
 
     worse: bool
     why: str
-    current: Mapping
-    candidate: Mapping
+    current: Mapping[str, Any]
+    candidate: Mapping[str, Any]
 
 
 def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> PairedComparison:
@@ -310,7 +308,7 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> Paired
     The candidate is worse unless the difference of the mean absolute errors (in the target's space, exact labels only)
     is, at its upper 95 % limit, within 5 % of the current one's error or `ALLOWED_AT_LEAST`. It is worse as well where
     significantly more labels are above its bound, out-of-memory rows counted, and more than the bound promises: a wide
-    bound that nothing exceeds is no merit that a tighter one must match.
+    bound that nothing exceeds has no merit that a tighter one must match.
     """
     theirs, ours = figures(current), figures(candidate)
     rows = current.test_rows
@@ -331,7 +329,10 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> Paired
     over = False
     our_share, their_share = ours["above_bound"], theirs["above_bound"]
     if our_share is not None and their_share is not None:
-        above = [exceeds(rows.label, np.array([row.upper for row in one.scored])) for one in (candidate, current)]
+        above = [
+            exceeds(rows.label, np.array([row.upper for row in evaluation.scored]))
+            for evaluation in (candidate, current)
+        ]
         lowest, _ = limits(above[0].astype(float) - above[1], rows.group, seed)
         over = lowest > 0 and our_share > 1 - LEVEL
         explanation += f"; {our_share:.1%} of labels are above its bound, {their_share:.1%} above the other's"
@@ -371,12 +372,12 @@ def errors(of: Evaluation) -> np.ndarray:
     """Return the absolute errors of the rows with an exact label, (n,), in the target's space."""
     exact = [(row.estimate, row.label) for row in of.scored if row.label is not None]
     estimate, label = to_space(np.array(exact, dtype=float).reshape(-1, 2).T, of.test_rows.target.space)
-    return np.abs(estimate - label)
+    return np.asarray(np.abs(estimate - label))
 
 
 def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """(lower, upper) limit of the mean of (n,) values, each at 95 %: percentiles over draws of whole groups, with
-    replacement, since near-copies err alike (cluster bootstrap; Davison and Hinkley 1997, section 3.8)."""
+    """Return (lower, upper) limit of the mean of (n,) values, each at 95 %: percentiles over draws of whole groups,
+    with replacement, since near-copies err alike (cluster bootstrap; Davison and Hinkley 1997, section 3.8)."""
     names, member = np.unique(np.asarray(group).astype(str), return_inverse=True)
     total = np.bincount(member, weights=values, minlength=len(names))
     size = np.bincount(member, minlength=len(names))
@@ -390,5 +391,5 @@ def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float,
 
 
 def in_words(space: str) -> str:
-    """The unit of `mean_abs_error`."""
+    """Return the unit of `mean_abs_error`."""
     return "of the natural logarithm" if space == "log" else "of the ratio"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from featurize.recording.values import Inputs
 
 
-DEFAULT_DTYPE = "float32"  # of inputs that are given as shapes
-MOST_ELEMENTS = 2**56  # of an input: 16 bytes each, and products of a few of them, stay below 2**63
+DEFAULT_DTYPE = "float32"  # type of inputs that are given as shapes
+MOST_ELEMENTS = 2**56  # elements of an input: 16 bytes each, and products of a few of them, stay below 2**63
 
 
 def batch_size_of(inputs: Any) -> int:
@@ -57,21 +57,23 @@ def with_batch_size(inputs: Any, batch_size: int, *, from_size: int) -> Any:
     if batch_size == from_size:
         return inputs
     if isinstance(inputs, Sequence) and not is_shape(inputs) and not isinstance(inputs, str):
-        return tuple(_scaled(one, batch_size, from_size, f"input {at}") for at, one in enumerate(inputs, start=1))
-    return _scaled(inputs, batch_size, from_size, "the input")
+        return tuple(
+            _scale(value, batch_size, from_size, f"input {place}") for place, value in enumerate(inputs, start=1)
+        )
+    return _scale(inputs, batch_size, from_size, "the input")
 
 
-def _scaled(value: Any, to: int, size: int, name: str) -> Any:
+def _scale(value: Any, to: int, size: int, name: str) -> Any:
     if isinstance(value, Mapping):
-        return {key: _scaled(one, to, size, f"input {key}") for key, one in value.items()}
+        return {key: _scale(item, to, size, f"input {key}") for key, item in value.items()}
     if is_tensor(value):
         return resized(value, [to, *value.shape[1:]]) if value.dim() and _has_batch(value.shape, size, name) else value
     if is_shape(value):
         return [to, *value[1:]] if _has_batch(value, size, name) else value
     if isinstance(value, list | tuple) and holds_tensors(value):
         if len(value) == size:
-            return [value[at % size] for at in range(to)]
-        return [_scaled(one, to, size, f"{name}, element {at}") for at, one in enumerate(value, start=1)]
+            return [value[place % size] for place in range(to)]
+        return [_scale(item, to, size, f"{name}, element {place}") for place, item in enumerate(value, start=1)]
     return value
 
 
@@ -169,10 +171,10 @@ def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
 def _maker_of_argument(value: Any, dtype: torch.dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
     """`make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
     if isinstance(value, Mapping):
-        by_name = {str(name): _maker_of_argument(one, dtype, in_mapping=True) for name, one in value.items()}
+        by_name = {str(name): _maker_of_argument(item, dtype, in_mapping=True) for name, item in value.items()}
         return lambda device: {name: make(device) for name, make in by_name.items()}
     if not is_shape(value) and isinstance(value, list | tuple) and value and all(map(holds_tensors, value)):
-        makers = [_maker_of_argument(one, dtype) for one in value]
+        makers = [_maker_of_argument(item, dtype) for item in value]
         return lambda device: [make(device) for make in makers]
     if in_mapping and (value is None or isinstance(value, bool | int | float | str)):
         return lambda device: value
@@ -188,16 +190,15 @@ def holds_tensors(value: Any) -> bool:
 
 def first_sizes(value: Any) -> Sequence[int]:
     """Return the sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
-    if is_tensor(value):
-        return value.shape
-    if is_shape(value):
-        return value
+    if is_tensor(value) or is_shape(value):
+        sizes: Sequence[int] = value.shape if is_tensor(value) else value
+        return sizes
     if isinstance(value, Mapping):
         value = list(value.values())
-    for one in value if isinstance(value, list | tuple) else ():
-        if isinstance(one, list | tuple) and not is_shape(one) and holds_tensors(one):
-            return (len(one),)
-        if sizes := first_sizes(one):
+    for item in value if isinstance(value, list | tuple) else ():
+        if isinstance(item, list | tuple) and not is_shape(item) and holds_tensors(item):
+            return (len(item),)
+        if sizes := first_sizes(item):
             return sizes
     return ()
 
@@ -217,7 +218,7 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
                 if not given.is_meta:
                     remember(copied, given)
             else:
-                copied = _filled(copied) if given.is_meta else copied.copy_(given)
+                copied = _fill(copied) if given.is_meta else copied.copy_(given)
             return copied.requires_grad_(value.requires_grad)
 
         return make
@@ -229,18 +230,18 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
 
     def make_of_shape(device: str) -> Tensor:
         empty = torch.empty(shape, dtype=dtype, device=device)
-        return empty if device == "meta" else _filled(empty)
+        return empty if device == "meta" else _fill(empty)
 
     return make_of_shape
 
 
-def _filled(tensor: Tensor) -> Tensor:
+def _fill(tensor: Tensor) -> Tensor:
     return tensor.normal_() if tensor.is_floating_point() or tensor.is_complex() else tensor.zero_()
 
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs and target
 
-STEPS_DRAWN = 32  # of a distribution: enough that the cache has met the lengths in many orders
+STEPS_DRAWN = 32  # steps of a distribution: enough that the cache has met the lengths in many orders
 SEED = 0
 _FORMS = (
     "batches is a list of batches, as in [[8,128],[8,512]], or with inputs= a list of sequence lengths, or their "
@@ -258,7 +259,7 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
         target: With lengths: is set to each length likewise. Without: None.
 
     Raises:
-        UsageError: Anything else; a length or a share that is none.
+        UsageError: Anything else; an invalid length or share.
     """
     if isinstance(batches, str | bytes) or is_tensor(batches) or not isinstance(batches, Sequence | Mapping):
         raise UsageError(f"{_FORMS}; got {type(batches).__name__}")
@@ -266,13 +267,13 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
         raise UsageError(f"{_FORMS}; got none")
     if not is_of_lengths(batches):
         if isinstance(batches, Mapping):
-            raise UsageError(f"{_FORMS}; the key {next(iter(batches))!r} is no length")
+            raise UsageError(f"{_FORMS}; the key {next(iter(batches))!r} is not a length")
         if given := [name for name, value in (("inputs", inputs), ("target", target)) if value is not None]:
             raise UsageError(f"batches= has the inputs of each step; leave {', '.join(given)} out, or give lengths")
         return [(batch, None) for batch in batches]
     if inputs is None:
         raise UsageError("batches= of sequence lengths needs inputs=, the batch that is set to each length")
-    lengths = _drawn(batches) if isinstance(batches, Mapping) else list(batches)
+    lengths = _draw(batches) if isinstance(batches, Mapping) else list(batches)
     if wrong := [length for length in lengths if length < 1]:
         raise UsageError(f"batches: a sequence length must be >= 1, got {wrong[0]}")
     given_length = _length_of(inputs)
@@ -281,10 +282,10 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
 
 def is_of_lengths(batches: Any) -> bool:
     """Return whether batches are sequence lengths, in a sequence or as a mapping's keys."""
-    return all(isinstance(one, Integral) and not isinstance(one, bool) for one in batches)
+    return all(isinstance(length, Integral) and not isinstance(length, bool) for length in batches)
 
 
-def _drawn(shares: Mapping[int, Any]) -> list[int]:
+def _draw(shares: Mapping[int, Any]) -> list[int]:
     for length, share in shares.items():
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
             raise UsageError(f"batches: the share of length {length} must be a number > 0, got {share!r}")
@@ -311,11 +312,11 @@ def _sizes(value: Any) -> Iterator[Sequence[int]]:
     elif is_shape(value):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _sizes(one)
+        for item in value.values():
+            yield from _sizes(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _sizes(one)
+        for item in value:
+            yield from _sizes(item)
 
 
 def _at(value: Any, length: int, given: int) -> Any:
@@ -325,9 +326,9 @@ def _at(value: Any, length: int, given: int) -> Any:
     if is_shape(value):
         return _shape_at(value, length, given)
     if isinstance(value, Mapping):
-        return {key: _at(one, length, given) for key, one in value.items()}
+        return {key: _at(item, length, given) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_at(one, length, given) for one in value]
+        return [_at(item, length, given) for item in value]
     return value
 
 
@@ -335,9 +336,6 @@ def _shape_at(sizes: Sequence[int], length: int, given: int) -> list[int]:
     """Return sizes with sequences of another length: the second dimension; of a mask of heads, the last two."""
     dims = (1,) if len(sizes) in (2, 3) else range(2, len(sizes))
     return [length if dim in dims and size == given else size for dim, size in enumerate(sizes)]
-
-
-_TYPED = {"shape", "dtype"}  # the keys of a shape with a type of its own
 
 
 def model_inputs(given: list[Any] | Mapping[str, Any] | None, batch: int | None) -> Any:
@@ -349,9 +347,9 @@ def model_inputs(given: list[Any] | Mapping[str, Any] | None, batch: int | None)
         batch: Samples to scale the first dimension of every input to; None leaves the inputs as they are.
 
     Raises:
-        UsageError: A shape or a type that is none, or a first dimension that is not the batch's.
+        UsageError: An invalid shape or type, or a first dimension that is not the batch's.
     """
-    return None if given is None else _in_batches_of(_typed(given, "input"), batch)
+    return None if given is None else _in_batches_of(_convert(given, "input"), batch)
 
 
 def model_batches(given: list[Any] | Mapping[Any, Any] | None, batch: int | None) -> Any:
@@ -366,26 +364,23 @@ def model_batches(given: list[Any] | Mapping[Any, Any] | None, batch: int | None
     """
     if given is None or isinstance(given, Mapping) or is_of_lengths(given):
         return given
-    return [_in_batches_of(_typed(one, f"batches[{at}]"), batch) for at, one in enumerate(given)]
+    return [_in_batches_of(_convert(entry, f"batches[{place}]"), batch) for place, entry in enumerate(given)]
 
 
 def _in_batches_of(inputs: Any, batch: int | None) -> Any:
     return inputs if batch is None else with_batch_size(inputs, batch, from_size=batch_size_of(inputs))
 
 
-def _typed(value: Any, name: str) -> Any:
+def _convert(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
-        if set(value) == _TYPED:
-            return _meta_tensor(value["shape"], value["dtype"], name)
-        return {key: _typed(one, f"{name}.{key}") for key, one in value.items()}
+        if set(value) == {"shape", "dtype"}:  # a shape with a type of its own
+            import torch
+
+            if not is_shape(shape := value["shape"]):
+                raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
+            dtype = torch_dtype(value["dtype"], f"{name}.dtype")
+            return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=dtype, device="meta")
+        return {key: _convert(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list) and not is_shape(value):
-        return [_typed(one, f"{name}[{at}]") for at, one in enumerate(value)]
+        return [_convert(item, f"{name}[{place}]") for place, item in enumerate(value)]
     return value
-
-
-def _meta_tensor(shape: Any, dtype: Any, name: str) -> Any:
-    import torch
-
-    if not is_shape(shape):
-        raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
-    return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=torch_dtype(dtype, f"{name}.dtype"), device="meta")

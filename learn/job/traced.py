@@ -1,6 +1,6 @@
 """A training job traced, placed in a GPU's memory and priced there, without the model's memory ever being taken.
 
-Start reading at `step_of`; `key_of` tells a job from all others, by which its trace and its answers are found again.
+Start reading at `step_of`; `key_of` identifies a job, so that its trace and its answers are found again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.trace import trace_cache
-from featurize.trace.steps_in_a_loop import is_installed, names_in
+from featurize.trace.later_steps import is_installed, names_in
 from learn.job.training_job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def step_of(
 
     `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` are those of the job that
     the caller has at hand, and keeps. Raises `CannotTrace`, and
-    `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
+    `UsageError` for an invalid job: an unknown device, a factory that returns no module, an output without logits.
     """
     from featurize.memory.replay import outside_mib, replay
     from featurize.timing.overlap import ranks_of_stages, simulate
@@ -140,7 +140,7 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
         try:
             trace = trace_cache.traced(key, spec, job.training_loop, made, traces)
         except TraceError as error:
-            raise _explained(error) from error
+            raise _explain(error) from error
     if multiplies_8_bits(trace.operators):
         require_8_bits(spec)
     return trace
@@ -178,15 +178,15 @@ def breakdown(
     }
 
 
-def _explained(error: TraceError) -> CannotTrace:
+def _explain(error: TraceError) -> CannotTrace:
     """With the line of the user's code, and with what may help."""
     cause = error.__cause__ or error
     message = str(cause).lower()
     frames = traceback.extract_tb(cause.__traceback__)
     root = Path(__file__).parents[2]
     ours = tuple(str(root / room) for room in ("conf", "featurize", "learn"))
-    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
-    where = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    own_frames = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
+    where = f" (at {own_frames[-1].filename}:{own_frames[-1].lineno})" if own_frames else ""
     tokens = error.operator == "aten::embedding" and "long" in message
     hint = "; token ids are given with input_dtype=int64, or as an integer tensor" if tokens else ""
     return CannotTrace(f"{error}{where}{hint}", limit=isinstance(cause, NotImplementedError) or wants_values(message))
@@ -198,7 +198,7 @@ def wants_values(message: str) -> bool:
 
 
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
-_LARGEST_TENSOR = 2**20  # of other tensors, as `featurize.recording.values` keeps them
+_LARGEST_TENSOR = 2**20  # elements of other tensors, as `featurize.recording.values` keeps them
 _MAPPINGS, _SETS = (dict, OrderedDict), (set, frozenset)
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl")
@@ -207,7 +207,7 @@ _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 
 
 def key_of(job: TrainingJob) -> tuple[str | None, Build]:
-    """Return a job's key, and what builds its model: a factory that was built to tell its key is not built again.
+    """Return a job's key, and what builds its model: a factory that was built for its key is not built again.
 
     A stale answer is worse than a slow one. So a key holds all that a trace follows from:
 
@@ -250,7 +250,7 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
     digest = hashlib.sha256()
     known = (model, rest, job.settings, repr(job.parallel), of_torch)
     try:
-        _Teller(types.SimpleNamespace(write=digest.update), protocol=5).dump(known)
+        _FingerprintPickler(types.SimpleNamespace(write=digest.update), protocol=5).dump(known)
     except Exception:  # somebody's object may raise anything as it is pickled
         return None, build
     return digest.hexdigest(), build
@@ -268,35 +268,35 @@ def _stamp(path: str) -> tuple[str, int, int]:
     return path, status.st_size, status.st_mtime_ns
 
 
-def _told(*_: object) -> None:
-    """Stand, in the pickle, for what makes an object."""
+def _rebuild_marker(*_: object) -> None:
+    """Marker that is pickled in place of an object's constructor."""
 
 
-class _Teller(Pickler):
-    """Pickles values, but writes of tensors, functions and classes what a trace follows from."""
+class _FingerprintPickler(Pickler):
+    """Pickler for fingerprints: tensors, functions and classes are reduced to what affects a trace."""
 
     def reducer_override(self, value: Any) -> Any:
         """Return what is written of an object, as `object.__reduce__` does."""
         if isinstance(value, Tensor):
             return _tensor(value)
         if isinstance(value, nn.Module):
-            return copyreg.__newobj__, (type(value),), _ordered(vars(value))  # type: ignore[attr-defined]
+            return copyreg.__newobj__, (type(value),), _order(vars(value))  # type: ignore[attr-defined]
         if isinstance(value, type):
             return _class(value)
         if isinstance(value, types.FunctionType):
-            return NotImplemented if value is _told else _function(value)
+            return NotImplemented if value is _rebuild_marker else _function(value)
         if isinstance(value, types.ModuleType):
-            return _told, ("module", value.__name__)
+            return _rebuild_marker, ("module", value.__name__)
         if isinstance(value, _BUILTINS):
-            return _told, ("builtin", getattr(value, "__module__", None), value.__qualname__)
+            return _rebuild_marker, ("builtin", getattr(value, "__module__", None), value.__qualname__)
         if isinstance(value, types.MethodType):
-            return _told, ("method",), (value.__func__, value.__self__)
+            return _rebuild_marker, ("method",), (value.__func__, value.__self__)
         if isinstance(value, property):
-            return _told, ("property",), (value.fget, value.fset)
+            return _rebuild_marker, ("property",), (value.fget, value.fset)
         if isinstance(value, staticmethod | classmethod):
-            return _told, ("method",), value.__func__
+            return _rebuild_marker, ("method",), value.__func__
         if isinstance(value, types.MappingProxyType):
-            return _told, ("mapping",), dict(value)
+            return _rebuild_marker, ("mapping",), dict(value)
         return NotImplemented
 
 
@@ -309,10 +309,14 @@ def _tensor(value: Tensor) -> Any:
         held = value.detach().cpu()
         content = (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()
     shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
-    state = {name: one for name, one in value.__dict__.items() if not name.startswith("_backward")}
+    state = {name: attribute for name, attribute in value.__dict__.items() if not name.startswith("_backward")}
     # Their numbers are the process's: they count in their order.
-    hooks = [list(one.values()) for one in (value._backward_hooks, value._post_accumulate_grad_hooks) if one]
-    return _told, (type(value).__qualname__, shape, content), (state, hooks) if state or hooks else None
+    hooks = [
+        list(registered.values())
+        for registered in (value._backward_hooks, value._post_accumulate_grad_hooks)
+        if registered
+    ]
+    return _rebuild_marker, (type(value).__qualname__, shape, content), (state, hooks) if state or hooks else None
 
 
 def _class(kind: type) -> Any:
@@ -324,10 +328,10 @@ def _class(kind: type) -> Any:
             for name, part in vars(kind).items()
             if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)
         }
-        return _told, (kind.__module__, kind.__qualname__), (kind.__bases__, _ordered(state))
+        return _rebuild_marker, (kind.__module__, kind.__qualname__), (kind.__bases__, _order(state))
     forward = getattr(kind, "forward", None)
-    own = forward if isinstance(forward, types.FunctionType) else None
-    return _told, (kind.__module__, kind.__qualname__, _stamp(path) if path else None), own
+    own_forward = forward if isinstance(forward, types.FunctionType) else None
+    return _rebuild_marker, (kind.__module__, kind.__qualname__, _stamp(path) if path else None), own_forward
 
 
 def _function(function: types.FunctionType) -> Any:
@@ -335,7 +339,7 @@ def _function(function: types.FunctionType) -> Any:
     named = {name: function.__globals__[name] for name in sorted(names_in(code)) if name in function.__globals__}
     if is_installed(sys.modules.get(function.__module__)):
         places = [(name, _place(value)) for name, value in named.items()]
-        return _told, (code.co_filename, code.co_firstlineno, len(code.co_code), places)
+        return _rebuild_marker, (code.co_filename, code.co_firstlineno, len(code.co_code), places)
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     of_modules = [
         (name, attribute, vars(value)[attribute])
@@ -344,7 +348,7 @@ def _function(function: types.FunctionType) -> Any:
         for attribute in sorted(names_in(code) & vars(value).keys())
     ]
     defaults = function.__defaults__, function.__kwdefaults__, vars(function)
-    return _told, (_text_of(code),), (defaults, cells, _ordered(named), of_modules)
+    return _rebuild_marker, (_text_of(code),), (defaults, cells, _order(named), of_modules)
 
 
 def _place(value: object) -> tuple[object, ...]:
@@ -352,16 +356,16 @@ def _place(value: object) -> tuple[object, ...]:
     return getattr(value, "__module__", None), getattr(value, "__qualname__", None), line
 
 
-def _ordered(values: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, Any]]]:
+def _order(values: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, Any]]]:
     """Return the names of empty mappings, which most of a module's values are, and the other values by name, sets as
     sorted lists."""
     empty, ordered = [], []
-    for name, one in values.items():
-        kind = type(one)
-        if kind in _MAPPINGS and not one:
+    for name, value in values.items():
+        kind = type(value)
+        if kind in _MAPPINGS and not value:
             empty.append(name)
         else:
-            ordered.append((name, sorted(one, key=repr) if kind in _SETS else one))
+            ordered.append((name, sorted(value, key=repr) if kind in _SETS else value))
     return _same(tuple(empty)), ordered
 
 
@@ -374,11 +378,11 @@ def _same(names: tuple[str, ...]) -> tuple[str, ...]:
 @functools.cache
 def _text_of(code: types.CodeType) -> str:
     constants = [
-        _text_of(one)
-        if isinstance(one, types.CodeType)
-        else sorted(map(repr, one))
-        if isinstance(one, frozenset)
-        else repr(one)
-        for one in code.co_consts
+        _text_of(constant)
+        if isinstance(constant, types.CodeType)
+        else sorted(map(repr, constant))
+        if isinstance(constant, frozenset)
+        else repr(constant)
+        for constant in code.co_consts
     ]
     return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from conf.cli.own_packages import search_working_folder
 from conf.errors import UsageError
@@ -47,12 +47,12 @@ class TrainingJob:
     config      the trial config, where the job is one of a family
     loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `training_step` takes it
     training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
-    recorded    gives its step where that is traced by other means, as a script's is; nothing is built then
+    recorded    returns its step where that is traced by other means, as a script's is; nothing is built then
     search      how cuDNN searches in the process that was traced, where that is another one; None: as in this process
-    batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
+    batches     each step's batches, in order, where shapes differ; `batch` is then the one with the most elements
     parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
-    given       a module's model, inputs and the like, as they were given: what tells the job from others
-    key         what tells it, where `learn.job.traced` has found that out; empty: nothing does
+    given       a module's model, inputs and the like, as they were given: what distinguishes the job from others
+    key         its identity, where `learn.job.traced` has found one; empty: it has none
 
     Raises:
         UsageError: Settings or batches that several ranks do not go with.
@@ -64,7 +64,7 @@ class TrainingJob:
     settings: TrainingSettings
     batch_size: int
     config: TrialConfig | None = None
-    loss: Callable | None = None
+    loss: Callable[..., Any] | None = None
     training_loop: bool = True
     recorded: Callable[[], StepTrace | None] | None = None
     search: SearchSettings | None = None
@@ -85,7 +85,7 @@ class TrainingJob:
         return replace(self, batch=batch, batches=(), batch_size=samples_of(inputs), given=given, key=None)
 
     def with_samples(self, size: int) -> TrainingJob:
-        """Return the job with so many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
+        """Return the job with this many samples in each batch. Raises `UsageError` for inputs that cannot be scaled."""
         if size == self.batch_size:
             return replace(self)
         if self.config is not None:
@@ -153,7 +153,7 @@ def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
 
 @contextlib.contextmanager
 def as_a_training_script() -> Iterator[None]:
-    """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
+    """With gradients, whatever mode the caller is in; the caller's random numbers continue as if nothing had been."""
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
@@ -161,7 +161,7 @@ def as_a_training_script() -> Iterator[None]:
 
 
 def of_config(config: TrialConfig) -> TrainingJob:
-    """The workload of a trial config, as the farm runs it."""
+    """Return the workload of a trial config, as the farm runs it."""
     from featurize.families import get_family, loss_of
 
     family = get_family(config.family)
@@ -178,7 +178,7 @@ def of_config(config: TrialConfig) -> TrainingJob:
 
 
 def name_of(config: TrialConfig) -> str:
-    """A config in a few words: its family, and where that has models by name the model and its arguments."""
+    """Return a config in a few words: its family, and where that has models by name the model and its arguments."""
     model = getattr(config, "model", None)
     arguments = getattr(config, "arguments", "{}")
     words = [config.family, *([str(model)] if model else []), *([str(arguments)] if arguments != "{}" else [])]
@@ -191,10 +191,10 @@ def of_module(
     settings: TrainingSettings | None = None,
     *,
     input_dtype: str = DEFAULT_DTYPE,
-    loss: Callable | None = None,
+    loss: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> TrainingJob:
-    """The job of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
+    """Return the job of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
 
     batches      inputs and target of each step, in order; one pair where all steps have the same batch. Inputs are a
                  tensor or shape, or a sequence of them, as positional arguments, or a mapping of keyword arguments;
@@ -206,7 +206,7 @@ def of_module(
 
     Tensors that were given are copied with their values, on meta with those of small ones
     (`featurize.recording.values`); of shapes, integers are 0, so that they are valid token ids, and the rest is normal.
-    Raises `UsageError` for inputs that are neither. What is not a module, and what a factory gives that is not, is
+    Raises `UsageError` for inputs that are neither. What is not a module, and what a factory returns that is not, is
     refused when it is built.
     """
     from torch import nn
@@ -215,10 +215,10 @@ def of_module(
     from featurize.training.training_step import Training
 
     dtype = torch_dtype(input_dtype)
-    makers = [maker_of_batch(one, wanted, dtype) for one, wanted in batches]
+    makers = [maker_of_batch(batch, wanted, dtype) for batch, wanted in batches]
     made = [maker("meta") for maker in makers]
-    mixed = len({shape_of(one) for one in made}) > 1
-    at = max(range(len(made)), key=lambda one: sum(x.numel() for x in tensors_of(made[one][0])))
+    mixed = len({shape_of(tensors) for tensors in made}) > 1
+    largest = max(range(len(made)), key=lambda index: sum(x.numel() for x in tensors_of(made[index][0])))
 
     def build() -> nn.Module:
         made = model if isinstance(model, nn.Module) else model()
@@ -229,9 +229,9 @@ def of_module(
     return TrainingJob(
         name=name or _name_of(model),
         build=build,
-        batch=makers[at],
+        batch=makers[largest],
         settings=settings if settings is not None else Training(),
-        batch_size=samples_of(batches[at][0]),
+        batch_size=samples_of(batches[largest][0]),
         loss=loss,
         batches=tuple(makers) if mixed else (),
         given=(model, input_dtype, loss, batches),
@@ -267,8 +267,8 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     search_working_folder()
     names = attribute.split(".")
     try:
-        module = mending(lambda: importlib.import_module(module_name))
-        named = mending(lambda: functools.reduce(_attribute, names, module))
+        module: Any = mending(lambda: importlib.import_module(module_name))
+        named: object = mending(lambda: functools.reduce(lambda owner, name: getattr(owner, name, None), names, module))
     except ImportError as error:
         near = near_modules(module_name, error.name if isinstance(error, ModuleNotFoundError) else None)
         raise UsageError(f"model={text}: cannot import {module_name}: {error}{near}") from error
@@ -282,18 +282,14 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     if hasattr(named, "parameters") and not isinstance(named, type):  # a module that is there already
         if arguments is not None:
             raise UsageError(f"model={text} is a module that is there already, and takes no arguments")
-        return named
+        return cast("nn.Module", named)
     if arguments is not None or getattr(named, "config_class", None) is not None:
-        return _configured(str(text), arguments)
+        return _configure(str(text), arguments)
     return functools.wraps(named, updated=())(lambda: mending(named))
 
 
-def _attribute(owner: object, name: str) -> Any:
-    return getattr(owner, name, None)
-
-
-def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
-    """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for arguments that are none."""
+def _configure(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
+    """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for invalid arguments."""
     from featurize.families import zoo
     from featurize.job.code_names import CodeName
 
@@ -302,7 +298,7 @@ def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callabl
     return lambda: zoo.build(config)
 
 
-MODULE = "module"  # family of what is no family's
+MODULE = "module"  # family of models without one
 
 
 @dataclass(frozen=True)
@@ -311,7 +307,7 @@ class Case:
 
     device         its name, as the driver or conf/device has it; `spec` describes it
     training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
-    torch_version  of the environment it runs in, where that is known
+    torch_version  PyTorch's version in its environment, where that is known
     """
 
     config: TrialConfig | None = None
@@ -336,7 +332,7 @@ class Case:
     @cached_property
     def spec(self) -> DeviceSpec | None:
         """The device's description; None for a device that nobody described."""
-        return self.described or _described(self.device)
+        return self.described or _describe(self.device)
 
     @cached_property
     def job(self) -> TrainingJob:
@@ -348,7 +344,7 @@ class Case:
     @cached_property
     def key(self) -> str | None:
         """24 hex digits over the config, the device's description and the loop: what every feature follows from. None
-        for a module, which has no text to tell it by."""
+        for a module, which no text identifies."""
         if self.config is None:
             return None
         spec = self.spec
@@ -360,13 +356,13 @@ class Case:
         return hashlib.sha256(canonical_json(described).encode()).hexdigest()[:24]
 
 
-def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about) -> tuple[Case, ...]:
-    """A case for each trial config, all on one device."""
+def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about: Any) -> tuple[Case, ...]:
+    """Return a case for each trial config, all on one device."""
     return tuple(Case(config, device, **about) for config in configs)
 
 
 @lru_cache(maxsize=256)
-def _described(name: str) -> DeviceSpec | None:
+def _describe(name: str) -> DeviceSpec | None:
     try:
         return describe_device(name)
     except UsageError:

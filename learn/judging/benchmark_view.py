@@ -27,25 +27,24 @@ from conf.reports.blocks import (
     TableColumn,
 )
 from learn.judging.report import plots_of
-from learn.judging.scores import NOT_INFORMATIVE, by_group, worst_of
-from learn.rows.targets import LEVELS, MIB_PER_GB, TARGETS
+from learn.judging.scores import NOT_INFORMATIVE, Benchmark, Figures, by_group, worst_of
+from learn.rows.data import LEVELS, MIB_PER_GB, TARGETS, Bins
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from learn.commands.benchmark_rows import BenchmarkSettings
-    from learn.judging.scores import Benchmark, Figures
 
-OTHERS = "(published)"  # behind the name of an estimator whose figures are other people's
+OTHERS = "(published)"  # behind the name of an estimator whose figures are published ones
 # Columns of words; the others hold figures.
 WORDS = {
     *("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of"),
-    *("group", "row", "in doubt"),
+    *("group", "row", "in doubt", "metric"),
 }
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
-_CLASSES = 8  # more recalls than that are told in the files only
-_REASONS = 5  # of an estimator's refusals on a file are told; `out=` holds all
+_CLASSES = 8  # beyond this many classes, recalls are in the files only
+_REASONS = 5  # an estimator's refusals on a file that are shown; `out=` holds all
 
 
 class BenchmarkProgress:
@@ -82,7 +81,8 @@ class BenchmarkProgress:
             if of_file.own_labels:
                 figures_text = NOT_INFORMATIVE
             print(
-                f"{of_file.file}, {of_file.estimator}: answered {_answered(of_file)}, {figures_text}", file=sys.stderr
+                f"{of_file.file}, {of_file.estimator}: answered {_answered_text(of_file)}, {figures_text}",
+                file=sys.stderr,
             )
 
 
@@ -131,7 +131,7 @@ def errors_table(done: Benchmark) -> TableText:
         "p90 +c": lambda figures: error(figures.shifted.p90),
     }
     if done.target.is_memory:
-        cells["fit told right"] = lambda figures: _share(figures.fit_right)
+        cells["fit right"] = lambda figures: _share(figures.fit_right)
         cells["by bound"] = lambda figures: _share(figures.fit_right_bound)
     times: dict[str, Cell] = {
         "s each": lambda figures: _text(figures.median_seconds, ".2f", ".4f", below=0.1),
@@ -139,7 +139,7 @@ def errors_table(done: Benchmark) -> TableText:
     }
     kind = "relative" if done.relative else "absolute"
     title = f"{kind} errors; +c: with one constant per file added"
-    return _figures_table(title, done, {"answered": _answered}, cells, times)
+    return _figures_table(title, done, {"answered": _answered_text}, cells, times)
 
 
 def classes_table(done: Benchmark) -> TableText:
@@ -185,7 +185,7 @@ def published_table(done: Benchmark) -> TableText:
     return "published by others, on their own rows and splits; nothing of it is measured here", columns, rows
 
 
-def _rule(bins) -> str:
+def _rule(bins: Bins) -> str:
     if bins.by_family or len(bins.labels) == len(LEVELS):
         return bins.rule
     return f"{bins.edges[0] / MIB_PER_GB:g} GB" if bins.edges else "one class"
@@ -205,8 +205,8 @@ def print_table(table: TableText) -> None:
     from rich.text import Text
 
     title, columns, rows = table
-    # titles hold brackets, which are no markup
-    drawn = rich_table.Table(title=Text(title), title_justify="left")
+    # titles hold brackets, which are not markup
+    drawn = rich_table.Table(title=Text(title) if title else None, title_justify="left")
     for name in columns:
         whole = name in ("rows", "estimator", "answered")
         drawn.add_column(Text(name), justify="left" if name in WORDS else "right", overflow="fold", no_wrap=whole)
@@ -243,30 +243,32 @@ def _recalls(figures: Figures) -> str:
     return " ".join(values) if len(values) <= _CLASSES else f"{len(values)} classes"
 
 
-def _answered(figures: Figures) -> str:
+def _answered_text(figures: Figures) -> str:
     asked = f"{figures.answered_ok:,}/{figures.ok:,}"
     return asked + (f" + {figures.answered_oom}/{figures.oom} oom" if figures.oom else "")
 
 
 def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
     """Errors by group, an estimator a column."""
-    own = [figures for figures in done.figures if figures.file == file]
-    groups = {f.estimator: by_group(done.scored[file, f.estimator], f.constant, space=done.target.space) for f in own}
+    file_figures = [figures for figures in done.figures if figures.file == file]
+    groups = {
+        f.estimator: by_group(done.scored[file, f.estimator], f.constant, space=done.target.space) for f in file_figures
+    }
     rows = []
     for group in sorted({name for of_file in groups.values() for name in of_file}):
         n = max(of_file[group][0] for of_file in groups.values() if group in of_file)
         cells = []
-        for figures in own:
+        for figures in file_figures:
             _, errors = groups[figures.estimator].get(group, (0, None))
             both = (errors.median, errors.p90) if errors else (None, None)
             cells.append(" / ".join(error_text(done.relative, value) for value in both))
         rows.append([group, f"{n}", *cells])
     title = f"{file} by {by}: median / p90 error, constant added"
-    return title, ["group", "n", *(figures.estimator for figures in own)], rows
+    return title, ["group", "n", *(figures.estimator for figures in file_figures)], rows
 
 
 def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
-    """The rows that one estimator is furthest off."""
+    """Return the rows that one estimator is furthest off."""
     constant = figures.constant or 0.0
     rows = []
     for row, error in worst_of(done.scored[figures.file, figures.estimator], constant, n, space=done.target.space):
@@ -292,7 +294,7 @@ def refusals(done: Benchmark) -> list[str]:
 
 def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
     """Write settings, figures, notes and every row with its estimates, replacing `path` in one step."""
-    rows: dict[tuple[str, str], dict] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (file, estimator), scored in done.scored.items():
         for row in scored:
             about = {name: getattr(row, name) for name in ("group", "family", "label", "batch_size")}
@@ -357,7 +359,7 @@ def table_blocks(table: TableText) -> tuple[Block, ...]:
 
 
 def _plots(done: Benchmark, file: str, key: str) -> Section:
-    own = next(figures for figures in done.figures if figures.file == file)
-    oom = f", {own.oom:,} that ran out of memory" if own.oom else ""
-    intro = Lead(f"{own.ok + own.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
+    of_file = next(figures for figures in done.figures if figures.file == file)
+    oom = f", {of_file.oom:,} that ran out of memory" if of_file.oom else ""
+    intro = Lead(f"{of_file.ok + of_file.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
     return Section(key, file, (intro, *plots_of(done, file)), name=file)

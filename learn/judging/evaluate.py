@@ -15,11 +15,10 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.device.device_spec import plain_device
-from learn.estimators.protocol import Prediction, make_estimator
+from learn.estimators.protocol import OF_CONFIGS, PREFERRED, Estimator, Prediction, make_estimator
 from learn.judging.scores import Figures, Scored, described, figures_of, given_of, has_relative, mean, median, p90
-from learn.rows.data import MIN_GROUPS, Rows
+from learn.rows.data import MIN_GROUPS, Bins, Rows
 from learn.rows.step_store import StepStore
-from learn.rows.targets import Bins
 
 TEST = "held-out test"
 PUBLISHED = "published"  # name of the classes that a benchmark has, too
@@ -31,7 +30,7 @@ class Evaluation:
     """Held-out rows that took no part in a fit, and cross-validation inside the rows that did. Rows that the estimator
     refused are in neither, and in `warnings`.
 
-    scored    the test rows with their answers; figures: what a benchmark says of them
+    scored    the test rows with their answers; figures: a benchmark's figures of them
     refused   why other rows have no answer, a reason each
     cv        `metrics_of` each fold
     """
@@ -64,8 +63,8 @@ class Evaluation:
         both = (self.train_rows, self.test_rows)
         return len(np.unique(np.concatenate([classes_of(rows, self.bins) for rows in both]))) == 1
 
-    def summary(self) -> dict:
-        """{metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
+    def summary(self) -> dict[str, Any]:
+        """Return {metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
         table = {}
         for name, value in self.test.items():
             if isinstance(value, dict) or name.startswith("n_") or name == "n":
@@ -93,7 +92,7 @@ def evaluate(
     `steps` has the records of the rows' steps (None: a new store).
 
     Raises `UsageError` where there are too few groups to split.
-    `progress` hears the name of each step before it starts.
+    `progress` is called with the name of each step before it starts.
     """
     steps = StepStore() if steps is None else steps
     classes = classes_of(rows, bins)
@@ -110,31 +109,31 @@ def evaluate(
         progress(f"cross-validation {k + 1}/{CV_FOLDS}")
         folds.append(fitted_and_judged(train_rows.subset(inside), train_rows.subset(outside)))
     progress("held-out test")
-    done = fitted_and_judged(train_rows, rows.subset(test))
-    refused = [*done.refused, *(reason for fold in folds for reason in fold.refused)]
+    held_out = fitted_and_judged(train_rows, rows.subset(test))
+    refused = [*held_out.refused, *(reason for fold in folds for reason in fold.refused)]
     reasons = "; ".join(dict.fromkeys(refused))
-    if not len(done.test_rows):
+    if not len(held_out.test_rows):
         raise UsageError(f"estimator={estimator} has no answer for any of the {len(test)} held-out rows: {reasons}")
     notes = [f"{len(refused)} of {len(rows)} rows have no answer and are in no figure: {reasons}"] if refused else []
     cv = tuple(fold.test for fold in folds if len(fold.test_rows))
-    return replace(done, cv=cv, warnings=(*done.warnings, *notes))
+    return replace(held_out, cv=cv, warnings=(*held_out.warnings, *notes))
 
 
 def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train_rows: Rows) -> Evaluation:
     """Judge an estimator's prediction of rows that it has not seen.
 
     Args:
-        prediction: Of the rows.
+        prediction: Prediction of the rows.
         rows: Held-out rows.
-        bins: Classes that the rows are told apart by.
+        bins: Classes of the rows.
         estimator: Its name.
         train_rows: What it was fitted on.
     """
     given = given_of(prediction, rows, {PUBLISHED: bins})
-    answered = [i for i, one in enumerate(given) if one.estimate is not None]
+    answered = [i for i, answer in enumerate(given) if answer.estimate is not None]
     held = rows.subset(answered)
     answers = zip((given[i] for i in answered), held.records, strict=True)
-    scored = [Scored(**vars(one), **described(row, rows.target)) for one, row in answers]
+    scored = [Scored(**vars(answer), **described(row, rows.target)) for answer, row in answers]
     return Evaluation(
         train_rows=train_rows,
         test_rows=held,
@@ -142,7 +141,7 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
         figures=_figures(estimator, scored, held, bins),
         bins=bins,
         warnings=prediction.warnings,
-        refused=tuple(one.reason or "" for one in given if one.estimate is None),
+        refused=tuple(answer.reason or "" for answer in given if answer.estimate is None),
     )
 
 
@@ -190,9 +189,42 @@ def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
     return bins.classify(rows.label, rows.family)
 
 
+def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
+    """Return what a reader of the figures has to know of the rows that are fitted on and judged."""
+    notes = []
+    present = np.unique(classes_of(rows, bins))
+    if len(present) == 1:
+        exact = rows.exact.label
+        span = f"{exact.min():.4g} to {exact.max():.4g} {rows.target.unit}" if exact.size else "out of memory"
+        notes.append(f"all {len(rows)} rows fall into one class, {bins.labels[present[0]]} ({span}): no accuracy")
+    if rows.censored.any():
+        known = "they are fitted on as lower bounds"
+        if not estimator.uses_out_of_memory:
+            known = "they are not fitted on, so estimates near the device's memory lean low"
+        shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
+        notes.append(
+            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}"
+            + (f", {shares} of them, which had a share of the device only, of any from their own on" * bool(shares))
+            + f"; {known}"
+        )
+    if doubted := int((rows.doubt != "").sum()):
+        notes.append(
+            f"{doubted} rows are in doubt (runs.error says why, or the rows beside them do): judged, but not fitted on"
+        )
+    if "simulated" in rows.count("source"):
+        origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
+        notes.append(origin + "nothing about real GPUs")
+        if estimator.name in ("trace", PREFERRED):  # whose figures are the trace's own, corrected or not
+            notes.append(
+                "the trace made these very labels, so that errors here are near zero by construction; "
+                f"estimator={OF_CONFIGS} learns them from configurations"
+            )
+    return notes + rows.left_out
+
+
 SPLITS = ("cv", "holdout", "leave_one_out")
 GROUPINGS = ("module", "family", "device", "source")
-TEST_TENTHS = 3  # of ten folds: 30 % held out
+TEST_TENTHS = 3  # three of ten folds: 30 % held out
 
 
 @dataclass(frozen=True)
@@ -215,8 +247,8 @@ def parts_of(
     fitted_on: np.ndarray | None = None,
     asked: np.ndarray | None = None,
 ) -> tuple[Part, ...]:
-    """The fits of one split. Every asked row is outside exactly one part; with `holdout`, of the rows that may be
-    fitted on only the held-out ones are.
+    """Return the fits of one split. Every asked row is outside exactly one part; with `holdout`, of the rows that may
+    be fitted on only the held-out ones are.
 
     how        cv: `folds` folds, stratified and grouped; holdout: 30 % held out, as `learn.fit` does; leave_one_out:
                each group of `by` in turn
@@ -229,20 +261,20 @@ def parts_of(
     fitted_on = np.ones(len(rows), dtype=bool) if fitted_on is None else np.asarray(fitted_on, dtype=bool)
     asked = np.ones(len(rows), dtype=bool) if asked is None else np.asarray(asked, dtype=bool)
     known = np.flatnonzero(fitted_on)
-    own = rows.subset(known)
+    known_rows = rows.subset(known)
     named: list[tuple[str, np.ndarray]] = []
     if not (asked & fitted_on).any():
         pass
     elif how == "cv":
-        require_groups(own, folds, f"folds={folds}")
-        for k, (_, outside) in enumerate(split(own, strata[known], folds, seed)):
+        require_groups(known_rows, folds, f"folds={folds}")
+        for k, (_, outside) in enumerate(split(known_rows, strata[known], folds, seed)):
             named.append((f"fold {k + 1} of {folds}", known[outside]))
     elif how == "holdout":
-        require_groups(own, 10, "split=holdout")
-        named.append(("held out", known[hold_out(own, strata[known], seed)[1]]))
+        require_groups(known_rows, 10, "split=holdout")
+        named.append(("held out", known[hold_out(known_rows, strata[known], seed)[1]]))
     else:
         assert by is not None  # leave_one_out is refused without
-        keys = keys_of(own, by)
+        keys = keys_of(known_rows, by)
         names = sorted(set(keys))
         if len(names) < 2:
             raise UsageError(f"split=leave_one_out by={by}: all rows are of {by} {names[0]}; it takes two or more")
@@ -262,10 +294,11 @@ def parts_of(
 
 
 def keys_of(rows: Rows, by: str) -> np.ndarray:
-    """(n,) str: what each row is told apart by; spellings of one device are the same."""
+    """Return (n,) str: the kind that each row counts as; spellings of one device are the same."""
     if by == "device":
         return np.array([plain_device(name) for name in rows.device], dtype=object)
-    return getattr(rows, by).astype(str)
+    names: np.ndarray = getattr(rows, by)
+    return names.astype(str)
 
 
 def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,11 +33,11 @@ from conf.reports.blocks import (
 from conf.reports.charts import DARK_SHADE, SHADES, Axis, GridCell, Margins, Plot, draw_grid
 from conf.reports.page_text import count_of
 from learn.judging.evaluate import PUBLISHED, TEST, Evaluation
-from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, signed_errors, told_classes
+from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, estimated_classes, signed_errors
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 ONE_CLASS = "one class"
-_NAMES = {
+METRICS = {  # name in `Evaluation.summary` -> in words
     "accuracy": "accuracy",
     "macro_f1": "macro F1",
     "mean_relative_error": "mean relative error",
@@ -63,18 +64,12 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
     one_class = evaluation.one_class
     for name, values in evaluation.summary().items():
         if one_class and name in ("accuracy", "macro_f1"):
-            rows.append((_NAMES[name], ONE_CLASS, ONE_CLASS))
+            rows.append((METRICS[name], ONE_CLASS, ONE_CLASS))
             continue
-        absolute = name.endswith("absolute_error")
-
-        def say(value, absolute=absolute) -> str:
-            if value is None:
-                return "–"
-            return (f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}") if absolute else f"{value:.1%}"
-
-        spread = f" ± {say(values['cv_std'])}" if values["cv_std"] is not None else ""
-        label = _NAMES[name] + (f" [{unit}]" if absolute and unit != "ratio" else "")
-        rows.append((label, f"{say(values['cv_mean'])}{spread}", say(values["test"])))
+        mean, std, test = (metric_text(name, values[of], unit) for of in ("cv_mean", "cv_std", "test"))
+        spread = f" ± {std}" if values["cv_std"] is not None else ""
+        label = METRICS[name] + (f" [{unit}]" if name.endswith("absolute_error") and unit != "ratio" else "")
+        rows.append((label, f"{mean}{spread}", test))
     for name, recall in () if one_class else evaluation.test["recall"].items():
         folds = [fold["recall"][name] for fold in evaluation.cv if name in fold["recall"]]
         cv = f"{np.mean(folds):.1%}" if folds else "–"
@@ -84,7 +79,58 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
     return rows
 
 
-def write_report(folder: Path, evaluation: Evaluation, meta: Mapping) -> None:
+def metric_text(name: str, value: float | None, unit: str) -> str:
+    """Return a metric as text: absolute errors in the target's unit, others in percent."""
+    if value is None or not name.endswith("absolute_error"):
+        return "–" if value is None else f"{value:.1%}"
+    return f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}"
+
+
+_FACTS = """- **Estimator**: `{estimator}` (`learn/estimators/hybrid.py`), seed {seed}.
+- **Features**: version `{feature_version}`.
+- **Made with**: {environment}.
+- **Rows**: {sources}; of devices: {devices}.
+
+| target | rows by family | out of memory |
+|---|---|---|
+{rows}
+
+30 % of the rows are held out, with their near-copies (3-fold mean in brackets). Absolute errors: MiB, or the ratio.
+
+| | {targets} |
+|---|---|---|---|
+{figures}
+
+"""
+
+
+def model_card(metas: Mapping[str, Mapping[str, Any]], about: str) -> str:
+    """Return the card of models: facts of their `meta.json` by target, and the prose of the card `about`."""
+
+    def figure(name: str, meta: Mapping[str, Any]) -> str:
+        test, cv = (metric_text(name, meta["metrics"][name][of], meta["unit"]) for of in ("test", "cv_mean"))
+        return f"{test} ({cv})"
+
+    first = next(iter(metas.values()))
+    figures = [(words, *(figure(name, meta) for meta in metas.values())) for name, words in METRICS.items()]
+    families = {target: _counted(meta["rows"]["family"]) for target, meta in metas.items()}
+    facts = _FACTS.format(
+        **{name: first[name] for name in ("estimator", "seed", "feature_version")},
+        environment=", ".join(f"{name} {version}" for name, version in sorted(first["environment"].items()) if version),
+        sources=_counted(first["rows"]["source"]),
+        devices=_counted(first["rows"]["device"]),
+        rows="\n".join(f"| {name} | {families[name]} | {meta['rows']['censored']:,} |" for name, meta in metas.items()),
+        targets=" | ".join(metas),
+        figures="\n".join(f"| {' | '.join(cells)} |" for cells in figures),
+    )
+    return about[: about.index("- **Estimator**")] + facts + about[about.index("## What they know") :]
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+
+
+def write_report(folder: Path, evaluation: Evaluation, meta: Mapping[str, Any]) -> None:
     """Write `report.html` and `test_predictions.csv` into `folder`."""
     _write_predictions(folder / "test_predictions.csv", evaluation)
     page = _page(evaluation, meta)
@@ -98,7 +144,7 @@ def _where(evaluation: Evaluation) -> str:
 
 def _write_predictions(path: Path, evaluation: Evaluation) -> None:
     labels = evaluation.bins.labels
-    classes = zip(*told_classes(evaluation.scored, PUBLISHED, evaluation.bins), strict=True)
+    classes = zip(*estimated_classes(evaluation.scored, PUBLISHED, evaluation.bins), strict=True)
     rows = zip(evaluation.scored, evaluation.test_rows.records, classes, strict=True)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -109,7 +155,7 @@ def _write_predictions(path: Path, evaluation: Evaluation) -> None:
             writer.writerow([row.run_id, row.family, f"{row.label:.6g}", *cells])
 
 
-def _page(evaluation: Evaluation, meta: Mapping) -> Page:
+def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
     facts = {
         "rows": ", ".join(f"{n} {name}" for name, n in meta["rows"]["status"].items()),
         "families": ", ".join(f"{name} {n}" for name, n in meta["rows"]["family"].items()),
@@ -123,7 +169,7 @@ def _page(evaluation: Evaluation, meta: Mapping) -> Page:
     }
     notes = tuple(map(Callout, meta["warnings"]))
     heads = ("metric", "*cross-validation (3 folds)", "*held-out test")
-    done = Benchmark(
+    benchmark = Benchmark(
         target=evaluation.test_rows.target,
         device=_where(evaluation),
         card_mib=None,
@@ -138,7 +184,7 @@ def _page(evaluation: Evaluation, meta: Mapping) -> Page:
         head=(Fold(f"{count_of(len(notes), 'note')} on these figures", notes),) if notes else (),
         sections=(
             Section("figures", "Figures", (table(heads, metric_rows(evaluation)),)),
-            Section("pictures", "Held-out test", (*confusion(done, TEST), *predicted(done, TEST))),
+            Section("pictures", "Held-out test", (*confusion(benchmark, TEST), *predicted(benchmark, TEST))),
             Section("facts", "Data and settings", (Facts(tuple(facts.items())),)),
         ),
     )
@@ -146,8 +192,8 @@ def _page(evaluation: Evaluation, meta: Mapping) -> Page:
 
 _COLOURS = ("k1", "k5", "k4", "k2", "k6", "k3", "k7", "k0")
 _DASHES = ("", " dashed", " dotted")
-_CLASSES = 24  # more than that are no picture
-_POINTS = 300  # of a line at most
+_CLASSES = 24  # more than that make no picture
+_POINTS = 300  # most points of a line
 _MARGINS = np.linspace(0.5, 4.0, 141)  # on top of estimates without a bound of their own
 _CLIP = {"log": 0.5, "ratio": 0.3}  # error at which the colours end
 _SHARES = Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0))
@@ -193,8 +239,8 @@ def _lines(curves: Mapping[str, Line], x_axis: Axis, y_axis: Axis, x_title: str,
 
 def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw estimates over labels, a panel an estimator and a colour a family, with a line to the 99 % bound."""
-    own = _own(done, file)
-    everything = [row for rows in own.values() for row in rows]
+    rows_by_estimator = _own(done, file)
+    everything = [row for rows in rows_by_estimator.values() for row in rows]
     labels = [row.label for row in everything if row.label is not None]
     if not labels:
         return ()
@@ -206,7 +252,7 @@ def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
     colours = colours_of(sorted({row.family for row in everything}))
     unit = "" if done.target.unit == "ratio" else f", {done.target.unit}"
     charts = []
-    for name, rows in own.items():
+    for name, rows in rows_by_estimator.items():
         plot = Plot(axis, axis, _PANEL)
         plot.grid()
         plot.ticks_below(f"label{unit}")
@@ -250,15 +296,15 @@ def _cdf(done: Benchmark, file: str) -> tuple[Block, ...]:
 
 def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw the median signed error by what `Scored` has under `key`."""
-    own = _own(done, file)
+    rows_by_estimator = _own(done, file)
     cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for name, rows in own.items():
+    for name, rows in rows_by_estimator.items():
         for row, error in signed_errors(rows, None, space=done.target.space):
             if (group := getattr(row, key)) is not None:
                 cells[group][name].append(error)
     if not cells:
         return ()
-    groups, names = sorted(cells), list(own)
+    groups, names = sorted(cells), list(rows_by_estimator)
     clip = _CLIP[done.target.space]
 
     def cell(i: int, k: int) -> GridCell | None:
@@ -295,11 +341,11 @@ def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
 
 
 def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
-    """Draw how many rows of each class were told to be in which, coloured by the share of the class; a panel an
+    """Draw how many rows of each class were estimated to be in which, coloured by the share of the class; a panel an
     estimator. Nothing where there are more classes than can be read."""
     bins = done.bins[file]["published"]
     classes_of = {
-        name: told_classes([row for row in rows if row.estimate is not None], "published", bins)
+        name: estimated_classes([row for row in rows if row.estimate is not None], "published", bins)
         for name, rows in _own(done, file).items()
     }
     present = sorted({int(k) for pair in classes_of.values() for classes in pair for k in classes})
@@ -312,16 +358,16 @@ def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
         counts = np.array([[((true == t) & (answered == p)).sum() for p in present] for t in present])
         of = scores[name]
         verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
-        label = f"{name}: rows by their class and the one that was told"
-        svg = draw_grid(labels, labels, partial(_confused, counts, labels), label, "class", "told")
+        label = f"{name}: rows by their true and their estimated class"
+        svg = draw_grid(labels, labels, partial(_confusion_cell, counts, labels), label, "class", "estimated")
         charts.append(Chart(f"{name}: {verdict}", svg))
     return (Charts(tuple(charts)),)
 
 
-def _confused(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
+def _confusion_cell(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
     count = int(counts[i, k])
     level = math.ceil(SHADES * count / max(int(counts[i].sum()), 1))
-    title = f"{count:,} rows of {labels[i]} were told to be in {labels[k]}"
+    title = f"{count:,} rows of {labels[i]} were estimated to be in {labels[k]}"
     return GridCell(f"h{level}", title, f"{count}" if count else "", ink="over" if level >= DARK_SHADE else "on")
 
 
@@ -363,7 +409,7 @@ _PLOTS: Mapping[str, Callable[[Benchmark, str], tuple[Block, ...]]] = {
     ),
     "The same by the operator that makes the most of a network's forward pass.": partial(_heatmap, "operator"),
     "Median of the signed error by batch size, in steps of two.": _by_batch,
-    "Rows by their class and the one that was told; the colour is the share of the class.": confusion,
+    "Rows by their true and their estimated class; the colour is the share of the class.": confusion,
     "Reliability: share of labels at or under each predicted quantile.": _reliable,
     "Coverage over tightness: the share of rows under a bound, and how far it lies over the need. Without bounds of "
     "its own, an estimator's line is its estimate with one margin on top, the same for all rows.": tightness,

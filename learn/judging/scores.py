@@ -18,20 +18,19 @@ from typing import Any
 import numpy as np
 
 from learn.estimators.protocol import LEVEL, Prediction
-from learn.rows.data import LabelledRow, Rows
-from learn.rows.targets import Bins, Target
+from learn.rows.data import Bins, LabelledRow, Rows, Target
 
-TOLERANCE = 1e-6  # of a label: figures that differ by less are equal, whatever order their sums were taken in
+TOLERANCE = 1e-6  # labels that differ by less are equal, whatever order their sums were taken in
 _TOLERANCE_AT_LEAST = 1e-9  # in the target's unit, for labels of 0
 _SIMULATES = ("trace", "hybrid")  # estimators that answer with what makes simulated labels, corrected or not
 NOT_INFORMATIVE = "not informative"  # instead of the figures of such an estimator on its own labels
-RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is no 100 % mistake
+RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is not a 100 % mistake
 _P90 = 0.9
 
 
 def exceeds(label: np.ndarray, estimate: np.ndarray) -> np.ndarray:
     """Return (n,) bool: the label is above the estimate or bound by more than rounding (`TOLERANCE`)."""
-    return label > estimate + np.maximum(TOLERANCE * np.abs(label), _TOLERANCE_AT_LEAST)
+    return np.asarray(label > estimate + np.maximum(TOLERANCE * np.abs(label), _TOLERANCE_AT_LEAST))
 
 
 def labels_are_its_own(estimator: str, source: np.ndarray, label: np.ndarray, point: np.ndarray) -> bool:
@@ -54,7 +53,7 @@ class ClassScores:
 
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
-    """Score the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
+    """Score the class indices, (n,) int each, that rows belong to and are estimated to belong to; None without rows."""
     if not len(true):
         return None
     recall, support, f1 = {}, {}, []
@@ -99,7 +98,7 @@ def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, spa
 
 
 def has_relative(label: np.ndarray, space: str) -> np.ndarray:
-    """(n,) bool: the labels that are large enough for a relative error."""
+    """Return (n,) bool: the labels that are large enough for a relative error."""
     return label >= RELATIVE_FLOOR if space == "ratio" else label > 0
 
 
@@ -110,7 +109,7 @@ class RowScores:
     Args:
         rows: Which rows are judged.
         by: Who is judged, or what was left out of the fit.
-        count: Of the rows with an answer; left_out: of those without.
+        count: Rows with an answer; left_out: rows without one.
         figures: Name in `COLUMNS` -> figure; None: there is none.
     """
 
@@ -148,13 +147,21 @@ COLUMNS = {
 
 def score_table(scores: Sequence[RowScores], about: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and the rows of a table; `about`: head -> the score's field, for the columns before figures."""
-    names = list(scores[0].figures)
+    names = [name for name in COLUMNS if name in scores[0].figures]
     rows = [
         [f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(score, field) for field in about.values())]
         + ["-" if (value := score.figures[name]) is None else format(value, COLUMNS[name][1]) for name in names]
         for score in scores
     ]
     return [*about, *(COLUMNS[name][0] for name in names)], rows
+
+
+def scores_of_errors(rows: str, by: str, errors: Mapping[str, np.ndarray], **more: float) -> RowScores:
+    """Return the median and the 90th percentile of the size of each kind of errors, and more figures."""
+    figures = dict(more)
+    for name, off in errors.items():
+        figures[f"{name}_median"], figures[f"{name}_p90"] = spread(off)
+    return RowScores(rows=rows, by=by, count=len(next(iter(errors.values()))), figures=figures)
 
 
 def spread(errors: np.ndarray) -> tuple[float, float]:
@@ -184,10 +191,10 @@ XMEM = "xMem, Middleware 2025"
 class PublishedFigure:
     """One figure as its authors give it. `low` and `high` are equal where they give one value; shares lie in [0, 1].
 
-    rows     of what it is: a family of configurations, a set of models
+    rows     the rows that it is about: a family of configurations, a set of models
     measure  what the figure is, with bins and split
     unit     share, ms or s
-    bin_gb   widths of the memory classes that an accuracy is of
+    bin_gb   widths of the memory classes of an accuracy
     """
 
     target: str
@@ -269,7 +276,7 @@ class Given:
 
     seconds    what this answer took, where each was timed
     upper      the bound that 99 of 100 labels should stay under; quantiles: those of `RELIABILITY`; where calibrated
-    classes    name of the bins -> index of the class it is told to be in; where absent, that of the estimate
+    classes    name of the bins -> index of the predicted class; defaults to the class of the estimate
     """
 
     estimate: float | None
@@ -301,7 +308,7 @@ class Asked:
 class Scored(Given):
     """One row and one estimator's answer. `label` None: out of memory, the job needs more than the card.
 
-    group   what errors are told apart by; card: the device's memory in the label's unit, where the target is memory
+    group   what errors are grouped by; card: the device's memory in the label's unit, where the target is memory
     operator  the kind that makes most of what the forward pass makes, where the step is traced
     """
 
@@ -332,17 +339,17 @@ class Figures:
 
     ok, oom        rows asked, by what happened to them; answered_ok and answered_oom of those have an estimate
     refusals       reason -> rows
-    raw            of the estimates as they are, over the ok rows; relative, for ratios absolute
+    raw            errors of the unchanged estimates, over the ok rows; relative, for ratios absolute
     constant       median of label - estimate over the same rows, in the target's unit: the one thing that is fitted of
                    what learns nothing; None for learned estimators
-    shifted        with the constant added to every estimate
+    shifted        errors with the constant added to every estimate
     classes        name of the bins -> scores over the ok and oom rows, oom in the top class; classes_shifted with the
                    constant added
-    bound          of the 99 % bound, over the ok rows; reliability: quantile -> share of labels at or under it
-    fit_right      share of the ok and oom rows told right whether they need more than the card, constant added;
+    bound          scores of the 99 % bound, over the ok rows; reliability: quantile -> share of labels at or under it
+    fit_right      share of the ok and oom rows rightly estimated to need more than the card or not, constant added;
                    fit_right_raw without it; fit_right_oom of the oom rows alone; fit_right_bound by the bound. None
                    without a card
-    median_seconds of one answer; fit_seconds: of one fit, the median over `fits` of them
+    median_seconds time of one answer; fit_seconds: of one fit, the median over `fits` of them
     """
 
     file: str
@@ -393,7 +400,7 @@ def given_of(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> li
 
 
 def described(row: LabelledRow, target: Target) -> dict[str, Any]:
-    """Return what `Scored` says of a row, under its id and by its family."""
+    """Return the entry of `Scored` for a row, under its id and by its family."""
     return {
         "name": str(row.run_id),
         "group": str(row.family),
@@ -438,7 +445,9 @@ def figures_of(
         return mean(((limit > card) == oom)[mask & (card > 0)])
 
     def classes(shift: float | None) -> dict[str, ClassScores]:
-        scores = {name: class_scores(*told_classes(answered, name, b, shift), b.labels) for name, b in known.items()}
+        scores = {
+            name: class_scores(*estimated_classes(answered, name, b, shift), b.labels) for name, b in known.items()
+        }
         return {name: of_bins for name, of_bins in scores.items() if of_bins is not None}
 
     known = bins or {}
@@ -505,18 +514,18 @@ def judged(
     bins: Mapping[str, Mapping[str, Bins]],
     space: str,
 ) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
-    """Judge every estimator on sets of rows: title -> row -> what `Scored` says of it. An estimator without an answer
+    """Judge every estimator on sets of rows: title -> row -> its entry of `Scored`. An estimator without an answer
     or a reason for any of them is left out. `bins` are by title, doubted rows apart or not."""
     figures = []
     scored = {}
     for (title, rows), (name, of) in itertools.product(sets.items(), asked.items()):
-        own = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
-        if not own:
+        scored_rows = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
+        if not scored_rows:
             continue
-        scored[title, name] = own
+        scored[title, name] = scored_rows
         file = title.removesuffix(TRUSTED_ALONE)
         times: dict[str, Any] = {"median_seconds": of.latency.get(file), "fit_seconds": of.fit_seconds, "fits": of.fits}
-        figures.append(figures_of(title, name, own, bins=bins[file], space=space, learned=of.learns, **times))
+        figures.append(figures_of(title, name, scored_rows, bins=bins[file], space=space, learned=of.learns, **times))
     return figures, scored
 
 
@@ -527,8 +536,11 @@ def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "lo
         if row.label is not None and row.estimate is not None:
             groups[row.group].append(row)
     return {
-        group: (len(own), _errors(_values(own, "label"), _values(own, "estimate") + (constant or 0.0), space))
-        for group, own in sorted(groups.items())
+        group: (
+            len(group_rows),
+            _errors(_values(group_rows, "label"), _values(group_rows, "estimate") + (constant or 0.0), space),
+        )
+        for group, group_rows in sorted(groups.items())
     }
 
 
@@ -572,13 +584,13 @@ def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
     return sorted(index for _, index in sorted(ranked)[:n])
 
 
-def told_classes(
+def estimated_classes(
     rows: Sequence[Scored], name: str, bins: Bins, shift: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (n,) int twice: the classes that answered rows belong to, and those that they were told to belong to.
+    """Return (n,) int twice: the classes that answered rows belong to, and those that they are estimated to belong to.
 
-    `shift` None: the classes as told; else those of the estimates with it added. A job that ran out of memory needs at
-    least so much: it belongs to any higher class that it was told to belong to.
+    `shift` None: the classes as estimated; else those of the estimates with it added. A job that ran out of memory
+    needs at least this much: it belongs to any higher class that it is estimated to belong to.
     """
     families = [row.family for row in rows]
     predicted = bins.classify(_values(rows, "estimate") + (shift or 0.0), families)

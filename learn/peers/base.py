@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
@@ -40,12 +43,90 @@ from learn.estimators.protocol import (
     to_space,
     write_state,
 )
+from learn.job.traced import step_of
 from learn.job.training_job import Case, TrainingJob
 from learn.rows.data import Rows
 from learn.rows.step_store import StepStore
 
 if TYPE_CHECKING:
     from featurize.timing.overlap import SimulatedStep
+
+
+NetT = TypeVar("NetT", bound=nn.Module)
+
+
+@contextmanager
+def quiet_torch(seed: int) -> Iterator[None]:
+    """One thread and a random state of `seed` inside; outside, both are as they were."""
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs' generators too
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+def train_best(
+    net: NetT,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    batches: Callable[[], Iterable[np.ndarray]],
+    loss_of: Callable[[np.ndarray], Tensor],
+    held_out_loss: Callable[[], float],
+    *,
+    epochs: int,
+    first: int = 0,
+    patience: float = math.inf,
+) -> NetT:
+    """Return the net as it was after the epoch that estimated the held-out rows best.
+
+    Args:
+        net: What is trained.
+        optimizer, schedule: Update its parameters; the schedule steps with every batch where it has steps for them all.
+        batches: Rows of each batch of one epoch.
+        loss_of: The loss of a batch's rows.
+        held_out_loss: The loss of the held-out rows, now.
+        epochs: The most that are trained.
+        first: Epoch from which on the best one is looked for.
+        patience: Epochs without a better one after which training ends.
+    """
+    best, best_loss, best_epoch = copy.deepcopy(net.state_dict()), math.inf, 0
+    for epoch in range(epochs):
+        for rows in batches():
+            optimizer.zero_grad(set_to_none=True)
+            loss_of(rows).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            if isinstance(schedule, OneCycleLR):
+                schedule.step()
+        if not isinstance(schedule, OneCycleLR):
+            schedule.step()
+        loss = held_out_loss() if epoch >= first else math.inf
+        if loss < best_loss:
+            best, best_loss, best_epoch = copy.deepcopy(net.state_dict()), loss, epoch
+        elif epoch - best_epoch >= patience:
+            break
+    net.load_state_dict(best)
+    return net
+
+
+def arrays_of(net: nn.Module) -> dict[str, np.ndarray]:
+    """Its parameters and buffers, copied."""
+    return {name: tensor.detach().numpy().copy() for name, tensor in net.state_dict().items()}
+
+
+def with_arrays(net: NetT, arrays: Mapping[str, np.ndarray]) -> NetT:
+    """Return the net with those weights, in float64 and for predicting: its answer for a case then depends on its
+    neighbours in the batch by rounding at 1e-15 only, which `steady` takes away."""
+    net.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
+    return net.double().eval()
+
+
+def steady(values: np.ndarray) -> np.ndarray:
+    """Rounded to 9 decimals."""
+    return np.round(np.asarray(values, dtype=float), 9)
 
 
 NO_BOUND = "no bound is calibrated: it gives a point, not a guarantee"
@@ -60,7 +141,7 @@ class Answer:
     """Peak memory of one training job by one method, in MiB as the method defines it, or why there is none.
 
     seconds   wall time that the answer took, building the model included
-    parts     part -> MiB where the method tells its parts apart
+    parts     part -> MiB where the method distinguishes parts
     """
 
     mib: float | None
@@ -77,14 +158,14 @@ def described(case: Case) -> DeviceSpec:
 
 
 def require_covered(settings: TrainingSettings, name: str, covered: Sequence[str], where: str = "") -> None:
-    """Raise `CannotEstimate` where a training setting is none of those that a formula covers."""
+    """Raise `CannotEstimate` where a training setting is not one of those that a formula covers."""
     value = getattr(settings, name)
     if value not in covered:
         raise CannotEstimate(f"{name}={value} is not covered{where}: the formula is of {' and '.join(covered)}")
 
 
 class Peer(Estimator):
-    """An estimator that learns nothing but the target. It gives a point for the case's own device, and no bound.
+    """An estimator that learns nothing but the target. It returns a point for the case's own device, and no bound.
 
     A subclass sets `name` and answers one job by `parts_mib`, and where it takes other targets than memory, by
     `figure`. Neither changes the workload's model, torch's random state or any other global state.
@@ -104,8 +185,8 @@ class Peer(Estimator):
         return self
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        """Return part -> MiB, which sum to the estimate of peak memory. Raises `CannotEstimate`, and lets no other
-        error of the model's out."""
+        """Return part -> MiB, which sum to the estimate of peak memory. Raises `CannotEstimate` for any error of the
+        model."""
         raise NotImplementedError
 
     def figure(self, case: Case) -> float:
@@ -165,7 +246,8 @@ def _answer(peer: type[Peer], case: Case) -> Answer:
 
 
 def meta_model(workload: TrainingJob) -> nn.Module:
-    """The workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it is.
+    """Return the workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it
+    is.
 
     Raises `CannotEstimate` where it can't be built.
     """
@@ -174,7 +256,8 @@ def meta_model(workload: TrainingJob) -> nn.Module:
 
 
 def real_model(workload: TrainingJob) -> nn.Module:
-    """The workload's model on real memory, in training mode; the caller's own is copied, so that it stays as it is.
+    """Return the workload's model on real memory, in training mode; the caller's own is copied, so that it stays as it
+    is.
 
     Raises `CannotEstimate` where it can't be built, or was given without memory.
     """
@@ -194,8 +277,8 @@ def real_model(workload: TrainingJob) -> nn.Module:
 
 
 def on_device(model: nn.Module, device: str) -> nn.Module:
-    """A copy with uninitialised parameters and buffers on `device` (`meta`, or any under a fake-tensor mode), ties
-    kept; the original is neither changed nor read."""
+    """Return a copy with uninitialised parameters and buffers on `device` (`meta`, or any under a fake-tensor mode),
+    ties kept; the original is neither changed nor read."""
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in memo:
@@ -209,14 +292,14 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
-    """The size in bytes of each different tensor; ties count once."""
+    """Return the size in bytes of each different tensor; ties count once."""
     return [t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()]
 
 
 def loss_of(workload: TrainingJob, output: Any, targets: Tensor | None) -> Tensor:
-    """The workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
-    if targets is None and workload.loss is None and (own := own_loss(output)) is not None:
-        return own
+    """Return the workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
+    if targets is None and workload.loss is None and (loss := own_loss(output)) is not None:
+        return loss
     if targets is None:
         targets = targets_for(output, workload.loss)
     return (workload.loss or cross_entropy)(output, targets)
@@ -233,7 +316,7 @@ class PlainStep:
 
     def __init__(self, workload: TrainingJob, model: nn.Module, device: str) -> None:
         self.job, self.model = workload, model
-        self.optimizer = make_optimizer(workload.settings.optimizer, model.parameters(), foreach=None)
+        self.optimizer = make_optimizer(workload.settings.optimizer, model.parameters())
         self._dtype = AUTOCAST_DTYPES.get(workload.settings.precision)
         self._device = device
 
@@ -241,12 +324,12 @@ class PlainStep:
         self,
         inputs: Inputs,
         targets: Tensor | None,
-        phase: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+        phase: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda name: contextlib.nullcontext(),
     ) -> None:
         with phase("zero_grad"):
             self.optimizer.zero_grad(set_to_none=True)
         with phase("forward"):
-            casts: contextlib.AbstractContextManager = contextlib.nullcontext()
+            casts: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if self._dtype is not None:
                 casts = torch.autocast(self._device, dtype=self._dtype)
             with casts:
@@ -265,7 +348,7 @@ def leaf_outputs(
     Modules that call others are left out. Raises `CannotEstimate` where the model fails.
     """
     outputs: list[tuple[nn.Module, list[tuple[torch.Size, int]]]] = []
-    running: list[bool] = []  # of each forward under way: has it called another module
+    running: list[bool] = []  # for each forward under way: has it called another module
 
     def before(_module: nn.Module, _inputs: Any) -> None:
         if running:
@@ -295,7 +378,7 @@ def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
     operators, handles = _Operators(), []
     running: list[str] = []
 
-    def leave(_module, _inputs, _output) -> None:
+    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         running.pop()
 
     named = [] if model is None else [(name or "the model", module) for name, module in model.named_modules()]
@@ -327,7 +410,9 @@ class _Operators(TorchFunctionMode):
 
     failed: str | None = None
 
-    def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         try:
             return func(*args, **(kwargs or {}))
         except Exception:
@@ -350,22 +435,18 @@ class Trace(Peer):
     warning: ClassVar[str] = TRACE_HAS_NO_BOUND
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        from learn.job.traced import step_of
-
         try:
             return step_of(workload, device).breakdown
         except CommandError as error:
             raise CannotEstimate(str(error)) from error
 
     def figure(self, case: Case) -> float:
-        return getattr(_step(case), self.require_fitted().column)
+        return float(getattr(_step(case), self.require_fitted().column))
 
 
 @lru_cache(maxsize=100_000)
 def _step(case: Case) -> SimulatedStep:
     """Remembered: cross-validation asks for each case many times."""
-    from learn.job.traced import step_of
-
     try:
         return step_of(case.job, described(case)).step
     except CommandError as error:

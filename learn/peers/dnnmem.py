@@ -5,10 +5,11 @@ Start reading at `DNNMem.parts_mib`; `_record` makes the graph and `_liveness` w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conf.units import MIB
@@ -31,7 +32,7 @@ class DNNMem(Peer):
     operator's output lives until its backward operator has run; the gradient of an output from the first backward
     operator that makes it until the one that consumes it. Every tensor is rounded up to 512 bytes.
 
-    Assumed: an operator is one that PyTorch dispatches on meta tensors; views and in-place results are no new tensors;
+    Assumed: an operator is one that PyTorch dispatches on meta tensors; views and in-place results are not new tensors;
     attention is the plain one, whose scores are stored, as when this was published. A convolution's workspace is that
     of explicit GEMM on one sample, its input unrolled (published: asked of cuDNN, which takes a GPU). The context is
     the device description's. Tensors are of the model's own dtype: autocast is not followed. The segments that the
@@ -45,9 +46,9 @@ class DNNMem(Peer):
         with explained("the forward pass", model):
             inputs, targets = workload.batch("meta")
             operators = _record(workload, model, inputs, targets)
-        weights = sum(map(_rounded, unique_bytes(model.parameters())))
-        trained = sum(map(_rounded, unique_bytes(p for p in model.parameters() if p.requires_grad)))
-        others = sum(map(_rounded, unique_bytes([*model.buffers(), *batch_tensors(inputs, targets)])))
+        weights = sum(map(_round_up, unique_bytes(model.parameters())))
+        trained = sum(map(_round_up, unique_bytes(p for p in model.parameters() if p.requires_grad)))
+        others = sum(map(_round_up, unique_bytes([*model.buffers(), *batch_tensors(inputs, targets)])))
         parts = {
             "weights": weights,
             "weight gradients": trained,
@@ -71,7 +72,7 @@ class _Operator:
 
 
 def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
-    """Bytes at the peak, by kind, above what lives throughout."""
+    """Return the bytes at the peak, by kind, above what lives throughout."""
     size = {tensor: nbytes for op in operators for tensor, nbytes in op.made.items()}
     outputs = gradients = 0
     peak = {"outputs": 0, "output gradients": 0, "workspace": 0}
@@ -93,33 +94,39 @@ def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
         gradients += sum(size[tensor] for tensor in wanted)
         live |= wanted
         look(op.workspace)
-        done = live & set(op.made)
-        gradients -= sum(size[tensor] for tensor in done)
-        live -= done
+        ended = live & set(op.made)
+        gradients -= sum(size[tensor] for tensor in ended)
+        live -= ended
         outputs -= sum(op.made.values())
     return peak
 
 
-def _record(workload: TrainingJob, model, inputs, targets) -> list[_Operator]:
-    """The forward operators of model and loss, in order, from dispatch on meta tensors."""
+def _record(workload: TrainingJob, model: nn.Module, inputs: Any, targets: Any) -> list[_Operator]:
+    """Return the forward operators of model and loss, in order, from dispatch on meta tensors."""
     operators: list[_Operator] = []
     held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing
     made_here: set[int] = set()
 
-    def storage_of(tensor) -> int:
+    def storage_of(tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         held[storage._cdata] = storage
-        return storage._cdata
+        return int(storage._cdata)
 
     class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(
+            self,
+            func: Callable[..., Any],
+            types: Any,
+            args: Sequence[Any] = (),
+            kwargs: Mapping[str, Any] | None = None,
+        ) -> Any:
             given = [(storage_of(t), t.is_floating_point()) for t in tensors_of([args, kwargs or {}])]
             result = func(*args, **(kwargs or {}))
             known = made_here | {storage for storage, _ in given}
             made = {}
             for tensor in tensors_of(result):
                 if (storage := storage_of(tensor)) not in known:
-                    made[storage] = _rounded(tensor.untyped_storage().nbytes())
+                    made[storage] = _round_up(tensor.untyped_storage().nbytes())
             read = tuple(storage for storage, floats in given if floats and storage in made_here)
             made_here.update(made)
             if made:
@@ -131,8 +138,8 @@ def _record(workload: TrainingJob, model, inputs, targets) -> list[_Operator]:
     return operators
 
 
-def _workspace(func, args) -> int:
-    """Bytes of one sample's unrolled input; 0 for what is no convolution."""
+def _workspace(func: Callable[..., Any], args: Sequence[Any]) -> int:
+    """Return the bytes of one sample's unrolled input; 0 for anything but a convolution."""
     if not str(func).startswith("aten.convolution"):
         return 0
     given, weight = args[0], args[1]
@@ -146,8 +153,8 @@ def _workspace(func, args) -> int:
         if not transposed:
             length = (length + 2 * padding[i] - dilation[i] * (kernel - 1) - 1) // stride[i] + 1
         places *= length
-    return _rounded(weight.shape[1] * columns * places * given.element_size())
+    return _round_up(weight.shape[1] * columns * places * given.element_size())
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK

@@ -6,8 +6,8 @@ Start reading at `parts_mib` of the class; its docstring names the source and wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -102,11 +102,11 @@ class Horus(Peer):
             "framework": FRAMEWORK_MIB,
             "parameters": parameters,
             "gradients": workload.batch_size * parameters,
-            "activations": elements * BYTES / MIB,  # of the whole batch: b A
+            "activations": elements * BYTES / MIB,  # the whole batch's: b A
         }
 
 
-def _counts(module) -> bool:
+def _counts(module: nn.Module) -> bool:
     kind = type(module).__name__
     return kind.startswith("Adaptive") or not any(word in kind for word in _NOT_COUNTED)
 
@@ -147,9 +147,9 @@ class LLMem(Peer):
                 "training without activation checkpointing is not covered: the formula counts the layers' outputs only"
             )
         tied = any(head.weight is m.weight for m in embeddings)
-        own = 0 if tied else sum(p.numel() for p in head.parameters())
+        head_parameters = 0 if tied else sum(p.numel() for p in head.parameters())
         embedded = sum(m.weight.numel() for m in embeddings)
-        others = sum(p.numel() for p in model.parameters()) - embedded - own
+        others = sum(p.numel() for p in model.parameters()) - embedded - head_parameters
         matrices = {id(p): p.numel() for m in model.modules() if m is not head for p in _weights(m)}
         tokens, hidden, vocabulary = batch * sequence, head.in_features, head.out_features
         parts = {
@@ -158,7 +158,7 @@ class LLMem(Peer):
             "layer outputs": _pages((len(embeddings) + len(layers)) * tokens * hidden * B16),
             "language-model head": _pages(tokens * vocabulary * B16)
             + 2 * _pages((tokens - batch) * vocabulary * B16)
-            + own * B16,
+            + head_parameters * B16,
         }
         return {"context": float(device.context_mib)} | {name: nbytes / MIB for name, nbytes in parts.items()}
 
@@ -168,11 +168,11 @@ def _language_model(
 ) -> tuple[list[nn.Embedding], nn.ModuleList, nn.Linear, tuple[int, ...]]:
     """Return a transformer language model's embeddings, its layers, its head, and the shape of its logits.
 
-    Raises `CannotEstimate` that names why the model is none.
+    Raises `CannotEstimate` that names why the model is not one.
     """
 
     def refuse(why: str) -> CannotEstimate:
-        return CannotEstimate(f"{type(model).__name__} is not covered: it is no transformer language model ({why})")
+        return CannotEstimate(f"{type(model).__name__} is not covered: it is not a transformer language model ({why})")
 
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if not embeddings:
@@ -194,7 +194,7 @@ def _language_model(
     return embeddings, layers, head, tuple(logits)
 
 
-def _weights(module):
+def _weights(module: nn.Module) -> Iterator[Any]:
     """Yield the matrix of an embedding or linear layer; GPT-2's Conv1D is a linear layer with its matrix transposed."""
     if isinstance(module, nn.Embedding | nn.Linear) or type(module).__name__ == "Conv1D":
         yield module.weight
@@ -202,15 +202,15 @@ def _weights(module):
         yield module.in_proj_weight
 
 
-def _repeats(modules) -> bool:
+def _repeats(modules: nn.ModuleList) -> bool:
     return len(modules) > 0 and len({type(m) for m in modules}) == 1
 
 
-def _attends(module) -> bool:
+def _attends(module: nn.Module) -> bool:
     return "attention" in type(module).__name__.lower() or type(module).__name__.lower().endswith("attn")
 
 
-def _checkpoints(model) -> bool:
+def _checkpoints(model: nn.Module) -> bool:
     """Return whether a model of `transformers` has its gradient checkpointing on."""
     return bool(getattr(model, "is_gradient_checkpointing", False)) or any(
         getattr(m, "gradient_checkpointing", False) is True for m in model.modules()

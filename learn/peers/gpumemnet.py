@@ -5,12 +5,12 @@ Start reading at `GPUMemNetEstimator.fit`; the networks are at the end.
 As published: classifiers over bins of 1 GB for MLPs and 8 GB else, and over low, medium, high utilization; one
 ensemble a kind of network; counts of layers, batch size, parameters, activations (alone and times the batch), the
 activation function as sine and cosine of its index; for the transformer also the sequence of (kind, activations,
-parameters), in encoders 6 wide with 3 heads (wider ones told less of a few hundred rows); members of different depth;
-cross entropy; rows that ran out of the largest card as members of the top bin; the upper edge of the likeliest bin as
-the estimate of memory.
+parameters), in encoders 6 wide with 3 heads (wider ones were worse with a few hundred rows); members of different
+depth; cross entropy; rows that ran out of the largest card as members of the top bin; the upper edge of the likeliest
+bin as the estimate of memory.
 
 Ours: true sizes in place of a summary tool's, as logarithms and standardised; fewer members, and wider perceptrons,
-each trained without a fold of its own, whose rows tell when to stop and calibrate the bound (their perceptrons are 4
+each trained without a fold of its own, whose rows decide when to stop and calibrate the bound (their perceptrons are 4
 to 8 wide and 6 to 16 of them, with batch norm and batches of 128 rows); GB are 1024 MiB; the middle of the likeliest
 bin as the estimate of utilization; the sequence cut into at most 48 runs of layers, each with counts of its kinds and
 sums of its sizes; its mean and maximum, not its sum, joined to the scalars; rows that ran out of a smaller card as
@@ -50,13 +50,12 @@ from learn.estimators.protocol import (
 )
 from learn.estimators.tabular import group_folds, why_not
 from learn.job.training_job import Case
-from learn.peers.torch_fit import arrays_of, quiet_torch, steady, train_best, with_arrays
-from learn.rows.data import Rows
+from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_arrays
+from learn.rows.data import MIB_PER_GB, Rows, default_bin_gb, utilization_bins
 from learn.rows.step_store import StepStore
-from learn.rows.targets import MIB_PER_GB, default_bin_gb, utilization_bins
 
 FOLDS = 5
-LEAST_ROWS = 10  # of a family, for an ensemble of its own
+LEAST_ROWS = 10  # rows of a family, for an ensemble of its own
 MAX_TOKENS = 48
 
 _COUNTS = (
@@ -112,10 +111,10 @@ class Ensemble:
 
 
 class GPUMemNetEstimator(Estimator):
-    """Base of both estimators. A family that was not fitted, and what is no trial config, is refused by row.
+    """Base of both estimators. A family that was not fitted, and anything but a trial config, is refused by row.
 
     Since the rows that a member is trained without choose its epoch and calibrate the bound, the bound leans a little
-    low: it is no bound from rows that fitting never looked at.
+    low: it is not a bound from rows that fitting never looked at.
     """
 
     targets: ClassVar[tuple[str, ...] | None] = ("memory", "smact", "smocc", "drama")
@@ -129,8 +128,8 @@ class GPUMemNetEstimator(Estimator):
         """Return an untrained member."""
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
-        """One ensemble a family, of the rows with exact labels (10 at least, in 2 groups) and the out-of-memory ones.
-        `UsageError` where no family has as many."""
+        """Fit one ensemble a family to the rows with exact labels (10 at least, in 2 groups) and the out-of-memory
+        ones. `UsageError` where no family has as many."""
         require_target(type(self), rows.target.name)
         require_rows(rows, least=LEAST_ROWS)
         rows = rows.trusted
@@ -167,9 +166,9 @@ class GPUMemNetEstimator(Estimator):
                 net = self._net(member, raw.shape[1], len(edges) - 1)
                 train_member(net, inputs, classes, or_above, held_out, self.training, self.seed * 1000 + member)
                 weights.append(arrays_of(net))
-            own = Ensemble(edges, mean, scale, (weights[-1],), np.empty(0))
+            candidate = Ensemble(edges, mean, scale, (weights[-1],), np.empty(0))
             held = rows.subset(held_out)
-            mass = self._probabilities(own, _configs(held.cases), first=member)
+            mass = self._probabilities(candidate, _configs(held.cases), first=member)
             bins = np.broadcast_to(edges, (len(held), len(edges)))
             score[held_out] = cumulative(bins, mass, held.label[:, None])[:, 0]
         scores = np.sort(score[~rows.censored & ~np.isnan(score)])
@@ -187,38 +186,38 @@ class GPUMemNetEstimator(Estimator):
                 refusals[i] = f"it was fitted to {', '.join(families)}, and this is of the family {case.family}"
             else:
                 kind[i] = families.index(case.family)
-        most = max(len(one.edges) for one in self._ensembles.values())
+        most = max(len(ensemble.edges) for ensemble in self._ensembles.values())
         edges, mass = np.full((len(cases), most), np.nan), np.full((len(cases), most - 1), np.nan)
         warnings = []
-        for k, (family, one) in enumerate(self._ensembles.items()):
+        for k, (family, ensemble) in enumerate(self._ensembles.items()):
             index = np.flatnonzero(kind == k)
             if not index.size:
                 continue
-            shares = self._probabilities(one, _configs([cases[i] for i in index.tolist()]))
-            edges[index] = np.pad(one.edges, (0, most - len(one.edges)), mode="edge")
+            shares = self._probabilities(ensemble, _configs([cases[i] for i in index.tolist()]))
+            edges[index] = np.pad(ensemble.edges, (0, most - len(ensemble.edges)), mode="edge")
             mass[index] = np.pad(shares, ((0, 0), (0, most - 1 - shares.shape[1])))
-            if warning := too_few_for(LEVEL, len(one.scores)):
+            if warning := too_few_for(LEVEL, len(ensemble.scores)):
                 warnings.append(f"{family}: {warning}")
         share = 1.0 if target.is_memory else 0.5
-        scores = [one.scores for one in self._ensembles.values()]
+        scores = [ensemble.scores for ensemble in self._ensembles.values()]
         return BinnedPrediction(edges, mass, share, scores, kind, tuple(warnings), refusals)
 
     def save(self, folder: Path) -> None:
         folder = Path(folder)
         arrays: dict[str, Any] = {
             f"{family}/{member}/{name}": array
-            for family, one in self._ensembles.items()
-            for member, weights in enumerate(one.weights)
+            for family, ensemble in self._ensembles.items()
+            for member, weights in enumerate(ensemble.weights)
             for name, array in weights.items()
         }
         np.savez_compressed(folder / "weights.npz", **arrays)
         state = {
             "families": {
                 family: {
-                    "members": len(one.weights),
-                    **{part: getattr(one, part).tolist() for part in ("edges", "mean", "scale", "scores")},
+                    "members": len(ensemble.weights),
+                    **{part: getattr(ensemble, part).tolist() for part in ("edges", "mean", "scale", "scores")},
                 }
-                for family, one in self._ensembles.items()
+                for family, ensemble in self._ensembles.items()
             },
         }
         write_state(folder, self, state)
@@ -240,26 +239,28 @@ class GPUMemNetEstimator(Estimator):
             loaded._ensembles[family] = Ensemble(weights=tuple(weights), **parts)
         return loaded
 
-    def _probabilities(self, one: Ensemble, configs: Sequence[TrialConfig], first: int = 0) -> np.ndarray:
+    def _probabilities(self, ensemble: Ensemble, configs: Sequence[TrialConfig], first: int = 0) -> np.ndarray:
         """Return (n, k) probabilities, the mean over the ensemble's members, of which the first has that number."""
-        inputs = self._inputs(configs, one.mean, one.scale, np.float64)
+        inputs = self._inputs(configs, ensemble.mean, ensemble.scale, np.float64)
         with quiet_torch(0):  # a net draws weights before it is given its own
             nets = [
-                with_arrays(self._net(member, len(one.mean), len(one.edges) - 1), weights)
-                for member, weights in enumerate(one.weights, start=first)
+                with_arrays(self._net(member, len(ensemble.mean), len(ensemble.edges) - 1), weights)
+                for member, weights in enumerate(ensemble.weights, start=first)
             ]
             mass = steady(np.sum([probabilities(net, inputs) for net in nets], axis=0) / len(nets))
-        return mass / mass.sum(axis=1, keepdims=True)
+        return np.asarray(mass / mass.sum(axis=1, keepdims=True))
 
-    def _inputs(self, configs, mean: np.ndarray, scale: np.ndarray, dtype=np.float32) -> Inputs:
+    def _inputs(
+        self, configs: Sequence[TrialConfig], mean: np.ndarray, scale: np.ndarray, dtype: type[np.floating] = np.float32
+    ) -> Inputs:
         scalars = ((scalars_of(configs) - mean) / scale).astype(dtype)
         if not self.reads_sequence:
             return Inputs(scalars, np.zeros((len(configs), 0, 0), dtype), np.zeros(len(configs), dtype=np.int64))
         sequences = [tokens_of(config) for config in configs]
-        length = np.array([len(one) for one in sequences], dtype=np.int64)
+        length = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
         tokens = np.zeros((len(configs), length.max(initial=0), sequences[0].shape[1]), dtype)
-        for i, one in enumerate(sequences):
-            tokens[i, : len(one)] = one
+        for i, sequence in enumerate(sequences):
+            tokens[i, : len(sequence)] = sequence
         return Inputs(scalars, tokens, length)
 
 
@@ -316,7 +317,7 @@ class BinnedPrediction:
         likeliest = self.probabilities.argmax(axis=1)
         row = np.arange(len(likeliest))
         low, high = self.edges[row, likeliest], self.edges[row, likeliest + 1]
-        return low + self.point_share * (high - low)
+        return np.asarray(low + self.point_share * (high - low))
 
     def quantile(self, q: float) -> np.ndarray:
         if not 0 < q < 1:
@@ -338,10 +339,10 @@ class BinnedPrediction:
         for kind, scores in enumerate(self.scores):
             rank = min(conformal_rank(len(scores), level), len(scores))
             q[self.kind == kind] = scores[rank - 1] if scores.size else 1.0
-        return np.maximum(self._quantile(q), self.point)
+        return np.asarray(np.maximum(self._quantile(q), self.point))
 
     def _quantile(self, q: np.ndarray) -> np.ndarray:
-        """(n,) where each row's distribution reaches q, by linear interpolation inside the bin."""
+        """Return (n,) where each row's distribution reaches q, by linear interpolation inside the bin."""
         row = np.arange(len(q))
         reached = np.cumsum(self.probabilities, axis=1)
         reached[:, -1] = np.where(np.isnan(reached[:, -1]), np.nan, 1.0)
@@ -349,11 +350,11 @@ class BinnedPrediction:
         before = np.where(bin_index > 0, reached[row, np.maximum(bin_index - 1, 0)], 0.0)
         mass = np.maximum(reached[row, bin_index] - before, 1e-300)
         low, high = self.edges[row, bin_index], self.edges[row, bin_index + 1]
-        return low + np.clip((q - before) / mass, 0.0, 1.0) * (high - low)
+        return np.asarray(low + np.clip((q - before) / mass, 0.0, 1.0) * (high - low))
 
 
 def cumulative(edges: np.ndarray, probabilities: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """(n, v) mass below each of the values (n, v), under bins (n, k + 1) of the probabilities (n, k)."""
+    """Return (n, v) mass below each of the values (n, v), under bins (n, k + 1) of the probabilities (n, k)."""
     below = np.zeros(values.shape)
     for k in range(probabilities.shape[1]):
         low, width = edges[:, k, None], edges[:, k + 1, None] - edges[:, k, None]
@@ -364,8 +365,9 @@ def cumulative(edges: np.ndarray, probabilities: np.ndarray, values: np.ndarray)
 
 
 def bin_edges(rows: Rows) -> np.ndarray:
-    """(k + 1,) edges of one family's bins. Memory: from 0 to above the largest need, and a bin above the memory of the
-    largest device that jobs ran out of, unless others need more than it has. Utilization: the published three."""
+    """Return (k + 1,) edges of one family's bins. Memory: from 0 to above the largest need, and a bin above the memory
+    of the largest device that jobs ran out of, unless others need more than it has. Utilization: the published
+    three."""
     family = str(rows.family[0])
     if not rows.target.is_memory:
         return np.array([0.0, *utilization_bins(rows.target).edges_of([family])[0], 1.0])
@@ -380,7 +382,7 @@ def bin_edges(rows: Rows) -> np.ndarray:
 
 
 def classes_of(rows: Rows, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) int bin of each of a family's rows, and (n,) bool: it is that one or any above.
+    """Return (n,) int bin of each of a family's rows, and (n,) bool: it is that one or any above.
 
     As published, what ran out of the largest device is in the bin above it, the top one. Of what ran out of a smaller
     device no more is known than that: it is in that device's bin or above."""
@@ -397,7 +399,7 @@ def _configs(cases: Sequence[Case]) -> list[TrialConfig]:
 
 
 def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
-    """(n, s) logarithms of counts and sizes, and the activation function's sine and cosine."""
+    """Return (n, s) logarithms of counts and sizes, and the activation function's sine and cosine."""
     columns = feature_columns(configs)
     counts = np.stack([columns[name] for name in (*_COUNTS, *_SIZES)], axis=1)
     angles = []
@@ -412,8 +414,9 @@ def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
 
 @lru_cache(maxsize=20_000)
 def tokens_of(config: TrialConfig) -> np.ndarray:
-    """(l, t) the layer sequence, l at most `MAX_TOKENS`: log counts of `KINDS` in a run of layers, and logarithms of
-    its activations, of these times the batch size, and of its parameters. Short plans have a token a layer."""
+    """Return (l, t), the layer sequence, l at most `MAX_TOKENS`: log counts of `KINDS` in a run of layers, and
+    logarithms of its activations, of these times the batch size, and of its parameters. Short plans have a token a
+    layer."""
     place = {**{kind: i for i, kind in enumerate(KINDS)}, **dict.fromkeys(ACTIVATIONS, KINDS.index("activation"))}
     plan = layers_of(config)
     count = max(1, min(len(plan), MAX_TOKENS))
@@ -439,7 +442,7 @@ class Inputs:
     length_N: np.ndarray
 
     def at(self, index: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of those positions as tensors, tokens cut to the longest of them."""
+        """Return rows of those positions as tensors, tokens cut to the longest of them."""
         longest = int(self.length_N[index].max(initial=0))
         return _tensor(self.scalars_NS[index]), _tensor(self.tokens_NLT[index, :longest]), _tensor(self.length_N[index])
 
@@ -518,7 +521,7 @@ def train_member(
     how: NetTraining,
     seed: int,
 ) -> nn.Module:
-    """The net, trained on the rows outside `held_out` (n,) bool, as it was when those were told best.
+    """Return the net, trained on the rows outside `held_out` (n,) bool, as it was when those were estimated best.
 
     classes (n,) int; `or_above` (n,) bool: the row's class is that one or any above."""
     inside, outside = np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -540,7 +543,7 @@ def train_member(
 
 
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
-    """(n, classes) of a net from `learn.peers.torch_fit.with_arrays`."""
+    """Return (n, classes) of a net from `learn.peers.base.with_arrays`."""
     batches = []
     order = np.arange(len(inputs.length_N))
     with torch.inference_mode():
@@ -551,7 +554,8 @@ def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
 
 
 def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """The rows in batches of about equal lengths, in random order: what is short need not be padded to the longest."""
+    """Return the rows in batches of about equal lengths, in random order: what is short need not be padded to the
+    longest."""
     shuffled = rng.permutation(rows)
     ordered = shuffled[np.argsort(length[shuffled], kind="stable")]
     batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
@@ -559,7 +563,7 @@ def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Gen
 
 
 def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> Tensor:
-    """(n,) minus the logarithm of what the net gives to the row's class, or to that one and all above."""
+    """Return (n,), minus the logarithm of the net's probability of the row's class, or to that one and all above."""
     logits_NC, class_N, or_above_N = net(*inputs.at(rows)), target[0][rows], target[1][rows]
     loss_N = F.cross_entropy(logits_NC, class_N, reduction="none")
     if not or_above_N.any():

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -34,8 +34,9 @@ from learn.peers.base import (
 )
 
 STEPS = 2
-PREFIX = "xmem::"  # of the marks that name a step's phases in the profile
-RAM_SHARE = 0.8  # of the free memory; the rest is for what the first guess leaves out
+PREFIX = "xmem::"  # prefix of the marks that name a step's phases in the profile
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+RAM_SHARE = 0.8  # share of the free memory; the rest is for what the first guess leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
     is a gradient, freed where the CPU freed it, at the latest by the next `zero_grad`.
     """
     opened: dict[int, ProfiledBlock] = {}
-    done: list[ProfiledBlock] = []
+    ended: list[ProfiledBlock] = []
     cleared = {e.step: i for i, e in reversed(list(enumerate(events))) if e.phase == "zero_grad"}
     for i, event in enumerate(events):
         if event.nbytes > 0:
@@ -108,12 +109,12 @@ def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
             phase = events[block.begin].phase
             same = event.step == events[block.begin].step and event.phase == phase
             kind = "temporaries" if same and phase in ("optimizer", "backward") else block.kind
-            done.append(replace(block, end=i, kind=kind))
+            ended.append(replace(block, end=i, kind=kind))
     kept = [
         replace(block, end=cleared.get(events[block.begin].step + 1)) if block.kind == "gradients" else block
         for block in opened.values()
     ]
-    return sorted([*done, *kept], key=lambda block: block.begin)
+    return sorted([*ended, *kept], key=lambda block: block.begin)
 
 
 def replay(
@@ -131,7 +132,7 @@ def replay(
     for block in blocks:
         ends[block.end].append(block)
     handles: dict[ProfiledBlock, int | None] = {}
-    loaded: list = []
+    loaded: list[Any] = []
     at_top = dict(live)
     step = None
     for i, event in enumerate(events):
@@ -191,34 +192,23 @@ def _profile(workload: TrainingJob) -> tuple[list[int], list[int], list[Profiler
             inputs, targets = workload.batch("cpu")
         with explained("the training step", model):
             step = PlainStep(workload, model, "cpu")
-            quiet = _quiet_profiler()
+            quiet = contextlib.ExitStack()
+            if _LOG_LEVEL not in os.environ:  # else the profiler's library announces each start on stderr
+                os.environ[_LOG_LEVEL] = "6"
+                quiet.callback(os.environ.pop, _LOG_LEVEL, None)
             with quiet, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 for i in range(STEPS):
-                    step(inputs, targets, partial(_marked, i))
+                    step(inputs, targets, partial(_mark, i))
     events = _events(profiler.profiler.kineto_results.experimental_event_tree())
     return unique_bytes([*model.parameters(), *model.buffers()]), unique_bytes(batch_tensors(inputs, targets)), events
 
 
-def _marked(step: int, phase: str) -> contextlib.AbstractContextManager:
+def _mark(step: int, phase: str) -> contextlib.AbstractContextManager[Any]:
     return record_function(f"{PREFIX}{step}:{phase}")
 
 
-@contextlib.contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """The profiler's library announces each start on stderr; the variable keeps it silent unless it is the user's."""
-    name = "KINETO_LOG_LEVEL"
-    mine = name not in os.environ
-    if mine:
-        os.environ[name] = "6"
-    try:
-        yield
-    finally:
-        if mine:
-            os.environ.pop(name, None)
-
-
-def _events(roots: Iterable) -> list[ProfilerEvent]:
-    """The memory events of a profile's tree in the order of time, each with the phase that was last begun."""
+def _events(roots: Iterable[Any]) -> list[ProfilerEvent]:
+    """Return the memory events of a profile's tree in the order of time, each with the phase that was last begun."""
     marks: list[tuple[int, str]] = []
     moves: list[tuple[int, int, int, bool]] = []
     stack = [(root, False) for root in roots]
@@ -233,10 +223,10 @@ def _events(roots: Iterable) -> list[ProfilerEvent]:
             marks.append((node.start_time_ns, node.name.removeprefix(PREFIX)))
         stack += [(child, in_operator or (kind.name == "TorchOp" and not marked)) for child in node.children]
     marks.sort()
-    events, at = [], -1
+    events, mark = [], -1
     for when, address, nbytes, in_operator in sorted(moves, key=lambda row: row[0]):
-        while at + 1 < len(marks) and marks[at + 1][0] <= when:
-            at += 1
-        step, _, phase = marks[at][1].partition(":") if at >= 0 else ("0", "", None)
+        while mark + 1 < len(marks) and marks[mark + 1][0] <= when:
+            mark += 1
+        step, _, phase = marks[mark][1].partition(":") if mark >= 0 else ("0", "", None)
         events.append(ProfilerEvent(address, nbytes, phase, int(step), in_operator))
     return events

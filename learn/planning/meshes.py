@@ -30,14 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 MOST_GPUS = 65_536
-_WITHIN_A_NODE = ("tp",)  # modes whose ranks talk within each layer: between nodes they lose
 LONG = 32_768  # tokens of a sample from which cp is tried unasked: the shortest length of torchtitan's figures with it
-_LEFT_OUT = "{names}: left out of this plan; modes= names what is tried, as in modes=[{all}]"
-_UNASKED = "{names}: tried beside fsdp alone, within a node; with all other modes where modes= names it"
-_MIXED = "stages of a pipeline are replicated or sharded, not both: pp with ddp and fsdp is left out"
-# Fields that decide nothing of what a rank's step runs and takes.
-_OF_THE_NETWORK = ("gpus_per_node", "network_gb_s")
-_SPLIT = "in a plan, ddp with tp needs fsdp: replicas whose gradients are whole are left out"
 _REPLICAS = "ddp"
 DEFAULT_MODES = tuple(mode for mode in MODES if mode != "cp")
 _OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
@@ -48,7 +41,7 @@ _ALL = (*MODES, EXPERTS)
 class Modes:
     """The modes whose degrees a plan chooses.
 
-    names    of all of them, the outermost first
+    names    names of all modes, the outermost first
     unasked  those among them that nobody named: they are tried beside fsdp alone
     experts  numbers of experts of the model's mixtures, which `ep` divides
     """
@@ -64,7 +57,7 @@ def modes_of(given: object, length: int = 0, experts: Iterable[int] = ()) -> Mod
     Args:
         given: Names of modes, or None: `DEFAULT_MODES`, `cp` where samples are `LONG` or longer, `ep` where the model
             has experts.
-        length: Tokens of a sample; 0: they are no sequences.
+        length: Tokens of a sample; 0: they are not sequences.
         experts: Numbers of experts of the model's mixtures.
 
     Raises:
@@ -91,7 +84,7 @@ def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | 
 
     Args:
         given: As `modes_of` takes it.
-        inputs: Of the model, on any device.
+        inputs: The model's inputs, on any device.
         model: Makes it on the meta device, or None where it cannot; called where its experts matter.
 
     Raises:
@@ -107,12 +100,13 @@ def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | 
 
 
 def _tokens_of(inputs: object) -> int:
-    """The length of sequences: of [N, length] whole numbers, or [N, length, width] floats; 0 where there are none."""
+    """Return the length of sequences: of [N, length] whole numbers, or [N, length, width] floats; 0 where there are
+    none."""
     from featurize.recording.values import tensors_of
 
-    for one in tensors_of(inputs):
-        if one.dim() == (3 if one.is_floating_point() else 2):
-            return one.shape[1]
+    for tensor in tensors_of(inputs):
+        if tensor.dim() == (3 if tensor.is_floating_point() else 2):
+            return tensor.shape[1]
     return 0
 
 
@@ -133,7 +127,7 @@ def layout_settings(
     """Return the settings that all layouts of a plan share; each has those of its own modes.
 
     Args:
-        gpus: Of the job.
+        gpus: Number of the job's GPUs.
         given: Settings without degrees, as `featurize.job.layout.parse_parallel` takes them.
         modes: As `checked_modes` returns them.
 
@@ -171,7 +165,7 @@ def apt_for_training(
 
     Args:
         settings: As `layout_settings` returns them.
-        gpus: Of the job.
+        gpus: Number of the job's GPUs.
         training: Its settings.
     """
     if not settings.get("zero"):
@@ -194,12 +188,12 @@ def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parall
 
 
 def checked_gpus(given: object) -> tuple[int, ...]:
-    """Return the numbers of GPUs that are asked about, each once. Raises `UsageError` for what is none."""
+    """Return the numbers of GPUs that are asked about, each once. Raises `UsageError` for anything else."""
     several = given if isinstance(given, list | tuple) else (given,)
-    for one in several:
-        if not isinstance(one, int) or isinstance(one, bool) or not 2 <= one <= MOST_GPUS:
+    for number in several:
+        if not isinstance(number, int) or isinstance(number, bool) or not 2 <= number <= MOST_GPUS:
             raise UsageError(
-                f"gpus must be a whole number from 2 to {MOST_GPUS}, or several, got {shown(one)}; for one GPU ask "
+                f"gpus must be a whole number from 2 to {MOST_GPUS}, or several, got {shown(number)}; for one GPU ask "
                 "learn.largest_batch"
             )
     if not several:
@@ -208,10 +202,10 @@ def checked_gpus(given: object) -> tuple[int, ...]:
 
 
 def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None) -> tuple[list[Parallel], list[str]]:
-    """Return the layouts of so many GPUs, in the order in which they are searched, and notes on what was left out.
+    """Return the layouts of this many GPUs, in the order in which they are searched, and notes on what was left out.
 
     Args:
-        gpus: Of the job.
+        gpus: Number of the job's GPUs.
         settings: As `layout_settings` returns them.
         modes: As `modes_of` returns them.
     """
@@ -220,15 +214,18 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
     layouts: list[Parallel] = []
     notes: dict[str, None] = dict.fromkeys(_notes_on(modes))
     for named in _all_degrees(gpus, modes, of_node):
-        wide = [mode for mode in _WITHIN_A_NODE if named.get(mode, 1) > of_node]
-        if wide:
-            notes[f"{wide[0]} over more than the {of_node} GPUs of a node is left out"] = None
+        if named.get("tp", 1) > of_node:  # tp's ranks talk within each layer: between nodes they lose
+            notes[f"tp over more than the {of_node} GPUs of a node is left out"] = None
             continue
         if all(named.get(mode, 1) > 1 for mode in ("pp", *_OF_DATA)):
-            notes[_MIXED] = None
+            notes["stages of a pipeline are replicated or sharded, not both: pp with ddp and fsdp is left out"] = None
             continue
-        if named.get("ddp", 1) > 1 and named.get("tp", 1) > 1 and all(named.get(one, 1) == 1 for one in ("fsdp", "cp")):
-            notes[_SPLIT] = None
+        if (
+            named.get("ddp", 1) > 1
+            and named.get("tp", 1) > 1
+            and all(named.get(axis, 1) == 1 for axis in ("fsdp", "cp"))
+        ):
+            notes["in a plan, ddp with tp needs fsdp: replicas whose gradients are whole are left out"] = None
             continue
         if _is_beside_others(named, modes.unasked, of_node):
             continue
@@ -245,9 +242,11 @@ def _notes_on(modes: Modes) -> Iterator[str]:
     if refused := refused_note(apt):
         yield refused
     if others := [mode for mode in known if mode not in modes.names]:
-        yield _LEFT_OUT.format(names=",".join(others), all=",".join((*modes.names, *others)))
+        every = ",".join((*modes.names, *others))
+        yield f"{','.join(others)}: left out of this plan; modes= names what is tried, as in modes=[{every}]"
     if modes.unasked:
-        yield _UNASKED.format(names=", ".join(modes.unasked))
+        unasked = ", ".join(modes.unasked)
+        yield f"{unasked}: tried beside fsdp alone, within a node; with all other modes where modes= names it"
 
 
 def _all_degrees(gpus: int, modes: Modes, of_node: int) -> Iterator[dict[str, Any]]:
@@ -288,7 +287,7 @@ def ranks_within(layout: Parallel) -> tuple[int, ...]:
 
 
 def within_text(degrees: tuple[int, ...]) -> str:
-    """Return what `ranks_within` gives, as `tp=2`."""
+    """Return the result of `ranks_within`, as `tp=2`."""
     modes = [mode for mode in (*MODES, EXPERTS) if mode not in _OF_DATA]
     return ", ".join(f"{mode}={degree}" for mode, degree in zip(modes, degrees, strict=True) if degree > 1)
 
@@ -311,12 +310,12 @@ def traced_as(layout: Parallel) -> Hashable:
     return tuple(
         (name, min(value, 2) if name == _REPLICAS and not layout.zero else value)
         for name, value in values.items()
-        if name not in _OF_THE_NETWORK
+        if name not in ("gpus_per_node", "network_gb_s")
     )
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all tuples of so many whole numbers that multiply to `number`."""
+    """Yield all tuples of this many whole numbers that multiply to `number`."""
     if count == 1:
         yield (number,)
         return

@@ -45,9 +45,9 @@ class PlanRow:
     checkpointing of the repeated blocks, as in `featurize.job.training_settings.Training`; None: nothing is recomputed
     fits          whether the bound is at most the card's memory; None: the layout cannot be, or was not tried
     upper_mib     the bound
-    exposed_ms    of the step time, in which a rank waits for others
-    samples_per_s of all ranks. This and times are only known of what fits
-    why           it does not fit, cannot be, or was not tried
+    exposed_ms    part of the step time in which a rank waits for others
+    samples_per_s all ranks' samples. This and times are known only for what fits
+    why           why it does not fit, is impossible, or was not tried
     known         `TRACED`, or `EXTRAPOLATED` from traces of fewer blocks; None: neither, as `why` says
     """
 
@@ -86,7 +86,7 @@ class PlanRow:
 class LayoutPlan:
     """All layouts of a job that were looked at: what fits first, the most samples a second first.
 
-    name          of the job
+    name          name of the job
     device        name of the GPU model
     limit_mib     what a rank may take of it
     coverage      share of jobs that stay below the bound
@@ -164,7 +164,7 @@ _LINE = 14.0  # pixels that a label is high
 
 
 def print_plan(done: LayoutPlan, most: int) -> None:
-    """Print what fits, the quickest first, at most so many rows; the nearest of each mesh that does not; notes."""
+    """Print what fits, the quickest first, at most this many rows; the nearest of each mesh that does not; notes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -229,15 +229,12 @@ def write_plan_report(path: Path, done: LayoutPlan) -> None:
 def plan_page(done: LayoutPlan) -> Page:
     """Return the page's contents."""
     sections = [_picture(done)] if done.fitting else []
+    counts = sorted({row.parallel.ranks for row in done.rows})
     return Page(
-        title=f"{done.name} on {_gpus(done)} x {done.device}",
+        title=f"{done.name} on {', '.join(f'{count:,}' for count in counts)} x {done.device}",
         head=(_outcome(done), *_tiles(done), *_notes(done)),
         sections=(*sections, *_tables(done)),
     )
-
-
-def _gpus(done: LayoutPlan) -> str:
-    return ", ".join(f"{count:,}" for count in sorted({row.parallel.ranks for row in done.rows}))
 
 
 def _outcome(done: LayoutPlan) -> Outcome:

@@ -19,7 +19,7 @@ from featurize.configs.trial import TrialConfig
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
 from learn.estimation.answers import answered
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.requests import Request, platform_and_options, request_of
+from learn.estimation.requests import Request, checked_path, platform_and_options, request_of
 from learn.estimators.protocol import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
@@ -31,7 +31,7 @@ from learn.planning.meshes import (
     modes_of_job,
     traced_as,
 )
-from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order
+from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order, write_plan_report
 from learn.planning.search import SHALLOW, Findings, LayoutSearch, MicroBatches, Screening
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def plan(
             batch that is given.
 
     Raises:
-        UsageError: As in `estimate`; no layout can be.
+        UsageError: As in `estimate`; no layout is possible.
 
     Known limitations:
         A micro-batch smaller than one that fits is not tried: it is taken to be slower.
@@ -94,12 +94,10 @@ def plan(
     """
     began = time.monotonic_ns()
     if report is not None:
-        from learn.estimation.requests import checked_path
-
         page = checked_path(Path(report), like="plan.html")
     spec = platform_and_options(options)[0].device
     counts = checked_gpus(gpus)
-    job = _planned(model, inputs, global_batch, options)
+    job = _plan_job(model, inputs, global_batch, options)
     ways = _ways(checkpointing, job.settings)
     searches = _Searches(job, ways)
     layouts, notes = [], []
@@ -113,13 +111,13 @@ def plan(
     searches.confirm()
     ordered = in_order(searches.rows)
     if all(row.fits is None for row in ordered):
-        raise UsageError(f"no layout can be: {ordered[0].mesh}: {ordered[0].why}")
+        raise UsageError(f"no layout is possible: {ordered[0].mesh}: {ordered[0].why}")
     best = ordered[0]
-    limits = {one.limit_mib for one in searches.estimates.values() if one.limit_mib is not None}
+    limits = {estimate.limit_mib for estimate in searches.estimates.values() if estimate.limit_mib is not None}
     limit_mib = min(limits, default=spec.memory_mib)
     refused = [f"checkpointing={way} is left out: {why}" for way, why in searches.refused.items()]
     warnings = searches.estimates[best].warnings if best.fits else ()
-    done = LayoutPlan(
+    layout_plan = LayoutPlan(
         name=job.request.job.name,
         device=spec.name,
         limit_mib=limit_mib,
@@ -130,10 +128,8 @@ def plan(
         seconds=(time.monotonic_ns() - began) / 1e9,
     )
     if report is not None:
-        from learn.planning.plan_report import write_plan_report
-
-        write_plan_report(page, done)
-    return done
+        write_plan_report(page, layout_plan)
+    return layout_plan
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ class _PlannedJob:
         return replace(self.request, job=job)
 
 
-def _planned(model: object, inputs: Inputs | None, global_batch: object, options: Mapping[str, Any]) -> _PlannedJob:
+def _plan_job(model: object, inputs: Inputs | None, global_batch: object, options: Mapping[str, Any]) -> _PlannedJob:
     """Return the job, checked. Raises `UsageError`."""
     if isinstance(model, TrialConfig | Mapping) or not callable(model):
         raise UsageError(
@@ -174,7 +170,9 @@ def _planned(model: object, inputs: Inputs | None, global_batch: object, options
         )
     if inputs is None:
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
-    job = _PlannedJob(request_of(model, inputs, **options), _checked_global_batch(global_batch))
+    if global_batch is not None and (type(global_batch) is not int or global_batch < 1):
+        raise UsageError(f"global_batch must be a whole number >= 1, got {shown(global_batch)}")
+    job = _PlannedJob(request_of(model, inputs, **options), global_batch)
     if job.global_batch is not None and job.settings.accumulation != 1:
         raise UsageError("global_batch decides how many micro-steps a step has: leave accumulation out")
     job.request.job.with_samples(2 * job.request.job.batch_size)  # refuses what cannot be scaled
@@ -192,7 +190,7 @@ class _Kept:
 class _Searches:
     """Goes over the layouts.
 
-    rows        of all layouts so far; `estimates` of those that were traced
+    rows        all layouts so far; `estimates`: those of the traced ones
     refused     checkpointing that the model does not take -> why
     """
 
@@ -254,10 +252,10 @@ class _Searches:
                 known = EXTRAPOLATED if (row.micro_batch, row.checkpointing) in extrapolated else TRACED
             self._keep(replace(row, known=known), search.estimates.get(row))
 
-    def _keep(self, row: PlanRow, done: Estimate | None) -> None:
+    def _keep(self, row: PlanRow, estimate: Estimate | None) -> None:
         self.rows.append(row)
-        if done is not None:
-            self.estimates[row] = done
+        if estimate is not None:
+            self.estimates[row] = estimate
 
     def confirm(self) -> None:
         """Trace the best rows whole, until the best of them is quicker than what any other was extrapolated to, and a
@@ -306,10 +304,10 @@ def _refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
 
 def _ways(given: str | Sequence[str] | None, settings: Training) -> tuple[str | None, ...]:
     """Return the checkpointing that is tried, as `Training` has it, the one that recomputes least first."""
-    own = settings.checkpointing
+    asked_for = settings.checkpointing
     if given is None:
-        given = _TRIED if own is None else own
-    elif own is not None:
+        given = _TRIED if asked_for is None else asked_for
+    elif asked_for is not None:
         raise UsageError("checkpointing is given twice: in settings, and by itself")
     names = (given,) if isinstance(given, str) else tuple(given)
     for name in names:
@@ -318,9 +316,3 @@ def _ways(given: str | Sequence[str] | None, settings: Training) -> tuple[str | 
     if not names:
         raise UsageError(f"checkpointing names nothing to try; known: {', '.join(WAYS)}")
     return tuple(None if way == NONE else way for way in WAYS if way in names)
-
-
-def _checked_global_batch(given: object) -> int | None:
-    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
-        return given
-    raise UsageError(f"global_batch must be a whole number >= 1, got {shown(given)}")

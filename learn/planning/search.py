@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import first_line
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import training_of
+from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
+from learn.estimation.answers import traces_of
 from learn.estimation.job_estimate import Estimate
 from learn.planning.meshes import mesh_text, ranks_within, shards_of, within_text
 from learn.planning.plan_report import PlanRow
@@ -33,7 +36,7 @@ SHALLOW = 4  # blocks of the shallow copy: the first and the last, and two betwe
 class Screening:
     """Shallow copies of one model, and what their traces show of the model itself.
 
-    blocks   of the model that are all alike; 0: it is traced whole
+    blocks   number of the model's identical blocks; 0: it is traced whole
 
     Args:
         factory: Makes the model.
@@ -41,29 +44,24 @@ class Screening:
 
     def __init__(self, factory: Callable[[], nn.Module]) -> None:
         self._factory = factory
-        self._model: nn.Module | None = None
         self._short: dict[int, nn.Module] = {}
         self._whole: set[Hashable] = set()  # kinds of layouts that cannot be extrapolated
-        self._blocks: int | None = None
 
-    @property
+    @cached_property
     def model(self) -> nn.Module | None:
         """The model on the meta device. None where it cannot be built, or a copy would not be like it."""
-        if self._blocks is None:
-            self._blocks = self._counted()
-        return self._model
+        try:
+            return built_to_shorten(self._factory)
+        except Exception:  # a model may raise anything, and its trace says so
+            return None
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """The number of blocks. The model is built when this is first asked."""
-        if self._blocks is None:
-            self._blocks = self._counted()
-        return self._blocks
+        return 0 if self.model is None else alike_blocks(self.model)
 
     def traces(self, request: Request) -> Traces:
         """Return the traces of a job, as `learn.estimation.answers` takes them; none where it is to be traced whole."""
-        from featurize.recording.deeper import CannotDeepen, deeper
-
         parallel, training = request.job.parallel, training_of(request.job.settings)
         # Buckets of gradients hold parts of several blocks, stages of a pipeline have blocks of their own, and FSDP1's
         # host waits for those before.
@@ -81,22 +79,10 @@ class Screening:
             self._whole.add(kind)
             return {}
 
-    def _counted(self) -> int:
-        from featurize.recording.deeper import alike_blocks, built_to_shorten
-
-        try:
-            self._model = built_to_shorten(self._factory)
-        except Exception:  # a model may raise anything, and its trace says so
-            return 0
-        return 0 if self._model is None else alike_blocks(self._model)
-
     def _traced(self, request: Request, count: int) -> Traces:
-        from featurize.recording.deeper import with_blocks
-        from learn.estimation.answers import traces_of
-
-        assert self._model is not None, "it has blocks"
+        assert self.model is not None, "it has blocks"
         if count not in self._short:
-            self._short[count] = with_blocks(self._model, count)
+            self._short[count] = with_blocks(self.model, count)
         short = self._short[count]
         return traces_of(replace(request, job=replace(request.job, build=lambda: short)))
 
@@ -125,7 +111,7 @@ class MicroBatches:
 
     given        samples of the inputs
     per_replica  samples of a step of one replica: powers of two that divide them are the sizes. None: any
-    micro_steps  of a step, where `per_replica` is None
+    micro_steps  micro-steps of a step, where `per_replica` is None
     pipelined    ranks of `pp`, whose micro-steps are the micro-batches of one run of the schedule
     """
 
@@ -135,7 +121,7 @@ class MicroBatches:
     pipelined: int = 1
 
     def at_most(self, size: int) -> int:
-        """Return the largest size that is at most this one; 0 stands for the given batch."""
+        """Return the largest allowed size of at most `size`; 0 means the given batch."""
         most = size or self.given
         if self.per_replica is None:
             return most
@@ -228,12 +214,14 @@ class Findings:
 
     def _fewer(self, ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the degrees that fit and differ in one mode, which has the next smaller degree."""
-        fitting = [one for of_ranks, one in self._of_degrees if of_ranks == ranks]
+        fitting = [degrees_fitting for of_ranks, degrees_fitting in self._of_degrees if of_ranks == ranks]
         chosen = []
         for place in range(len(degrees)):
             rest = degrees[:place], degrees[place + 1 :]
             smaller = [
-                one for one in fitting if (one[:place], one[place + 1 :]) == rest and one[place] < degrees[place]
+                candidate
+                for candidate in fitting
+                if (candidate[:place], candidate[place + 1 :]) == rest and candidate[place] < degrees[place]
             ]
             chosen += [max(smaller)] if smaller else []
         return chosen
@@ -314,9 +302,9 @@ class LayoutSearch:
 
     def _outgrown_by_half(self, row: PlanRow) -> str | None:
         """Return why a batch of twice the size cannot fit: at the same moment, it has twice the activations."""
-        done = self.estimates[row]
-        parts, limit_mib = done.breakdown, _limit_mib(done)
-        least_mib = done.peak_memory_mib - parts.get("fragmentation", 0.0) + parts.get("activations", 0.0)
+        estimate = self.estimates[row]
+        parts, limit_mib = estimate.breakdown, _limit_mib(estimate)
+        least_mib = estimate.peak_memory_mib - parts.get("fragmentation", 0.0) + parts.get("activations", 0.0)
         if least_mib <= limit_mib:
             return None
         return f"takes {least_mib:,.0f} MiB or more: twice the activations of {row.micro_batch:,} samples"
@@ -324,16 +312,16 @@ class LayoutSearch:
     def _smaller(self, row: PlanRow, size: int) -> int | None:
         """Return the next smaller size that may fit: at the same moment, it has its share of the activations beside
         what does not depend on the batch. None where there is none."""
-        done = self.estimates.get(row)
+        estimate = self.estimates.get(row)
         smaller = self._batches.smaller(size)
-        if done is None:
+        if estimate is None:
             return smaller
-        held_mib = sum(done.breakdown.get(part, 0.0) for part in _OF_ANY_BATCH)
-        room_mib = _limit_mib(done) - held_mib
+        held_mib = sum(estimate.breakdown.get(part, 0.0) for part in _OF_ANY_BATCH)
+        room_mib = _limit_mib(estimate) - held_mib
         if room_mib < 0:
             self._findings.hopeless(self._layout, held_mib)
             return None
-        while smaller is not None and smaller / size * done.breakdown.get("activations", 0.0) > room_mib:
+        while smaller is not None and smaller / size * estimate.breakdown.get("activations", 0.0) > room_mib:
             smaller = self._batches.smaller(smaller)
         return smaller
 
@@ -351,25 +339,25 @@ class LayoutSearch:
         if reason := reason or self._findings.outgrown_by(self._layout, size, count, way):
             return PlanRow(**about, fits=False, why=reason)
         try:
-            done = self._estimated(size, min(count, alike), way)
-            memory: dict[str, Any] = {"peak_memory_mib": done.peak_memory_mib, "upper_mib": done.upper_mib}
-            if not done.fits_device:
-                row = PlanRow(**about, **memory, fits=False, why=f"takes {done.needed_mib:,.0f} MiB")
-                self.estimates[row] = done
+            estimate = self._estimated(size, min(count, alike), way)
+            memory: dict[str, Any] = {"peak_memory_mib": estimate.peak_memory_mib, "upper_mib": estimate.upper_mib}
+            if not estimate.fits_device:
+                row = PlanRow(**about, **memory, fits=False, why=f"takes {estimate.needed_mib:,.0f} MiB")
+                self.estimates[row] = estimate
                 return row
-            first = self._estimated(size, 1, way) if count > alike else done
+            first = self._estimated(size, 1, way) if count > alike else estimate
         except UsageError as error:
             return PlanRow(**about, fits=None, why=first_line(error))
-        row = PlanRow(**about, **memory, **self._times(done, first, size, count, alike), fits=True)
-        self.estimates[row] = done
+        row = PlanRow(**about, **memory, **self._times(estimate, first, size, count, alike), fits=True)
+        self.estimates[row] = estimate
         return row
 
-    def _times(self, done: Estimate, first: Estimate, size: int, count: int, alike: int) -> dict[str, Any]:
-        """Return the times of a step with so many micro-steps: those beyond `alike` are as long as the last one."""
+    def _times(self, estimate: Estimate, first: Estimate, size: int, count: int, alike: int) -> dict[str, Any]:
+        """Return the times of a step with this many micro-steps: those beyond `alike` are as long as the last one."""
         more = max(count - alike, 0)
 
         def taken(name: str) -> float | None:
-            last, alone = getattr(done, name), getattr(first, name)
+            last, alone = getattr(estimate, name), getattr(first, name)
             return None if last is None or alone is None else last + more * (last - alone)
 
         step_ms, exposed_ms = taken("step_time_ms"), taken("exposed_ms")
@@ -382,9 +370,9 @@ def _shards_at_most(layout: Parallel, other: Parallel) -> bool:
     Stages of ZeRO share among replicas."""
     if (layout.zero, layout.ep) != (other.zero, other.ep) or (layout.zero and layout.ddp > other.ddp):
         return False
-    return all(one <= more for one, more in zip(shards_of(layout), shards_of(other), strict=True))
+    return all(fewer <= more for fewer, more in zip(shards_of(layout), shards_of(other), strict=True))
 
 
-def _limit_mib(done: Estimate) -> float:
-    limits = [mib for mib in (done.limit_mib, done.device_memory_mib) if mib is not None]
+def _limit_mib(estimate: Estimate) -> float:
+    limits = [mib for mib in (estimate.limit_mib, estimate.device_memory_mib) if mib is not None]
     return min(limits, default=math.inf)

@@ -1,19 +1,17 @@
-"""Rows to learn from: configs with one label each, read from the warehouse's `runs` view.
+"""Rows to learn from: configs with one label each, read from the warehouse's `runs` view; the targets of estimates with
+their columns and units, and the bins that published results use.
 
-Start reading at `load_rows`. What can't be used is counted with its reason, never dropped in silence. `with_suspects`
-marks memory labels that neither the job's tensors nor assumed workspaces explain, told from the rows beside them:
-published figures are often the whole card's, polled once a second, so that another job on the card, or a run that never
-trained, is in them. Such a row is kept and judged, but not fitted on.
+Start reading at `load_rows`, then at `TARGETS` and `Bins`. What can't be used is counted with its reason, never dropped
+in silence; a row whose label is in doubt is kept and judged, but not fitted on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -22,16 +20,154 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError
-from conf.units import MIB_PER_GIB
+from conf.errors import CommandError, UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
-from featurize.device.device_spec import DEFAULT_DEVICE, plain_device, same_device
+from featurize.device.device_spec import known_device, load_device, plain_device, same_device
 from learn.job.training_job import Case
-from learn.rows.step_store import StepStore
-from learn.rows.targets import Target, get_target
 
 if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
+
+
+MIB_PER_GB = 1024.0  # bins are counted in units of 1024 MiB, as nvidia-smi's figures are read
+BIN_WIDTHS_GB = (1, 2, 8)
+SLOWDOWN = "slowdown"  # target of jobs that share a GPU: not a column of `runs`, see `learn.sharing`
+
+# Edges between low, medium and high, by family: GPUMemNet's utilization sets (arXiv 2602.17817).
+UTILIZATION_EDGES: dict[str, dict[str, tuple[float, float]]] = {
+    "smact": {"mlp": (0.2, 0.7), "cnn": (0.3, 0.9), "transformer": (0.3, 0.8)},
+    "smocc": {"mlp": (0.1, 0.3), "cnn": (0.1, 0.3), "transformer": (0.3, 0.4)},
+    "drama": {"mlp": (0.2, 0.7), "cnn": (0.3, 0.9), "transformer": (0.3, 0.8)},
+}
+_UNPUBLISHED = "transformer"  # a family without published edges is read with this one's
+LEVELS = ("low", "medium", "high")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One label column. `space` says where errors are taken: `log` of positive values, `ratio` in [0, 1]."""
+
+    name: str
+    column: str
+    unit: str
+    space: str
+
+    @property
+    def is_memory(self) -> bool:
+        return self.column == "peak_memory_mib"
+
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Target("memory", "peak_memory_mib", "MiB", "log"),
+        Target("smact", "smact", "ratio", "ratio"),
+        Target("smocc", "smocc", "ratio", "ratio"),
+        Target("drama", "drama", "ratio", "ratio"),
+        Target("gpu_util", "gpu_util", "ratio", "ratio"),
+        Target("step_time", "step_time_ms", "ms", "log"),
+        Target("power", "power_w", "W", "log"),
+    )
+}
+
+
+def get_target(name: str) -> Target:
+    """Return the target of that name. An unknown one raises `UsageError` listing the known."""
+    if name not in TARGETS:
+        raise unknown_name("target", name, TARGETS)
+    return TARGETS[name]
+
+
+def check_target(name: str) -> None:
+    """Raise `UsageError` for what is neither a column's target nor `slowdown`, listing the known."""
+    if name not in TARGETS and name != SLOWDOWN:
+        raise unknown_name("target", name, (*TARGETS, SLOWDOWN))
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Classes over a label. `edges` are the inner edges, in the label's unit; the first class is open below and the
+    last above, and class i holds `edges[i-1] <= value < edges[i]`. `by_family` overrides them for some families.
+    """
+
+    labels: tuple[str, ...]
+    edges: tuple[float, ...]
+    by_family: dict[str, tuple[float, ...]]
+    rule: str  # in words, for reports
+
+    def edges_of(self, families: Sequence[str] | np.ndarray) -> np.ndarray:
+        """Inner edges by row, (n, classes - 1)."""
+        rows = [self.by_family.get(family, self.edges) for family in families]
+        return np.asarray(rows, dtype=float).reshape(len(rows), len(self.labels) - 1)
+
+    def classify(self, values: np.ndarray | Sequence[float], families: Sequence[str] | np.ndarray) -> np.ndarray:
+        """Return the class index of each value, (n,) int."""
+        return np.asarray((np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1))
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {
+            "labels": list(self.labels),
+            "edges": list(self.edges),
+            "by_family": {family: list(edges) for family, edges in self.by_family.items()},
+            "rule": self.rule,
+        }
+
+
+def default_bin_gb(families: Sequence[str] | np.ndarray) -> int:
+    """Return the published width: 1 GB where every row is an MLP, else 8 GB."""
+    return 1 if set(families) == {"mlp"} else 8
+
+
+_MOST_BINS = 4096  # bins of 1 GB: more than any GPU has
+
+
+def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) -> Bins:
+    """Bins of `bin_gb` * 1024 MiB. The last is open: the bin that ends at `ceiling_mib`, the device's memory, where
+    out-of-memory rows are to be classed (they say "at least this much"), else the largest label's bin."""
+    if bin_gb not in BIN_WIDTHS_GB:
+        raise UsageError(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {bin_gb!r}")
+    width = bin_gb * MIB_PER_GB
+    top = int(np.max(labels_mib, initial=0.0) // width)
+    if ceiling_mib is not None:
+        top = max(0, math.ceil(ceiling_mib / width) - 1)
+    if top > _MOST_BINS:
+        raise UsageError(
+            f"a label of {np.max(labels_mib):,.6g} MiB is more than any GPU has: mend or leave out that run"
+        )
+    edges = tuple(width * (i + 1) for i in range(top))
+    names = (*(f"{bin_gb * i}-{bin_gb * (i + 1)} GB" for i in range(top)), f"{bin_gb * top}+ GB")
+    return Bins(names, edges, {}, f"{bin_gb} GB (1 GB = 1024 MiB) wide, the last one open")
+
+
+def utilization_bins(target: Target) -> Bins:
+    """low / medium / high with the published edges of each row's own family."""
+    published = UTILIZATION_EDGES[target.name]
+    words = "; ".join(f"{family} [{low:g}, {high:g})" for family, (low, high) in published.items())
+    rule = f"medium is {words}; any other family as {_UNPUBLISHED}"
+    return Bins(LEVELS, published[_UNPUBLISHED], dict(published), rule)
+
+
+def tercile_bins(labels: np.ndarray, target: Target) -> Bins:
+    """low / medium / high thirds of these very labels: for targets that nobody published edges for."""
+    low, high = np.quantile(labels, [1 / 3, 2 / 3])
+    rule = f"thirds of this data: medium is [{low:.4g}, {high:.4g}) {target.unit}"
+    return Bins(LEVELS, (float(low), float(high)), {}, rule)
+
+
+def make_bins(
+    target: Target,
+    labels: np.ndarray,
+    families: Sequence[str] | np.ndarray,
+    *,
+    bin_gb: int | None = None,
+    ceiling_mib: float | None = None,
+) -> Bins:
+    """Return the bins a target is judged by. `bin_gb` is for memory only; None takes `default_bin_gb`."""
+    if target.is_memory:
+        return memory_bins(labels, default_bin_gb(families) if bin_gb is None else bin_gb, ceiling_mib)
+    if bin_gb is not None:
+        raise UsageError(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
+    return utilization_bins(target) if target.name in UTILIZATION_EDGES else tercile_bins(labels, target)
 
 
 MIN_ROWS = 30
@@ -39,12 +175,12 @@ MIN_GROUPS = 10
 _COLUMNS = (
     "run_id, family, config, status, oom_kind, source, device_name, device_memory_mib, memory_fraction, quality, "
     "torch_version, error_type, error, group_id"
-)  # of `runs`
+)  # columns of `runs`
 _NAMED = 3  # rows that a sentence names
 _REASONS = 3  # reasons that a sentence names
 _LONGEST_NAME = 200
 _MOST_MIB = 2**40
-# Texts of a row that are printed, or that rows are told apart by.
+# Texts of a row that are printed, or that distinguish rows.
 _NAMES = ("run_id", "family", "source", "device_name", "status")
 
 
@@ -88,10 +224,10 @@ class LabelledRow:
                of the top bin, or of no less than its label's where it had a share of the device only; regressors
                without a use for "at least" leave it out (`Rows.exact`).
     device_memory_mib
-               of the device, or the share of it that the trial was allowed (`runs.memory_fraction`); card_mib: of the
+               memory of the device, or the share that the trial was allowed (`runs.memory_fraction`); card_mib: of the
                whole device. NaN where nobody knows.
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
-    module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
+    module     what reports tell rows apart by, and what is left out as a whole: family and topology, or a library's
                own name for a kind of model.
     doubt      why the label may be wrong, as the rows beside it have it; empty for none. Such rows are not fitted on.
     """
@@ -125,8 +261,8 @@ def _column(name: str, kind: type) -> cached_property[np.ndarray]:
 class Rows:
     """Labelled training jobs, sorted by run_id. Each field of `LabelledRow` is also a column: an array of length n.
 
-    counts     rows of the selection by status; beside them `unreadable` (config that is none, or of unknown family or
-               fields), `absurd` (a label that is no figure), `unknown code` (see `remarks`; these are not left out),
+    counts     rows of the selection by status; beside them `unreadable` (invalid config, or of unknown family or
+               fields), `absurd` (a label that is not a figure), `unknown code` (see `remarks`; these are not left out),
                `untrusted` (`runs.quality`: the farm's own telemetry says that the labels are wrong) and `stale` (the
                view `stale`: the label moved in the environment that the device is in now), all left out.
     remarks    what is odd about single rows, a sentence each, which names some: configs that cannot be read, configs
@@ -190,52 +326,15 @@ class Rows:
         return float(self.card_mib[self.censored].min()) if self.censored.any() else None
 
     def fingerprint(self) -> str:
-        """16 hex digits over run ids and labels: same data, same fingerprint."""
+        """Return 16 hex digits over run ids and labels: same data, same fingerprint."""
         digest = hashlib.sha256(f"{self.target.column}\n".encode())
         for i in np.argsort(self.run_ids):
             digest.update(f"{self.run_ids[i]} {float(self.label[i])!r} {int(self.censored[i])}\n".encode())
         return digest.hexdigest()[:16]
 
     def count(self, column: str) -> dict[str, int]:
-        """Rows by `family`, `source` or `device`."""
+        """Return rows by `family`, `source` or `device`."""
         return dict(sorted(Counter(map(str, getattr(self, column))).items()))
-
-
-def make_rows(
-    target: str | Target,
-    configs: Sequence[TrialConfig],
-    label: Sequence[float],
-    *,
-    run_ids: Sequence[str] | None = None,
-    censored: Sequence[bool] | None = None,
-    source: str = "simulated",
-    device: str = DEFAULT_DEVICE,
-    device_memory_mib: float = 40_960.0,
-    training_loop: bool = False,
-) -> Rows:
-    """Rows from configs and labels that are at hand, without a warehouse; all of one source and device."""
-    from featurize.configs.features import group_key
-
-    n = len(configs)
-    names = [f"row-{i:06d}" for i in range(n)] if run_ids is None else run_ids
-    bounds = [False] * n if censored is None else censored
-    records = [
-        LabelledRow(
-            run_id=name,
-            case=Case(config, device, training_loop),
-            label=float(value),
-            censored=bool(bound),
-            family=config.family,
-            source=source,
-            device=device,
-            device_memory_mib=device_memory_mib,
-            card_mib=device_memory_mib,
-            group=group_key(config),
-            module=module_of(config),
-        )
-        for name, config, value, bound in zip(names, configs, label, bounds, strict=True)
-    ]
-    return Rows(get_target(target) if isinstance(target, str) else target, tuple(records), {"ok": n})
 
 
 def load_rows(
@@ -248,10 +347,10 @@ def load_rows(
     snapshot: str | None = None,
     trust: Sequence[str] = (),
 ) -> Rows:
-    """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
+    """Return the usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
     With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change. Rows are data:
-    code that a config names is not imported (`featurize.configs.trial`), but for modules in `trust`; such a row is
+    code that a config names is not imported (`featurize.configs.trial`), except modules in `trust`; such a row is
     kept, and its features are those that are stored.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
@@ -303,7 +402,7 @@ def _read(
     from warehouse.files.stale import stale_now
 
     with contextlib.closing(warehouse.connect(data, snapshot=snapshot)) as connection:
-        # target.column comes from learn.rows.targets, not from the user
+        # target.column comes from learn.rows.data, not from the user
         answer = connection.execute(f"SELECT {_COLUMNS}, {target.column} AS label FROM runs ORDER BY run_id")
         names = [column[0] for column in answer.description]
         runs = [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
@@ -330,8 +429,8 @@ def _is_usable(row: Mapping[str, Any], target: Target) -> bool:
     if _is_censored(row, target):
         return bool(row["device_memory_mib"])
     label = row["label"]
-    # A memory or time of 0 is a sensor that gave nothing, and so is a mean activity of exactly 0 beside a model that
-    # trained, in other people's files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
+    # A memory or time of 0 is a sensor that read nothing, and so is a mean activity of exactly 0 beside a model that
+    # trained, in published files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
     zero_is_a_figure = target.space == "ratio" and row["source"] != "imported"
     return row["status"] == "ok" and label is not None and (label > 0 or zero_is_a_figure)
 
@@ -341,7 +440,7 @@ def _choose(rows: list[dict[str, Any]], key: str, wanted: str) -> list[dict[str,
     if key == "device_name" and not chosen:
         chosen = [row for row in rows if same_device(row["device_name"], wanted)]
     if rows and not chosen:
-        raise UsageError(f"no usable rows with {key}={wanted}; there are {_listed(Counter(row[key] for row in rows))}")
+        raise UsageError(f"no usable rows with {key}={wanted}; there are {_list(Counter(row[key] for row in rows))}")
     return chosen
 
 
@@ -355,32 +454,28 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
     if len(kinds) > 1:
         first = counts.most_common(1)[0][0]
         raise UsageError(
-            f"the rows come from several {key.replace('_', ' ')}s ({_listed(counts)}), which are not mixed; "
-            f"choose one, as in {key}={_quoted(first)}"
+            f"the rows come from several {key.replace('_', ' ')}s ({_list(counts)}), which are not mixed; "
+            f"choose one, as in {key}={_quote(first)}"
         )
     return rows
 
 
 def _is_described(name: str) -> bool:
-    from featurize.device.device_spec import known_device
-
     return name == plain_device(name) and known_device(name) is not None
 
 
 @cache
 def _described_memory(name: str) -> float | None:
     """Return the MiB of the device in `conf/device`, where it is there."""
-    from featurize.device.device_spec import known_device, load_device
-
     known = known_device(name)
     return None if known is None else load_device(known).memory_mib
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     return value if all(c.isalnum() or c in "-_." for c in value) else f"\"'{value}'\""
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def _list(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
 
 
@@ -396,8 +491,7 @@ def _too_few(
     unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in runs)
     parts = [
         f"target={target.name} needs at least {MIN_ROWS} usable rows, and there are {usable}",
-        f"runs{f' with family={family}' if family else ''}: "
-        f"{_listed(Counter(row['status'] for row in runs)) or 'none'}",
+        f"runs{f' with family={family}' if family else ''}: {_list(Counter(row['status'] for row in runs)) or 'none'}",
         *([f"ok without {target.column}: {unlabelled}"] if unlabelled else []),
         *(f"{unusable.in_short}: {n}" for unusable in _UNUSABLE if (n := counts[unusable.reason])),
         *(f"unreadable configs: {unreadable.total()} ({n} times: {reason})" for reason, n in unreadable.most_common(1)),
@@ -447,7 +541,7 @@ def _read_configs(
     return records, unreadable, refused
 
 
-def _is_absurd(row: Mapping, ratio: bool) -> bool:
+def _is_absurd(row: Mapping[str, Any], ratio: bool) -> bool:
     """Return whether the row's label or device memory is not a figure, or one of its names not a name. A ratio above 1
     by rounding, or a sensor's overshoot, is a figure."""
     for name in _NAMES:
@@ -468,7 +562,7 @@ def named(run_ids: Sequence[str]) -> str:
 
 
 def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
-    """Return how many rows, some of them, and the commonest reasons with their counts."""
+    """Return a sentence: the number of rows, some of their ids, and the commonest reasons with their counts."""
     counts = Counter(reason for _, reason in rows)
     shown = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in counts.most_common(_REASONS))
     more = "; ..." if len(counts) > _REASONS else ""
@@ -491,140 +585,3 @@ def _family(name: str) -> ModuleType:
     from featurize.families import get_family
 
     return get_family(name)
-
-
-_LEAST_MIB = MIB_PER_GIB  # rows of one network that differ by less are left alone
-_SHARE = 0.1  # and by less than this share of it
-_NEIGHBOURS = 2  # rows of the nearest traced memory that a row is compared with
-_SCENARIO = "job_scenario_"
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """One row beside its trace, MiB.
-
-    at           place in the rows
-    traced_mib   the trace's figure; tensors_mib: what it holds without any workspace, context included
-    workspaces_mib  how far assumptions about workspaces move the trace's figure
-    beyond_mib   label less trace
-    """
-
-    at: int
-    label_mib: float
-    traced_mib: float
-    tensors_mib: float
-    workspaces_mib: float
-
-    @property
-    def beyond_mib(self) -> float:
-        return self.label_mib - self.traced_mib
-
-    def above_larger_mib(self, others: Sequence[_Measured]) -> float:
-        """Return by how much it lies beyond its trace more than the others of larger batches do, workspaces and a GiB
-        aside. Such a label is too high: others' memory on the card is in it. Too low no label can be that covers the
-        job's tensors, so that a larger batch bounds what a smaller one takes."""
-        larger = [max(one.beyond_mib, 0.0) for one in others if one.traced_mib > self.traced_mib]
-        return max(self.beyond_mib - min(larger, default=math.inf) - self._slack_mib, 0.0)
-
-    def unexplained_mib(self, others: Sequence[_Measured]) -> float:
-        """Return by how much its label leaves the range that the others, workspaces and a GiB allow: what lies beyond
-        the trace is alike at the nearest batches, or in proportion to the traced memory."""
-        if not others:
-            return 0.0
-        nearest = sorted(others, key=lambda one: abs(math.log(one.traced_mib / self.traced_mib)))[:_NEIGHBOURS]
-        high = max(0.0, *(self._scaled(one) for one in nearest)) + self._slack_mib
-        low = min(min(one.beyond_mib, self._scaled(one)) for one in nearest) - self._slack_mib
-        return max(self.beyond_mib - high, low - self.beyond_mib, self.above_larger_mib(others))
-
-    @property
-    def _slack_mib(self) -> float:
-        return _LEAST_MIB + self.workspaces_mib
-
-    def _scaled(self, other: _Measured) -> float:
-        """Return how far the other lies beyond its trace, in proportion to the memory where this one's is larger."""
-        scaled = other.beyond_mib * max(1.0, self.traced_mib / other.traced_mib)
-        return max(scaled, other.beyond_mib) if other.beyond_mib > 0 else min(scaled, other.beyond_mib)
-
-
-def with_suspects(rows: Rows, steps: StepStore) -> Rows:
-    """Return the rows of memory with a doubt for each label that nothing explains; rows of other targets as they are.
-
-    Suspect is a label that lies more than 1 GiB, and a tenth, below the job's own tensors; one that differs by more
-    than 1 GiB, and by more than assumptions about workspaces (`featurize.memory.cudnn_workspaces`) move the trace,
-    from what the same network shows at other batches; and, in a network of which at least as many rows are in doubt as
-    are not, one that lies 1 GiB, a tenth and what workspaces can make up off its trace.
-
-    Args:
-        rows: Their steps are at hand in `steps`; those that are not are left as they are.
-        steps: Records of the rows' cases.
-    """
-    if not rows.target.is_memory:
-        return rows
-    networks: dict[str, list[_Measured]] = defaultdict(list)
-    doubted: Counter[str] = Counter()
-    doubts: dict[int, str] = {}
-    for at, row in enumerate(rows.records):
-        values = steps.features(row.case)
-        if values is None:
-            continue
-        network = _network(row.case, row.device)
-        if row.doubt:
-            doubted[network] += 1
-        elif not row.censored:
-            one = _measured(at, row.label, values)
-            if one.label_mib + max(_LEAST_MIB, _SHARE * one.label_mib) < one.tensors_mib:
-                doubts[at] = "less than the job's tensors alone"
-                doubted[network] += 1
-            elif not one.traced_mib > row.device_memory_mib:  # near the limit a job does with less
-                networks[network].append(one)
-    for network, left in networks.items():
-        while unexplained := _unexplained(left):
-            worst = _worst(unexplained, left)
-            doubts[worst.at] = "gigabytes off the same network at other batches"
-            left.remove(worst)
-            doubted[network] += 1
-        if 0 < len(left) <= doubted[network]:
-            for one in left:
-                if abs(one.beyond_mib) > _LEAST_MIB + one.workspaces_mib + _SHARE * one.traced_mib:
-                    doubts[one.at] = "gigabytes off its trace, in a network of which as many rows are in doubt"
-    if not doubts:
-        return rows
-    records = tuple(replace(row, doubt=doubts.get(at, row.doubt)) for at, row in enumerate(rows.records))
-    return replace(rows, records=records)
-
-
-def _unexplained(rows: Sequence[_Measured]) -> list[_Measured]:
-    """Return the rows that the others of their network do not explain."""
-    return [one for one in rows if one.unexplained_mib([other for other in rows if other is not one])]
-
-
-def _worst(unexplained: Sequence[_Measured], rows: Sequence[_Measured]) -> _Measured:
-    """Return a label that is too high beside a larger batch's, the furthest off its trace; else the one without which
-    the fewest are left unexplained."""
-
-    def others(one: _Measured) -> list[_Measured]:
-        return [other for other in rows if other is not one]
-
-    too_high = [one for one in unexplained if one.above_larger_mib(others(one))]
-    if too_high:
-        return max(too_high, key=lambda one: (one.beyond_mib / one.traced_mib, one.at))
-    return min(
-        unexplained,
-        key=lambda one: (len(_unexplained(others(one))), -abs(one.beyond_mib) / one.traced_mib, one.at),
-    )
-
-
-def _measured(at: int, label_mib: float, values: Mapping[str, float]) -> _Measured:
-    moved = [value for name, value in values.items() if name.startswith(_SCENARIO)]
-    traced_mib = values["job_memory_mib"]
-    tensors_mib = values["job_allocated_mib"] * (1 - values["job_share_workspace"]) + values["job_outside_mib"]
-    workspaces_mib = traced_mib * (2 ** max(moved, default=0.0) - 2 ** min(moved, default=0.0))
-    return _Measured(at, label_mib, traced_mib, tensors_mib, workspaces_mib)
-
-
-def _network(case: Case, device: str) -> str:
-    """Return what rows share that differ in nothing but the batch."""
-    if case.config is None:
-        return f"{device} {case.training_loop} {case.job.name}"
-    settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}
-    return f"{device} {case.training_loop} {json.dumps(settings, sort_keys=True, default=str)}"

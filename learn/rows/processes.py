@@ -1,7 +1,7 @@
 """A function over items, in processes of this machine: one that dies, hangs or runs out of memory costs its item alone.
 
-Start reading at `in_processes`. Items go one at a time to whoever is free, so that slow ones hold nobody up. As a
-program, this file is such a process. It is started by its path, so that a caller's own script is not run again.
+Start reading at `in_processes`. Items go one at a time to the next free process, so that slow ones hold nothing up. As
+a program, this file is such a process. It is started by its path, so that a caller's own script is not run again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NoResult:
 
 def in_processes(
     function: Callable[[Any], Any],
-    items: Sequence,
+    items: Sequence[Any],
     *,
     workers: int,
     imports: Sequence[str] = (),
@@ -45,7 +45,7 @@ def in_processes(
     """Yield (place of the item, what the function returns of it or `NoResult`) as items end. Raises what it raises.
 
     Args:
-        function: Of a module. Each process has one thread.
+        function: A module's function. Each process has one thread.
         items: What is sent to processes, by pickle.
         workers: Processes; 0: this one, without any limit.
         imports: Modules that each process imports before it takes items.
@@ -71,8 +71,8 @@ def in_processes(
     threads = ThreadPoolExecutor(max(len(crew), 1))
     try:
         places = {threads.submit(ask, item): place for place, item in enumerate(items)}
-        for done in as_completed(places):
-            yield places[done], done.result()
+        for future in as_completed(places):
+            yield places[future], future.result()
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in crew:
@@ -82,7 +82,7 @@ def in_processes(
 class _Worker:
     """A process that takes one item after another. It is replaced when it has died, hung or taken many."""
 
-    def __init__(self, work: tuple[Callable, tuple[str, ...], float | None], limit_s: float | None) -> None:
+    def __init__(self, work: tuple[Callable[..., Any], tuple[str, ...], float | None], limit_s: float | None) -> None:
         self._work, self._limit_s = work, limit_s
         self._start()
 
@@ -124,7 +124,7 @@ class _Worker:
 
 def _death(code: int) -> str:
     if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}, perhaps for want of memory"
+        return f"its process was ended by {signal.Signals(-code).name}, perhaps for lack of memory"
     return f"its process ended with code {code}"
 
 
@@ -146,12 +146,12 @@ def _serve(pipe: Connection) -> None:
             importlib.import_module(name)
         pipe.send("ready")
         while True:
-            pipe.send(_given(function, pipe.recv()))
+            pipe.send(_call(function, pipe.recv()))
     except (EOFError, OSError):  # the parent has left, perhaps with a result unread
         return
 
 
-def _given(function: Callable, item: Any) -> Any:
+def _call(function: Callable[..., Any], item: Any) -> Any:
     """Return what the function returns, or the exception that it raises, which the parent raises."""
     try:
         return function(item)

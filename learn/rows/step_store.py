@@ -1,8 +1,10 @@
 """Records of traced steps, the features of a job before it runs: computed once per case, in parallel, and kept in
 memory and in the data folder.
 
-Start reading at `StepStore`: whoever fits, predicts or judges makes one and passes it on. `compute` traces a case,
-and `StepRecord.to_bytes` is how a record is stored.
+Start reading at `StepStore`: callers that fit, predict or judge make one and pass it on. `compute` traces a case,
+and `StepRecord.to_bytes` is how a record is stored. `with_suspects` marks memory labels that neither the job's tensors
+nor assumed workspaces explain, told from the rows beside them: published figures are often the whole card's, polled
+once a second, so that another job on the card, or a run that never trained, is in them.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
@@ -24,17 +28,17 @@ import numpy as np
 from conf.errors import CommandError
 from conf.files.disk_cache import DiskCache, libraries
 from conf.plain_text import exception_line
+from conf.units import MIB_PER_GIB
 from featurize.configs.features import FEATURES_VERSION
 from featurize.configs.trial import refusal
 from featurize.job.code_names import NotTrusted
-from learn.job.training_job import Case
+from learn.job.training_job import Case, TrainingJob
+from learn.rows.data import Rows, Target
 
 if TYPE_CHECKING:
     from featurize.configs.step_features import OpGraph
     from featurize.device.device_spec import DeviceSpec
     from learn.job.traced import TracedStep
-    from learn.job.training_job import TrainingJob
-    from learn.rows.targets import Target
     from warehouse.files.folder import DataFolder
 
 
@@ -101,7 +105,7 @@ def traced_column(target: Target) -> str:
 
 
 def compute(case: Case) -> StepRecord:
-    """Trace, replay and price one case. A case that can't be traced gives a record that says why."""
+    """Trace, replay and price one case. A case that can't be traced has a record that says why."""
     from learn.job.traced import step_of
 
     began = time.monotonic_ns()
@@ -113,7 +117,7 @@ def compute(case: Case) -> StepRecord:
     except CommandError as reason:
         error = str(reason)
         passing = isinstance(reason, NotTrusted) or isinstance(reason.__cause__, ImportError | NotTrusted)
-    except MemoryError:  # of this machine, and no property of the case
+    except MemoryError:  # a fault of this machine, not a property of the case
         raise
     except Exception as reason:  # a config of a row may be as absurd as it likes, and a model may raise anything
         error = exception_line(reason)
@@ -148,11 +152,10 @@ def packed(graph: OpGraph) -> bytes:
     return buffer.getvalue()
 
 
-_START_S = 5.0  # of processes, which import torch
+_START_S = 5.0  # time that a process takes to start: it imports torch
 _WRITTEN_EVERY_S = 20.0
 FEW = 16  # cases that are not worth other processes
 _KEPT = 100_000
-_MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
 
 
 class StepStore:
@@ -166,9 +169,8 @@ class StepStore:
 
     def __init__(self, data: DataFolder | str | os.PathLike[str] | None = None) -> None:
         self._data = data
-        self._records: dict[str, StepRecord] = {}
-        # Of modules, by identity and device, oldest first, each with its module, which keeps the identity its own.
-        self._of_modules: dict[tuple[int, DeviceSpec | None], tuple[TrainingJob | None, StepRecord]] = {}
+        # Each record stands with its case's module, if it has one: while that is kept, the identity is its own.
+        self._records: dict[Hashable, tuple[StepRecord, TrainingJob | None]] = {}
 
     def record(self, case: Case) -> StepRecord:
         """Return the case's record, which is computed where `prepare`, `recall` or an earlier call left none."""
@@ -194,7 +196,7 @@ class StepStore:
         wanted = {case.key for case in cases if case.key is not None and self._at_hand(case) is None}
         for key, content in self._file.read(wanted).items() if wanted else ():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                self._records[key] = StepRecord.from_bytes(content)
+                self._records[key] = StepRecord.from_bytes(content), None
 
     def prepare(
         self,
@@ -205,14 +207,14 @@ class StepStore:
     ) -> int:
         """Have every case's record at hand, and in the data folder; return how many had to be computed.
 
-        What is finished is written every 20 s and however the call ends, so that an interrupted one goes on where it
+        What is finished is written every 20 s and however the call ends, so that an interrupted one continues where it
         was. What is damaged is computed again.
 
         Args:
-            cases: of trial configs; those of modules are left out
+            cases: cases of trial configs; those of modules are left out
             workers: processes; 0: this one; None: this one, until as many as there are CPUs would be done sooner. What
                 ends one of them is the record of its case, and not kept
-            progress: `progress(done, of)` hears of every computed case
+            progress: `progress(done, of)` is called for every computed case
         """
         self.recall(cases)
         missing = {case.key: case for case in cases if case.key is not None and self._at_hand(case) is None}
@@ -222,9 +224,9 @@ class StepStore:
         waiting: list[tuple[str, StepRecord]] = []
         written_s = time.monotonic()
         try:
-            computed = _computed(list(missing.items()), workers)
+            computed = _compute(list(missing.items()), workers)
             for done, (key, record) in enumerate(computed, start=1):
-                self._records[key] = record
+                self._records[key] = record, None
                 waiting.append((key, record))
                 progress(done, len(missing))
                 if time.monotonic() - written_s > _WRITTEN_EVERY_S:
@@ -236,32 +238,27 @@ class StepStore:
 
     def keep(self, case: Case, record: StepRecord) -> None:
         """Have this record at hand, in place of what was known of the case."""
-        if case.key is None:
-            self._of_modules.pop(_identity(case), None)
-            self._of_modules[_identity(case)] = case.module, record
-            if len(self._of_modules) > _MODULES_KEPT:
-                del self._of_modules[next(iter(self._of_modules))]
-        else:
-            if len(self._records) >= _KEPT:
-                self._records.clear()
-            self._records[case.key] = record
+        if len(self._records) >= _KEPT:
+            self._records.clear()
+        self._records[_key(case)] = record, case.module
 
     @contextlib.contextmanager
-    def lent(self, case: Case, traced: TracedStep | None) -> Iterator[None]:
-        """Inside, the case's record comes from a trace that is at hand, replayed with the default allocator (None:
-        there is none). Its graph is packed when somebody reads it. Afterwards the trace is let go, and so is a module.
+    def override(self, case: Case, traced: TracedStep | None) -> Iterator[None]:
+        """Use this trace, replayed with the default allocator, for the case's record inside the block.
+
+        On exit the trace is dropped, and for a module its record. `traced` is None where no trace is at hand. The
+        record's graph is packed when it is first read.
         """
-        lent = None
+        overriding = None
         if traced is not None and case.spec is not None and (case.key is None or case.key not in self._records):
-            lent = record_of(traced, case.job, case.spec)
-            self.keep(case, lent)
+            overriding = record_of(traced, case.job, case.spec)
+            self.keep(case, overriding)
         try:
             yield
         finally:
             if case.key is None:
-                kept = self._of_modules.items()
-                self._of_modules = {key: known for key, known in kept if known[0] is not case.module}
-            elif lent is not None and self._records.get(case.key) is lent:
+                self._records = {key: kept for key, kept in self._records.items() if kept[1] is not case.module}
+            elif overriding is not None and self._records.get(case.key) == (overriding, None):
                 del self._records[case.key]
 
     @cached_property
@@ -276,21 +273,19 @@ class StepStore:
             self._file.write(lasting)
 
     def _at_hand(self, case: Case) -> StepRecord | None:
-        """A record that is still true: code that could not be run when it was computed may be allowed by now."""
-        if case.key is None:
-            return self._of_modules.get(_identity(case), (None, None))[1]
-        record = self._records.get(case.key)
+        """Return a record that is still true: code that was refused when it was computed may be allowed by now."""
+        record, _ = self._records.get(_key(case), (None, None))
         if record is not None and record.passing and case.config is not None and refusal(case.config) is None:
             return None
         return record
 
 
-def _identity(case: Case) -> tuple[int, DeviceSpec | None]:
-    return id(case.module), case.spec
+def _key(case: Case) -> Hashable:
+    return (id(case.module), case.spec) if case.key is None else case.key
 
 
-def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
-    """(key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
+def _compute(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
+    """Yield (key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
     processes = len(os.sched_getaffinity(0)) if workers is None else workers
     elsewhere = processes if workers is None else 1  # cores of other processes: with one they are never done sooner
     here, began_s = 0, 0.0
@@ -311,3 +306,147 @@ def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tu
         if isinstance(record, NoResult):
             record = StepRecord(error=record.reason, seconds=record.seconds, passing=True)
         yield left[place][0], record
+
+
+_LEAST_MIB = MIB_PER_GIB  # rows of one network that differ by less are left alone
+_SHARE_OF_LABEL = 0.1  # and by less than this share of it
+_NEIGHBOURS = 2  # rows of the nearest traced memory that a row is compared with
+_SCENARIO = "job_scenario_"
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One row beside its trace, MiB.
+
+    at           place in the rows
+    traced_mib   the trace's figure; tensors_mib: what it holds without any workspace, context included
+    workspaces_mib  how far assumptions about workspaces move the trace's figure
+    beyond_mib   label less trace
+    """
+
+    at: int
+    label_mib: float
+    traced_mib: float
+    tensors_mib: float
+    workspaces_mib: float
+
+    @property
+    def beyond_mib(self) -> float:
+        return self.label_mib - self.traced_mib
+
+    def above_larger_mib(self, others: Sequence[_Measured]) -> float:
+        """Return by how much it lies beyond its trace more than the others of larger batches do, workspaces and a GiB
+        aside. Such a label is too high: others' memory on the card is in it. Too low no label can be that covers the
+        job's tensors, so that a larger batch bounds what a smaller one takes."""
+        larger = [max(other.beyond_mib, 0.0) for other in others if other.traced_mib > self.traced_mib]
+        return max(self.beyond_mib - min(larger, default=math.inf) - self._slack_mib, 0.0)
+
+    def unexplained_mib(self, others: Sequence[_Measured]) -> float:
+        """Return by how much its label leaves the range that the others, workspaces and a GiB allow: what lies beyond
+        the trace is alike at the nearest batches, or in proportion to the traced memory."""
+        if not others:
+            return 0.0
+        nearest = sorted(others, key=lambda other: abs(math.log(other.traced_mib / self.traced_mib)))[:_NEIGHBOURS]
+        high = max(0.0, *(self._scaled(other) for other in nearest)) + self._slack_mib
+        low = min(min(other.beyond_mib, self._scaled(other)) for other in nearest) - self._slack_mib
+        return max(self.beyond_mib - high, low - self.beyond_mib, self.above_larger_mib(others))
+
+    @property
+    def _slack_mib(self) -> float:
+        return _LEAST_MIB + self.workspaces_mib
+
+    def _scaled(self, other: _Measured) -> float:
+        """Return how far the other lies beyond its trace, in proportion to the memory where this one's is larger."""
+        scaled = other.beyond_mib * max(1.0, self.traced_mib / other.traced_mib)
+        return max(scaled, other.beyond_mib) if other.beyond_mib > 0 else min(scaled, other.beyond_mib)
+
+
+def with_suspects(rows: Rows, steps: StepStore) -> Rows:
+    """Return the rows of memory with a doubt for each label that nothing explains; rows of other targets as they are.
+
+    Suspect is a label that lies more than 1 GiB, and a tenth, below the job's own tensors; one that differs by more
+    than 1 GiB, and by more than assumptions about workspaces (`featurize.memory.cudnn_workspaces`) move the trace,
+    from what the same network shows at other batches; and, in a network of which at least as many rows are in doubt as
+    are not, one that lies 1 GiB, a tenth and what workspaces can make up off its trace.
+
+    Args:
+        rows: Their steps are at hand in `steps`; those that are not are left as they are.
+        steps: Records of the rows' cases.
+    """
+    if not rows.target.is_memory:
+        return rows
+    networks: dict[str, list[_Measured]] = defaultdict(list)
+    doubted: Counter[str] = Counter()
+    doubts: dict[int, str] = {}
+    for place, row in enumerate(rows.records):
+        values = steps.features(row.case)
+        if values is None:
+            continue
+        network = _network(row.case, row.device)
+        if row.doubt:
+            doubted[network] += 1
+        elif not row.censored:
+            measured = _measure(place, row.label, values)
+            if measured.label_mib + max(_LEAST_MIB, _SHARE_OF_LABEL * measured.label_mib) < measured.tensors_mib:
+                doubts[place] = "less than the job's tensors alone"
+                doubted[network] += 1
+            elif not measured.traced_mib > row.device_memory_mib:  # near the limit a job does with less
+                networks[network].append(measured)
+    for network, left in networks.items():
+        while unexplained := _unexplained(left):
+            worst = _worst(unexplained, left)
+            doubts[worst.at] = "gigabytes off the same network at other batches"
+            left.remove(worst)
+            doubted[network] += 1
+        if 0 < len(left) <= doubted[network]:
+            for measured in left:
+                if (
+                    abs(measured.beyond_mib)
+                    > _LEAST_MIB + measured.workspaces_mib + _SHARE_OF_LABEL * measured.traced_mib
+                ):
+                    doubts[measured.at] = "gigabytes off its trace, in a network of which as many rows are in doubt"
+    if not doubts:
+        return rows
+    records = tuple(replace(row, doubt=doubts.get(place, row.doubt)) for place, row in enumerate(rows.records))
+    return replace(rows, records=records)
+
+
+def _unexplained(rows: Sequence[_Measured]) -> list[_Measured]:
+    """Return the rows that the others of their network do not explain."""
+    return [suspect for suspect in rows if suspect.unexplained_mib([other for other in rows if other is not suspect])]
+
+
+def _worst(unexplained: Sequence[_Measured], rows: Sequence[_Measured]) -> _Measured:
+    """Return a label that is too high beside a larger batch's, the furthest off its trace; else the one without which
+    the fewest are left unexplained."""
+
+    def others(measured: _Measured) -> list[_Measured]:
+        return [other for other in rows if other is not measured]
+
+    too_high = [suspect for suspect in unexplained if suspect.above_larger_mib(others(suspect))]
+    if too_high:
+        return max(too_high, key=lambda suspect: (suspect.beyond_mib / suspect.traced_mib, suspect.at))
+    return min(
+        unexplained,
+        key=lambda suspect: (
+            len(_unexplained(others(suspect))),
+            -abs(suspect.beyond_mib) / suspect.traced_mib,
+            suspect.at,
+        ),
+    )
+
+
+def _measure(place: int, label_mib: float, values: Mapping[str, float]) -> _Measured:
+    moved = [value for name, value in values.items() if name.startswith(_SCENARIO)]
+    traced_mib = values["job_memory_mib"]
+    tensors_mib = values["job_allocated_mib"] * (1 - values["job_share_workspace"]) + values["job_outside_mib"]
+    workspaces_mib = traced_mib * (2 ** max(moved, default=0.0) - 2 ** min(moved, default=0.0))
+    return _Measured(place, label_mib, traced_mib, tensors_mib, workspaces_mib)
+
+
+def _network(case: Case, device: str) -> str:
+    """Return what rows share that differ in nothing but the batch."""
+    if case.config is None:
+        return f"{device} {case.training_loop} {case.job.name}"
+    settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}
+    return f"{device} {case.training_loop} {json.dumps(settings, sort_keys=True, default=str)}"

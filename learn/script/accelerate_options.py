@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+from typing import cast
 
 _REFUSED = {
     "use_megatron_lm": "Megatron-LM is not followed",
@@ -32,7 +33,7 @@ def main(words: list[str]) -> None:
     before = dict(os.environ)
     _pretend_gpus(args)
     try:
-        environment = _prepared(args)
+        environment = _prepare(args)
     except Exception as error:  # whatever accelerate raises for what does not go together
         sys.exit(str(error).strip().partition("\n")[0] or type(error).__name__)
     started = {
@@ -46,7 +47,7 @@ def main(words: list[str]) -> None:
     print(json.dumps(started))
 
 
-def _prepared(args: argparse.Namespace) -> dict[str, str]:
+def _prepare(args: argparse.Namespace) -> dict[str, str]:
     """Complete the options by accelerate's own file, and return the environment of a process."""
     from accelerate.commands import launch
     from accelerate.utils import launch as preparing
@@ -61,13 +62,13 @@ def _prepared(args: argparse.Namespace) -> dict[str, str]:
         if (args.num_processes or 1) > 1:
             sys.exit(f"--num_processes {args.num_processes} wants --multi_gpu, or a file of options that says so")
         args.num_processes = args.num_machines = 1
-        return preparing.prepare_simple_launcher_cmd_env(args)[1]
+        return cast("dict[str, str]", preparing.prepare_simple_launcher_cmd_env(args)[1])
     _require_count(args)
     if not args.use_deepspeed:
-        return preparing.prepare_multi_gpu_env(args)
+        return cast("dict[str, str]", preparing.prepare_multi_gpu_env(args))
     fields = [] if defaults is None else list(defaults.deepspeed_config)
     args.deepspeed_fields_from_accelerate_config = ",".join([*fields, *["mixed_precision"] * is_precision_of_file])
-    return preparing.prepare_deepspeed_cmd_env(args)[1]
+    return cast("dict[str, str]", preparing.prepare_deepspeed_cmd_env(args)[1])
 
 
 def _require_count(args: argparse.Namespace) -> None:
@@ -81,7 +82,7 @@ def _pretend_gpus(args: argparse.Namespace) -> None:
 
     def device_count() -> int:
         _require_count(args)
-        return max(1, args.num_processes // (args.num_machines or 1))
+        return max(1, int(args.num_processes) // (args.num_machines or 1))
 
     vars(torch.cuda).update(
         is_available=lambda: True, device_count=device_count, is_bf16_supported=lambda *_, **__: True

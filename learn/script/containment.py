@@ -1,6 +1,6 @@
 """Keeps a script from saving, logging to services, using the network, scripting and starting workers.
 
-Start reading at `contain`. It stops honest scripts from side effects; it is no sandbox against hostile ones.
+Start reading at `contain`. It stops honest scripts from side effects; it is not a sandbox against hostile ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from featurize.operators.replacing import replace_attribute, stands_for
+from featurize.operators.replacing import replace_attribute, replace_in
 from learn.script.saved_files import SavedFiles, install_saving
 
 ENVIRONMENT = {
@@ -81,7 +81,7 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
     _load_in_this_process(note)
     sys.meta_path.insert(0, SilentLoggers(note))
 
-    @stands_for("_maybe_opt_step", torch.amp.GradScaler)
+    @replace_in("_maybe_opt_step", torch.amp.GradScaler)
     def always_step(_maybe_step: Any, _scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)  # nobody knows of an infinite gradient
 
@@ -89,7 +89,7 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
 
 
 def _refuse_connections(note: Callable[[str], None]) -> None:
-    def is_local(event: str, args: tuple) -> bool:
+    def is_local(event: str, args: tuple[Any, ...]) -> bool:
         if event == "socket.connect":
             is_internet = args[0].family in (socket.AF_INET, socket.AF_INET6)
             return not is_internet or str(args[1][0]).startswith(_LOOPBACK)
@@ -97,7 +97,7 @@ def _refuse_connections(note: Callable[[str], None]) -> None:
         is_name = isinstance(host, str) and host and not host.startswith(_LOOPBACK) and not host[0].isdigit()
         return not is_name or host == socket.gethostname()
 
-    def refuse(event: str, args: tuple) -> None:
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
         if event in ("socket.connect", "socket.getaddrinfo") and not is_local(event, args):
             note("a network connection was refused: scripts run offline here")
             if event == "socket.connect":
@@ -129,7 +129,7 @@ def _without_gradients(mode: Any = True) -> Any:
 def _load_in_this_process(note: Callable[[str], None]) -> None:
     signature = inspect.signature(DataLoader.__init__)
 
-    @stands_for("__init__", DataLoader)
+    @replace_in("__init__", DataLoader)
     def init(make: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("num_workers"):
@@ -147,7 +147,7 @@ def leave_out_distributed() -> None:
 
 
 class SilentLoggers(MetaPathFinder, Loader):
-    """Imports of experiment loggers give a module that takes every call and does nothing.
+    """Make imports of experiment loggers return a module that takes every call and does nothing.
 
     note   called with which logger was kept from logging
     """

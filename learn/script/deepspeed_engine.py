@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,7 @@ from learn.script.process_group import RankZero
 from learn.script.step_watch import StepWatch
 
 NAME, VERSION = "deepspeed", "0.19.8"
-_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-_ALONE = (
-    "DeepSpeed on one GPU is not estimated; start the script on several, as in deepspeed --num_gpus 8 train.py, or "
-    "leave DeepSpeed out"
-)
 _NOT_SAVED = "checkpoints of DeepSpeed were left out"
-_ONE_GROUP = "assumed: all groups of the optimizer's parameters are updated as one"
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,8 +57,8 @@ class DeepSpeedJob:
 
     Args:
         rank: The process's part.
-        watch: Of the script's steps.
-        note: Hears what is taken for granted.
+        watch: Watches the script's steps.
+        note: Is notified of what is taken for granted.
     """
 
     def __init__(self, rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
@@ -98,7 +92,10 @@ class DeepSpeedJob:
         settings = _settings(given if given is not None else getattr(args, "deepspeed_config", None))
         self.init_distributed()
         if self.rank.launched == 1:
-            raise RuntimeError(_ALONE)
+            raise RuntimeError(
+                "DeepSpeed on one GPU is not estimated; start the script on several, as in deepspeed --num_gpus 8 "
+                "train.py, or leave DeepSpeed out"
+            )
         file = read_deepspeed(settings, ranks=self.rank.launched)
         trained = model_parameters if model_parameters is not None else model.parameters()
         basic = _optimizer(optimizer, list(trained), file)
@@ -119,8 +116,8 @@ class DeepSpeedEngine(nn.Module):
     """A rank's model, and what updates it.
 
     Args:
-        job: Of the process.
-        model: Which the script made.
+        job: The process's job.
+        model: The model that the script made.
         basic: Its optimizer, whose state is made for the rank's part.
         file: What the settings say.
         settings: Themselves.
@@ -156,7 +153,7 @@ class DeepSpeedEngine(nn.Module):
         training = Training(accumulation=accumulation, clip_norm=clip, offload_optimizer=layout.cpu_offload)
         job.note(f"DeepSpeed does not run here: its stage {layout.zero} is followed as release 0.19 has it")
         if len(basic.param_groups) > 1:
-            job.note(_ONE_GROUP)
+            job.note("assumed: all groups of the optimizer's parameters are updated as one")
         _place(model, _TYPES.get(layout.param_dtype or ""), rank.recorder, in_parts=layout.zero == 3)
         whole = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
         played = rank.play(layout, training, elements(model))
@@ -211,7 +208,7 @@ class DeepSpeedEngine(nn.Module):
         """Return whether the micro-step that runs is the last one of its step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         self._boundary = is_boundary
@@ -241,7 +238,7 @@ class DeepSpeedEngine(nn.Module):
 
     save_16bit_model = save_fp16_model = save_checkpoint
 
-    def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict]:
+    def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict[str, Any]]:
         self._job.note(_NOT_SAVED)
         return None, {}
 
@@ -254,7 +251,7 @@ class DeepSpeedEngine(nn.Module):
 class EngineOptimizer(Optimizer):
     """An optimizer of DeepSpeed's own: it says what its engine is to make, and makes no state.
 
-    our_name        as `featurize.training.optimizers` spells it
+    our_name        its name in `featurize.training.optimizers`
     implementation  likewise; None: its default
     """
 
@@ -268,7 +265,7 @@ class EngineOptimizer(Optimizer):
             params, {"lr": lr, "weight_decay": weight_decay, "fused": self.implementation == "fused" or None}
         )
         if not (options.get("adam_w_mode", True) and options.get("adamw_mode", True)):
-            self.our_name = "adam"  # weights are decayed as AdamW does, unless it is told otherwise
+            self.our_name = "adam"  # weights are decayed as AdamW does, unless set otherwise
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise RuntimeError(
@@ -285,9 +282,7 @@ def kind_of(name: str, our_name: str, implementation: str | None = None) -> type
 def maker_of(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], Optimizer]:
     """Return what makes an optimizer of the same kind, with the settings of the first group, for other parameters."""
     if isinstance(optimizer, EngineOptimizer):
-        return functools.partial(
-            make_optimizer, optimizer.our_name, foreach=True, implementation=optimizer.implementation
-        )
+        return functools.partial(make_optimizer, optimizer.our_name, implementation=optimizer.implementation)
     taken = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.param_groups[0].items() if name in taken and name != "params"}
     return lambda parameters: type(optimizer)(parameters, **options)
@@ -323,7 +318,8 @@ def _settings(given: Any) -> Mapping[str, Any]:
         raise RuntimeError("deepspeed.initialize is given no settings: config, or --deepspeed_config")
     if isinstance(given, str) and not Path(given).is_file():
         with contextlib.suppress(ValueError):  # neither encoded nor JSON: the path of a file that is not there
-            return json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
+            settings: Mapping[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
+            return settings
     return settings_of(given)
 
 
@@ -332,7 +328,7 @@ def _optimizer(given: Any, trained: list[Any], file: DeepSpeedFile) -> Optimizer
     if isinstance(given, Optimizer):
         return given
     if callable(given):
-        return given(trained)
+        return cast("Optimizer", given(trained))
     if (name := file.training.get("optimizer")) is None:
         raise RuntimeError("deepspeed.initialize is given no optimizer, and its settings have none")
     return kind_of(name, name, file.training.get("implementation"))(trained)
@@ -415,20 +411,20 @@ class _Part(types.ModuleType):
             raise AttributeError(name)
         return _Part(f"{self.__name__}.{name}")
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
             f"{self.__name__} is not followed; estimate the model itself with the layout, as in parallel=ddp=8,zero=2"
         )
 
-    def __mro_entries__(self, bases: tuple) -> tuple:
-        return self()
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
+        self()
 
     def __instancecheck__(self, instance: object) -> bool:
         return False
 
 
 def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
-    """Return module -> what is in it, besides the modules below it."""
+    """Return module -> what is in it, apart from the modules below it."""
     zero = {
         "Init": Init,
         "register_external_parameter": giving(None),
@@ -456,7 +452,9 @@ def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
         ".runtime.zero": zero,
         ".runtime.zero.partition_parameters": {**zero, **arange},
         ".runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
-        ".runtime.lr_schedules": {"VALID_LR_SCHEDULES": _SCHEDULES},
+        ".runtime.lr_schedules": {
+            "VALID_LR_SCHEDULES": ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+        },
         ".accelerator": {"get_accelerator": _Accelerator},
         ".ops": {},
         ".ops.adam": {
@@ -496,7 +494,9 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            self._hook = register_module_parameter_registration_hook(lambda _module, _name, one: self._mark(one))
+            self._hook = register_module_parameter_registration_hook(
+                lambda _module, _name, parameter: self._mark(parameter)
+            )
         return self
 
     def __exit__(self, *error: object) -> None:

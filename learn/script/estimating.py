@@ -22,6 +22,7 @@ from featurize.job.layout import Parallel, named_settings, names_network_only
 from featurize.job.training_settings import Training
 from featurize.memory.cudnn_workspaces import search_settings
 from featurize.timing.collectives import fabric_of
+from featurize.trace.trace_cache import BadRecord
 from learn.estimation.answers import answer_and_write
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, KnownRun
@@ -34,18 +35,15 @@ from learn.estimation.requests import Request, ScriptKeywords, StepFiles, platfo
 from learn.job.training_job import TrainingJob
 from learn.script import records
 from learn.script.command_line import ScriptCommand, parse_command
-from learn.script.records import BadRecord, ScriptRecord, read_record
+from learn.script.records import ScriptRecord, read_record
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
     from featurize.recording.step_trace import StepTrace
 
 TIME_LIMIT_S = 600.0
-ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
-_OF_NETWORK = "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50"
-_MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
-_LAST_LINES = 3
-_ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
+ESTIMATORS = ("trace", "hybrid", "gnn")  # estimators that answer from a recorded step alone
+_MEMORY_SHARE = 0.75  # share of this machine's memory that a script may take by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ def estimate_script(
         command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`, or a launcher's, such as
             `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
             working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may stand before it.
-        parallel: Of a launched script, `{"network_gb_s": 50}`: what each GPU gets of the network between nodes.
+        parallel: For a launched script, `{"network_gb_s": 50}`: each GPU's share of the network between nodes.
         report, snapshot: Files to write, as in `learn.estimate`.
         name: The job's name in the report.
         time_limit_s: Seconds after which the script is ended, with all processes that it started.
@@ -117,13 +115,15 @@ def estimate_script(
     files, key = StepFiles.checked(report, snapshot), records.key_of(parsed, device)
 
     def run() -> ScriptRecord:
-        return _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
+        return _record(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
 
     def recorded_request() -> tuple[Request, Iterable[Note]]:
         record = (None if show_output else records.find(key)) or run()
         job = _job(record, name or parsed.name, lambda: (records.with_trace(record) or run()).trace)
         _require_batch_of_script(answer_options.known, job.batch_size)
-        job = replace(job, parallel=_in_network(record.parallel, network))
+        if record.parallel is None and network:
+            raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
+        job = replace(job, parallel=record.parallel and replace(record.parallel, **network))
         return Request(job=job, platform=platform, options=answer_options), _notes(record)
 
     return answer_and_write(recorded_request, files)
@@ -134,30 +134,28 @@ def _network_of(parallel: object) -> dict[str, Any]:
     if parallel is None:
         return {}
     if not names_network_only(parallel):
-        raise UsageError(f"{_OF_NETWORK}, got {parallel.text() if isinstance(parallel, Parallel) else shown(parallel)}")
+        got = parallel.text() if isinstance(parallel, Parallel) else shown(parallel)
+        raise UsageError(
+            "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50, got "
+            f"{got}"
+        )
     assert isinstance(parallel, str | Mapping)
     given = named_settings(parallel)
     Parallel(**given)
     return given
 
 
-def _in_network(layout: Parallel | None, network: Mapping[str, Any]) -> Parallel | None:
-    if layout is None and network:
-        raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
-    return layout and replace(layout, **network)
-
-
 def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
     """Raise `UsageError` for a measured run at another batch size, at which nothing is recorded."""
-    for at, run in enumerate(runs):
+    for place, run in enumerate(runs):
         if run.batch_size != batch_size:
             raise UsageError(
-                f"known[{at}] is of batch_size={run.batch_size}, and the script trains with {batch_size} samples in a "
-                "forward pass; only runs at the script's own batch size count"
+                f"known[{place}] is of batch_size={run.batch_size}, and the script trains with {batch_size} samples in "
+                "a forward pass; only runs at the script's own batch size count"
             )
 
 
-def _recorded(
+def _record(
     command: ScriptCommand,
     spec: DeviceSpec,
     key: str,
@@ -195,7 +193,7 @@ def _recorded(
                 None: f"ended its process with code {ended.code} before two optimizer steps were done",
             }
             lines = [one_line(line.strip()) for line in ended.output.splitlines() if line.strip()]
-            output = f"; its output ends: {' | '.join(lines[-_LAST_LINES:])}" if lines else ""
+            output = f"; its output ends: {' | '.join(lines[-3:])}" if lines else ""
             raise UsageError(f"{command.name} {limits[ended.limit]}{output}")
     if record.trace is None:
         raise UsageError(f"{command.name} cannot be followed: {record.problem}")
@@ -235,6 +233,7 @@ def _notes(record: ScriptRecord) -> Iterator[Note]:
         f"pass{micro}"
     )
     yield Note("script-settings", INFO, text)
-    if more := [f"{name}={settings[name]}" for name in _ALSO_NOTED if name in settings]:
+    also = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
+    if more := [f"{name}={settings[name]}" for name in also if name in settings]:
         yield Note("script-settings", INFO, f"the script also chooses {', '.join(more)}")
     yield from (Note("script", WARNING, text) for text in record.notes)

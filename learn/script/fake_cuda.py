@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from conf.cli.own_packages import ROOT
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
-from featurize.operators.replacing import replace_attribute, stands_for
+from featurize.operators.replacing import replace_attribute, replace_in
 from learn.script.script_recorder import ScriptRecorder
 
 CUDA = torch.device("cuda", 0)
@@ -59,7 +59,9 @@ def names_cuda(device: object) -> bool:
 class PretendCuda(TorchFunctionMode):
     """While entered, tensors made for or moved to a GPU lie on meta and report `cuda:0`."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         try:
             special = _SPECIAL.get(func)
@@ -75,13 +77,13 @@ def on_the_gpu(value: Any) -> Any:
     return value.to(CUDA) if isinstance(value, Tensor) else value
 
 
-def _on_meta(args: Sequence) -> Sequence:
+def _on_meta(args: Sequence[Any]) -> Sequence[Any]:
     if any(type(value) is torch.device or type(value) is str for value in args):
         return tuple(_META if names_cuda(value) else value for value in args)
     return args
 
 
-def _without_cuda(kwargs: Mapping) -> Mapping:
+def _without_cuda(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keyword arguments for meta: no pinned memory, no generator of a GPU."""
     if not kwargs:
         return kwargs
@@ -101,25 +103,12 @@ def _asked_by_own_code() -> bool:
     return sys._getframe(3).f_code.co_filename.startswith(_OWN)
 
 
-def _make_device(func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
-    """Make a device; a bare index is a GPU."""
-    return torch.device("cuda", args[0]) if len(args) == 1 and type(args[0]) is int else func(*args, **kwargs)
-
-
-def _device(func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
+def _device(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     device = func(*args)
     return CUDA if device.type == "meta" and not _asked_by_own_code() else device
 
 
-def _is_cuda(func: Callable, args: Sequence, kwargs: Mapping) -> bool:
-    return func(*args) if _asked_by_own_code() else args[0].is_meta
-
-
-def _is_meta(func: Callable, args: Sequence, kwargs: Mapping) -> bool:
-    return func(*args) and _asked_by_own_code()
-
-
-def _data_ptr(func: Callable, args: Sequence, kwargs: Mapping) -> int:
+def _data_ptr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return an address by which libraries know tensors that share memory; that of meta tensors is 0."""
     tensor = args[0]
     if not tensor.is_meta:
@@ -131,11 +120,7 @@ def _storage_ptr(storage: torch.UntypedStorage) -> int:
     return storage._cdata if storage.device.type == "meta" and storage.nbytes() else _POINTER_OF_STORAGE(storage)
 
 
-def _cuda(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
-    return args[0].to(_META, memory_format=kwargs.get("memory_format") or torch.preserve_format)
-
-
-def _to(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+def _to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     # A bare index is a GPU; `to(other)` with a tensor needs nothing.
     tensor, *rest = args
     if rest and type(rest[0]) is int:
@@ -143,7 +128,7 @@ def _to(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
     return func(tensor, *_on_meta(rest), **_without_cuda(kwargs))
 
 
-def _from_values(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+def _from_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Make a tensor on the host and copy it, so that the values of small integers stay known."""
     device = kwargs.get("device")
     is_tensor = bool(args) and isinstance(args[0], Tensor)
@@ -156,16 +141,12 @@ def _from_values(func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
     return made.requires_grad_() if kwargs.get("requires_grad") else made
 
 
-def _tolist(func: Callable, args: Sequence, kwargs: Mapping) -> Any:
-    return func(args[0].detach().cpu() if args[0].is_meta else args[0])
-
-
-def _format(func: Callable, args: Sequence, kwargs: Mapping) -> str:
+def _format(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     tensor, *rest = args
     return format(tensor.item(), *rest) if tensor.is_meta and tensor.dim() == 0 else func(*args, **kwargs)
 
 
-def _repr(func: Callable, args: Sequence, kwargs: Mapping) -> str:
+def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     tensor = args[0]
     if not tensor.is_meta:
         return func(*args, **kwargs)
@@ -173,7 +154,7 @@ def _repr(func: Callable, args: Sequence, kwargs: Mapping) -> str:
     return f"tensor({value}, size={tuple(tensor.shape)}, device='cuda:0', dtype={tensor.dtype})"
 
 
-def _type(func: Callable, args: Sequence, kwargs: Mapping) -> Any:
+def _type(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensor, *wanted = args
     if not wanted and not kwargs:
         return f"torch.cuda.{_TYPE_NAMES.get(tensor.dtype, 'Float')}Tensor" if tensor.is_meta else func(tensor)
@@ -184,7 +165,7 @@ def _type(func: Callable, args: Sequence, kwargs: Mapping) -> Any:
     return func(*args, **kwargs)
 
 
-def _set_data(func: Callable, args: Sequence, kwargs: Mapping) -> None:
+def _set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Run `p.data = p.data.cuda()`: set_data refuses another kind of tensor, which CUDA's is not."""
     tensor, new = args
     if tensor.is_meta == new.is_meta:
@@ -201,15 +182,15 @@ def enter_everywhere(unless: Callable[[], bool]) -> None:
     recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked.
     `unless` says whether a compiler runs the engine on tensors of its own, which a mode would confuse."""
 
-    @stands_for("_engine_run_backward", torch.autograd)
+    @replace_in("_engine_run_backward", torch.autograd)
     def run_inside(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_function_stack() or unless():
             return engine(*args, **kwargs)
         with PretendCuda():
             return engine(*args, **kwargs)
 
-    @stands_for("_parse_to", torch._C._nn)
-    def parse_to(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # of `module.to(0)`
+    @replace_in("_parse_to", torch._C._nn)
+    def parse_to(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # called by `module.to(0)`
         if args and type(args[0]) is int:
             args = (torch.device("cuda", args[0]), *args[1:])
         if type(kwargs.get("device")) is int:
@@ -228,19 +209,23 @@ _DEVICE, _IS_CUDA, _IS_META, _DATA = (
     inspect.getattr_static(Tensor, name) for name in ("device", "is_cuda", "is_meta", "data")
 )
 _POINTER_OF_STORAGE = torch.UntypedStorage.data_ptr
-_SPECIAL: dict[Callable, Callable] = {
-    torch.device: _make_device,
+_SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.device: lambda func, args, kwargs: (  # a bare index is a GPU
+        torch.device("cuda", args[0]) if len(args) == 1 and type(args[0]) is int else func(*args, **kwargs)
+    ),
     _DEVICE.__get__: _device,
-    _IS_CUDA.__get__: _is_cuda,
-    _IS_META.__get__: _is_meta,
+    _IS_CUDA.__get__: lambda func, args, kwargs: func(*args) if _asked_by_own_code() else args[0].is_meta,
+    _IS_META.__get__: lambda func, args, kwargs: func(*args) and _asked_by_own_code(),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_values),
     Tensor.get_device: lambda func, args, kwargs: 0 if args[0].is_meta else func(*args),
     Tensor.data_ptr: _data_ptr,
-    Tensor.cuda: _cuda,
+    Tensor.cuda: lambda func, args, kwargs: args[0].to(
+        _META, memory_format=kwargs.get("memory_format") or torch.preserve_format
+    ),
     Tensor.to: _to,
     Tensor.pin_memory: lambda func, args, kwargs: args[0],
     Tensor.is_pinned: lambda func, args, kwargs: False,
-    Tensor.tolist: _tolist,
+    Tensor.tolist: lambda func, args, kwargs: func(args[0].detach().cpu() if args[0].is_meta else args[0]),
     Tensor.__format__: _format,
     Tensor.__repr__: _repr,
     Tensor.type: _type,
@@ -272,14 +257,6 @@ _NOTHING = (
     "_set_rng_state_offset",
     "_sleep",
 )
-# Functions of `torch._C` that libraries take directly, once they see a GPU, and what they give. A CPU build has none.
-_OF_CUDA_BUILDS = {
-    "_cuda_getCurrentRawStream": 0,
-    "_cuda_getDevice": 0,
-    "_cuda_isInBadFork": False,
-    "_cuda_synchronize": None,
-    "_cuda_clearCublasWorkspaces": None,
-}
 
 
 def giving(value: Any) -> Callable[..., Any]:
@@ -301,7 +278,7 @@ class FakeEvent:
     elapsed_time = giving(1.0)
 
 
-class FakeStream(contextlib.nullcontext):
+class FakeStream(contextlib.nullcontext[Any]):
     """The one stream that there is."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
@@ -317,7 +294,7 @@ class FakeStream(contextlib.nullcontext):
         return event or FakeEvent()
 
 
-class _DeviceContext(contextlib.nullcontext):
+class _DeviceContext(contextlib.nullcontext[Any]):
     """`torch.cuda.device(0)`."""
 
     def __init__(self, device: Any = None) -> None:
@@ -347,7 +324,15 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
     cuda, accelerator = torch.cuda, torch.accelerator
     build, properties, device, stream = _build_of(spec), _properties_of(spec), torch.device("cuda"), FakeStream()
     torch.version.cuda, torch.version.hip = build.cuda, build.hip
-    for name, value in {**_OF_CUDA_BUILDS, "_cuda_getDeviceCount": gpus}.items():
+    # What libraries take directly, once they see a GPU; a CPU build has none of it.
+    for name, value in {
+        "_cuda_getCurrentRawStream": 0,
+        "_cuda_getDevice": 0,
+        "_cuda_isInBadFork": False,
+        "_cuda_synchronize": None,
+        "_cuda_clearCublasWorkspaces": None,
+        "_cuda_getDeviceCount": gpus,
+    }.items():
         setattr(torch._C, name, giving(value))
     constants: dict[Any, dict[str, Any]] = {
         cuda: {
@@ -407,7 +392,7 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
         # Weights of recurrent layers are not flattened.
         torch.backends.cudnn: {"is_available": True, "version": build.cudnn, "is_acceptable": False},
         torch.backends.cuda: {"is_built": True},
-        torch._C: {"_get_accelerator": device},  # of meshes by default
+        torch._C: {"_get_accelerator": device},  # the default of meshes
         torch.Tensor: {"record_stream": None},  # its C++ takes torch's own streams, before a mode is asked
     }
     memory = _memory_functions(spec, recorder)
@@ -423,15 +408,15 @@ def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, g
             replace_attribute(owner, name, function)
     for name in cuda.random.__all__:  # transformers and others call them there
         replace_attribute(cuda.random, name, getattr(cuda, name))
-    stands_for("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
+    replace_in("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
     _install_generator()
     _install_default_device(recorder)
     _install_dtypes(autocast)
 
 
 def _build_of(spec: DeviceSpec) -> types.SimpleNamespace:
-    """Return what a build of PyTorch says of itself and of its libraries. For AMD, MIOpen and RCCL answer in cuDNN's
-    and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
+    """Return a build of PyTorch's description of itself and of its libraries. For AMD, MIOpen and RCCL answer in
+    cuDNN's and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
     if spec.llvm_target is not None:
         return types.SimpleNamespace(
             cuda=None,
@@ -523,13 +508,13 @@ def _install_default_device(recorder: ScriptRecorder) -> None:
     """Put what is made while the default device is a GPU there. What is made on meta takes nothing, until it is moved
     or emptied onto a GPU."""
 
-    @stands_for("__init__", default_device.DeviceContext)
+    @replace_in("__init__", default_device.DeviceContext)
     def with_default(make: Callable[..., None], self: Any, device: Any) -> None:
         make(self, torch.device("meta") if names_cuda(device) else device)
         self.takes_nothing = not names_cuda(device) and self.device.type == "meta"
 
     # `with torch.device` is C++, and calls no `__enter__`.
-    @stands_for("__torch_function__", default_device.DeviceContext)
+    @replace_in("__torch_function__", default_device.DeviceContext)
     def call(calling: Callable[..., Any], self: Any, *function: Any) -> Any:
         recorder.memory.nowhere += self.takes_nothing
         try:
@@ -541,15 +526,15 @@ def _install_default_device(recorder: ScriptRecorder) -> None:
 def _install_dtypes(autocast: Any) -> None:
     """Answer for the GPU what asks whether autocast is on."""
 
-    @stands_for("is_autocast_enabled", torch)
+    @replace_in("is_autocast_enabled", torch)
     def is_enabled(enabled: Callable[..., bool], device_type: Any = "cuda") -> bool:
         return autocast.dtype is not None if device_type in ("cuda", "meta") else enabled(device_type)
 
-    @stands_for("get_autocast_dtype", torch)
+    @replace_in("get_autocast_dtype", torch)
     def dtype(dtype_of: Callable[..., torch.dtype], device_type: str = "cuda") -> torch.dtype:
         return autocast.dtype or torch.float16 if device_type in ("cuda", "meta") else dtype_of(device_type)
 
-    @stands_for("_is_any_autocast_enabled", torch._C)
+    @replace_in("_is_any_autocast_enabled", torch._C)
     def is_any_enabled(any_enabled: Callable[..., bool]) -> bool:
         return autocast.dtype is not None or any_enabled()
 
@@ -557,5 +542,5 @@ def _install_dtypes(autocast: Any) -> None:
 
 
 def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:
-    """Return what DataParallel gives its only replica."""
+    """Return what DataParallel passes its only replica."""
     return (tree_map(on_the_gpu, inputs),), (tree_map(on_the_gpu, kwargs or {}),)

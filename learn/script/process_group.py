@@ -1,8 +1,7 @@
-"""torch.distributed for the one process that runs: the rank 0 of its group, whose other ranks say what it says.
-
+"""torch.distributed for the one process that runs: rank 0 of a group whose other ranks are assumed to send the same.
 Start reading at `RankZero.begin`, which has the rank's streams, its wrappers and what it sends; then at
 `install_process_group`. DistributedDataParallel has its buckets and copies, without its reducer, whose C++ needs
-tensors of a GPU; its rules are in `featurize.training.data_parallel`.
+tensors of a GPU; its rules are in `featurize.training.rank`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from featurize.operators.replacing import replace_attribute, replaced
 from featurize.operators.torch_releases import SHARDS, complete_collectives, refused_modes, require_torch
 from featurize.recording.step_trace import BUCKET, Collective
 from featurize.recording.values import remember
-from featurize.training.data_parallel import Replica, limits_of
+from featurize.training.rank import Replica, limits_of
 from learn.script.command_line import ScriptCommand
 from learn.script.fake_cuda import CUDA, giving, on_the_gpu
 from learn.script.script_recorder import ScriptRecorder
@@ -44,7 +43,7 @@ class RankZero:
     """The one process that runs, among those that a launcher starts.
 
     Args:
-        recorder: Of the script.
+        recorder: The script's recorder.
         command: How its processes are started.
 
     `launched` is how many there are. A script that starts them by itself changes it.
@@ -54,15 +53,15 @@ class RankZero:
         self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
         self._wrappers: list[Replica | ZeroRank] = []
         self._zero: ZeroRank | None = None
-        self._wrapper: Parallel | None = None  # of the first replica
+        self._wrapper: Parallel | None = None  # the first replica's
         self._streams: Streams | None = None
         self._ranks: Ranks | None = None
         self._collectives: tuple[Collective, ...] = ()
         self._entered = contextlib.ExitStack()  # until the process ends
 
     def begin(self) -> None:
-        """The script's process group is there, with several ranks: from now on what they send is heard, and PyTorch's
-        own wrappers run on meta tensors where the release allows that."""
+        """The script's process group is there, with several ranks: from now on what they send is recorded, and
+        PyTorch's own wrappers run on meta tensors where the release allows that."""
         if self._streams is not None:
             return
         from featurize.training.ranks import Ranks  # their imports are heavy
@@ -88,7 +87,8 @@ class RankZero:
         self._wrapper = self._wrapper or settings
 
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
-        """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of so many elements."""
+        """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of this many
+        elements."""
         from featurize.training.play_rank import played_rank
         from featurize.training.zero import ZeroRank
 
@@ -131,7 +131,7 @@ class RankZero:
     def end_step(self) -> None:
         """End a step; the last one's collectives count."""
         sent = () if self._streams is None else self._streams.collectives()
-        self._collectives = (*sent, *(one for wrapper in self._wrappers for one in wrapper.collectives()))
+        self._collectives = (*sent, *(collective for wrapper in self._wrappers for collective in wrapper.collectives()))
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what was sent in the last step; nothing of one process alone."""
@@ -179,12 +179,9 @@ class RankZero:
 
 
 ALONE = "torch.distributed runs with one process: buffers of NCCL are not counted"
-_BETWEEN_TWO = "messages between two ranks, as pipelines send them, are not followed in scripts"
-_SHARDED_ALONE = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
 _OFFLOADED = (
     "CPU offload of shards is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
 )
-_HOOK = "assumed: a communication hook of DistributedDataParallel takes no memory, and sends what it is given"
 _MIXED = "DistributedDataParallel's mixed_precision is not followed: use torch.autocast"
 
 
@@ -199,7 +196,7 @@ def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
 
     Args:
         rank: The process's part.
-        note: Hears that the script uses torch.distributed.
+        note: Is notified that the script uses torch.distributed.
     """
     replace_attribute(torch.multiprocessing, "spawn", _calling_directly(rank))
     replace_attribute(torch.multiprocessing, "start_processes", _calling_directly(rank))
@@ -211,7 +208,7 @@ def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
 
 
 def _calling_directly(rank: RankZero) -> Callable[..., None]:
-    def spawn(fn: Callable[..., None], args: tuple = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def spawn(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         if rank.launched != 1 != nprocs:
             raise RuntimeError(f"each of {rank.launched} processes starts {nprocs} more: that is not followed")
         rank.launched = max(rank.launched, nprocs)
@@ -252,7 +249,8 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
         begin("fake", store=FakeStore(), rank=0, world_size=ranks)
         if ranks == 1:
             note(ALONE)
-            _refuse_fully_shard(_refusing(_SHARDED_ALONE))
+            alone = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
+            _refuse_fully_shard(_refusing(alone))
         else:
             rank.begin()
             _refuse_offload()
@@ -314,8 +312,8 @@ def _refusing(reason: str) -> Callable[..., None]:
 
 
 def _install_collectives(rank: RankZero) -> None:
-    """Run collectives of GPU tensors as they are: their group sends nothing, and the recorder hears of them. Of what is
-    on the host, and of objects, each rank is taken to have what this one has."""
+    """Run collectives of GPU tensors as they are: their group sends nothing, and the recorder is notified of them. Of
+    what is on the host, and of objects, each rank is taken to have what this one has."""
     all_reduce = dist.all_reduce
 
     def gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -345,12 +343,12 @@ def _install_collectives(rank: RankZero) -> None:
         return reduce(tensor, op, group, async_op)
 
     def gather(tensor: Tensor, gather_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        return _copied([(output, tensor) for output in gather_list or ()], async_op)
+        return _copy([(output, tensor) for output in gather_list or ()], async_op)
 
     def scatter(tensor: Tensor, scatter_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        return _copied([(tensor, scatter_list[0])] if scatter_list else [], async_op)
+        return _copy([(tensor, scatter_list[0])] if scatter_list else [], async_op)
 
-    refused = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+    refuse = _refusing("messages between two ranks, as pipelines send them, are not followed in scripts")
     for name, function in {
         "all_reduce": reduce,
         "all_gather": gathering(dist.all_gather),
@@ -362,13 +360,14 @@ def _install_collectives(rank: RankZero) -> None:
         "all_gather_object": _fill,
         "gather_object": lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
         "scatter_object_list": lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
-        **dict.fromkeys(refused, _refusing(_BETWEEN_TWO)),
+        **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), refuse),
+        **dict.fromkeys(("send_object_list", "recv_object_list"), refuse),
     }.items():
         _replace(name, function)
 
 
 @torch.no_grad()
-def _copied(pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> _Done | None:
+def _copy(pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> _Done | None:
     for output, tensor in pairs:
         output.copy_(tensor)
     return _nothing(async_op=async_op)
@@ -378,7 +377,7 @@ def _nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:
     return _Done() if async_op else None
 
 
-def _fill(outputs: list, given: Any, *_: Any, **__: Any) -> None:
+def _fill(outputs: list[Any], given: Any, *_: Any, **__: Any) -> None:
     outputs[:] = [given] * len(outputs)
 
 
@@ -386,14 +385,14 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
     """Replace what DistributedDataParallel does, in this process.
 
     Args:
-        rank: Hears of each wrapped model.
-        note: Hears what is left out.
+        rank: Is notified of each wrapped model.
+        note: Is notified of what is left out.
     """
 
     def init(
         self: Any,
         module: nn.Module,
-        device_ids: list | None = None,
+        device_ids: list[Any] | None = None,
         output_device: Any = None,
         dim: int = 0,
         broadcast_buffers: bool = True,
@@ -437,15 +436,17 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
         object.__setattr__(self, BUCKETS, limits_of(bucket_cap_mb))
         rank.add(replica, settings if dist.get_world_size(process_group) == rank.launched else None)
 
-    def register_comm_hook(self: Any, *_: Any, **__: Any) -> None:
-        note(_HOOK)
-
     for name, function in (
         ("__init__", init),
         ("forward", _forward),
         ("no_sync", lambda self: replaced(self, "require_backward_grad_sync", False)),
         ("join", lambda self, *args, **kwargs: contextlib.nullcontext()),
-        ("register_comm_hook", register_comm_hook),
+        (
+            "register_comm_hook",
+            lambda *_, **__: note(
+                "assumed: a communication hook of DistributedDataParallel takes no memory, and sends what it is given"
+            ),
+        ),
         ("_set_static_graph", lambda self: None),
     ):
         replace_attribute(nn.parallel.DistributedDataParallel, name, function)

@@ -61,8 +61,8 @@ SETTINGS: Mapping[str, type] = {
     "compile": bool,
 }
 Stamp: TypeAlias = list[int] | None
-MOST_FILES = 2000  # whose state is asked for
-_CLOCK_NS = 20_000_000  # by which a file system's clock may lag
+MOST_FILES = 2000  # files whose state is asked for
+_CLOCK_NS = 20_000_000  # how far a file system's clock may lag
 _DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 _NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
 
@@ -71,7 +71,7 @@ _NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
 class ScriptRecord:
     """The record of one run of a script.
 
-    trace      of its first two optimizer steps; None where it did not get there
+    trace      trace of its first two optimizer steps; None where it did not get there
     problem    why there is no trace, with the script's file and line where they are known
     settings   what the script chose: names of `SETTINGS`
     batch_size samples in a forward pass
@@ -79,7 +79,7 @@ class ScriptRecord:
     notes      what was kept from happening or done differently
     parallel   how its processes share the job; None: it is one
     files      what it looked at, as `keep` takes it; None where that is not known
-    key        of the job, where the run is kept
+    key        the job's key, where the run is kept
     """
 
     trace: StepTrace | None
@@ -140,18 +140,18 @@ def record_of_json(content: Any) -> ScriptRecord:
 
 
 def _setting(name: str, value: Any) -> Setting:
-    given = type(value)
-    if given is not SETTINGS.get(name):
+    if type(value) is not SETTINGS.get(name):
         raise BadRecord("a setting of an unknown name or type")
     if isinstance(value, str):
         return text_of(value)
+    assert isinstance(value, bool | int | float)
     if not (math.isfinite(value) and 0 <= value <= LARGEST_INT):
         raise BadRecord("a setting of no reasonable size")
     return value
 
 
 def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
-    """Return what tells a run from others, but for the state of what the script looks at."""
+    """Return what distinguishes a run from others, except the state of what the script looks at."""
     content = b"" if command.module else Path(command.script).read_bytes()
     variables = sorted((name, value) for name, value in command.environment.items() if name not in _NO_MATTER)
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
@@ -162,7 +162,7 @@ def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
 def find(key: str) -> ScriptRecord | None:
     """Return the record of an earlier run, without its trace. None: the script has to run."""
     try:
-        stored = recall(key)
+        (stored,) = recall(key)
         if any(_stamp(path) != stamp for path, stamp in stored["files"].items()):
             return None
         record = record_of_json({**stored, "files": None})
@@ -176,7 +176,7 @@ def with_trace(record: ScriptRecord) -> ScriptRecord | None:
     if record.trace is not None:
         return record
     try:
-        return replace(record, trace=trace_of_json(recall(f"trace of {record.key}")))
+        return replace(record, trace=trace_of_json(*recall(f"trace of {record.key}")))
     except _DAMAGED:
         return None
 
@@ -185,7 +185,7 @@ def keep(key: str, record: ScriptRecord, began_ns: int) -> ScriptRecord:
     """Keep a run, unless what it looked at has changed since it began. Returns the record, with the job's key then.
 
     Args:
-        key: Of the run.
+        key: Key of the run.
         record: What it left.
         began_ns: When it began, by `time.time_ns`.
     """

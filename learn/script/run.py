@@ -33,14 +33,14 @@ from featurize.memory.cudnn_workspaces import search_settings
 from featurize.nets.vision import mend_torchvision
 from featurize.operators.autocast import Autocast
 from featurize.operators.cuda_policy import as_on_cuda
-from featurize.operators.replacing import replace_attribute, stands_for
+from featurize.operators.replacing import replace_attribute, replace_in
 from featurize.operators.torch_releases import complete, matmul_allows_tf32
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
 from featurize.recording.step_trace import StepTrace
-from featurize.timing.model_flops import precision_in_words
+from featurize.timing.times import precision_in_words
 from featurize.trace.tracer import STEPS
-from featurize.training.training_step import AUTOCAST_DTYPES
+from featurize.training.training_step import AUTOCAST_DTYPES, WEIGHT_DTYPES
 from learn.script.command_line import ScriptCommand
 from learn.script.containment import DISTRIBUTED, contain
 from learn.script.deepspeed_engine import install_deepspeed
@@ -49,10 +49,6 @@ from learn.script.process_group import BUCKETS, RankZero, install_process_group
 from learn.script.records import SAVED, ScriptRecord, Setting, write_record
 from learn.script.script_recorder import ScriptRecorder
 from learn.script.step_watch import StepWatch
-
-FUNCTION = "torch.compile of a function was left out: it runs as it is written"
-
-_OF_COMPILED = ("forward", "_orig_mod")  # attributes that make a module compiled
 
 
 def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
@@ -63,16 +59,16 @@ def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
     if (sharding := sys.modules.get("torch.distributed.fsdp")) is None:
         return None
     wrappers = sharding.FSDPModule, sharding.FullyShardedDataParallel
-    units = [one for one in module.modules() if isinstance(one, wrappers)]
-    if all(one is module for one in units):
+    units = [submodule for submodule in module.modules() if isinstance(submodule, wrappers)]
+    if all(unit is module for unit in units):
         return None
-    return [one for one in units if sum(isinstance(part, wrappers) for part in one.modules()) == 1]
+    return [unit for unit in units if sum(isinstance(part, wrappers) for part in unit.modules()) == 1]
 
 
 class ScriptCompiler:
     """The modules that a script has compiled.
 
-    note   hears which function was not compiled
+    note   is notified of a function that was not compiled
     """
 
     def __init__(self, recorder: ScriptRecorder, note: Callable[[str], None]) -> None:
@@ -83,16 +79,24 @@ class ScriptCompiler:
     def install(self) -> None:
         """Replace torch.compile and `nn.Module.compile` in this process."""
 
-        @stands_for("compile", torch)
+        @replace_in("compile", torch)
         def compile_any(_compile: Any, model: Any = None, **kwargs: Any) -> Any:
             if model is None:
                 return lambda given: torch.compile(given, **kwargs)
-            return self._module(model, kwargs) if isinstance(model, nn.Module) else self._function(model)
+            if isinstance(model, nn.Module):
+                return self._module(model, kwargs)
+
+            @functools.wraps(model)
+            def noting(*args: Any, **kwargs: Any) -> Any:
+                self._note("torch.compile of a function was left out: it runs as it is written")
+                return model(*args, **kwargs)
+
+            return noting
 
         def state_of(module: nn.Module) -> dict[str, Any]:
             """Return what is copied and saved of a module: a copy of a compiled one runs as it is written."""
-            own = _OF_COMPILED if id(module) in self._compiled else ()
-            return {name: value for name, value in vars(module).items() if name not in own and not saves(value)}
+            added_names = ("forward", "_orig_mod") if id(module) in self._compiled else ()
+            return {name: value for name, value in vars(module).items() if name not in added_names and not saves(value)}
 
         def saves(value: Any) -> bool:
             """Return whether an attribute is the method that `containment` gives a module which is not scripted."""
@@ -171,21 +175,8 @@ class ScriptCompiler:
         self._recorder.memory.graphs = self._recorder.memory.graphs or CudaGraphs()
         return self._recorder.memory.graphs
 
-    def _function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            self._note(FUNCTION)
-            return function(*args, **kwargs)
-
-        return noting
-
 
 _OWN = (ROOT.resolve() / "learn", ROOT.resolve() / "featurize", Path(sysconfig.get_path("stdlib")).resolve())
-_LAUNCHED = (
-    "; the script expects a launcher: estimate the command that starts it, such as torchrun --nproc-per-node 8 train.py"
-)
-# Of a model whose weights are all of that type.
-_LOW_PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "fp16-true"}
 
 
 class ScriptRun:
@@ -194,7 +185,7 @@ class ScriptRun:
     Args:
         command: The fields of its `ScriptCommand`.
         device: The mapping of a `DeviceSpec`.
-        folder: For its record, and for what it saves.
+        folder: The folder of its record, and of what it saves.
     """
 
     def __init__(self, command: Mapping[str, Any], device: Mapping[str, Any], folder: str) -> None:
@@ -254,7 +245,7 @@ class ScriptRun:
     def _follow_threads(self) -> None:
         """Enter the modes, which belong to threads, in those that the script starts to load data ahead."""
 
-        @stands_for("run", threading.Thread)
+        @replace_in("run", threading.Thread)
         def run_inside(run: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
             if self._compiler.capturing:
                 run(thread)
@@ -265,7 +256,7 @@ class ScriptRun:
     def _note_precisions(self, autocast: Any) -> None:
         names = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
 
-        @stands_for("switched", autocast)
+        @replace_in("switched", autocast)
         def noting(switched: Callable[[Any], Any], dtype: Any) -> Any:
             if dtype in names and self._recorder.memory.step:
                 self._precisions.append(names[dtype])
@@ -330,7 +321,8 @@ class ScriptRun:
         if self._precisions:
             precision = max(set(self._precisions), key=self._precisions.count)
         elif (dtype := self._recorder.weight_dtype()) is not None:
-            precision = _LOW_PRECISIONS.get(dtype, precision)
+            of_weights = {dtype: name for name, dtype in WEIGHT_DTYPES.items()}
+            precision = of_weights.get(dtype, precision)
         micro = self._watch.most_backwards
         return {
             "optimizer": self._watch.optimizer_name,
@@ -347,11 +339,11 @@ class ScriptRun:
     def _files_looked_at(self) -> tuple[str, ...]:
         """Return the files of the script's own modules, and what it looked at, relative to the working folder."""
         modules = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-        own = {os.path.abspath(path) for path in modules if isinstance(path, str) and not is_installed(path)}
-        own |= self._files.looked_at()
+        paths = {os.path.abspath(path) for path in modules if isinstance(path, str) and not is_installed(path)}
+        paths |= self._files.looked_at()
         if not self._command.module:
-            own.discard(os.path.abspath(self._script))  # known by its bytes
-        return tuple(sorted(path.removeprefix(self._from + os.sep) for path in own if not is_installed(path)))
+            paths.discard(os.path.abspath(self._script))  # known by its bytes
+        return tuple(sorted(path.removeprefix(self._from + os.sep) for path in paths if not is_installed(path)))
 
 
 class OwnPackages(MetaPathFinder):
@@ -388,7 +380,7 @@ class OwnPackages(MetaPathFinder):
 
 
 def _elsewhere(name: str) -> ModuleSpec | None:
-    """Find a module or package that is not this project's; None where there is none with code."""
+    """Find a module or package that is not this project's; None where none has code."""
     spec = PathFinder.find_spec(name, [entry for entry in sys.path if Path(entry).resolve() != ROOT.resolve()])
     if spec is None or spec.origin is not None:
         return spec
@@ -417,8 +409,10 @@ def explained(error: BaseException, script: str) -> str:
     of = f" in operator {operator}" if operator else ""
     of += f" of module {module!r}" if module else ""
     text = first_line(error) if isinstance(error, Exception) else str(error)
-    launched = isinstance(error, KeyError) and error.args and error.args[0] in DISTRIBUTED
-    return f"{where}{type(error).__name__}{of}: {text}{_LAUNCHED if launched else ''}"
+    if isinstance(error, KeyError) and error.args and error.args[0] in DISTRIBUTED:
+        text += "; the script expects a launcher: estimate the command that starts it, such as torchrun "
+        text += "--nproc-per-node 8 train.py"
+    return f"{where}{type(error).__name__}{of}: {text}"
 
 
 def _frames(
@@ -426,7 +420,7 @@ def _frames(
 ) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
     """Return the frames of code that the user could have written, and those of them below the folders."""
     all_frames = traceback.extract_tb(error.__traceback__)
-    frames = [one for one in all_frames if not one.filename.startswith("<") and not is_installed(one.filename)]
+    frames = [frame for frame in all_frames if not frame.filename.startswith("<") and not is_installed(frame.filename)]
     return frames, [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]
 
 

@@ -1,7 +1,7 @@
 """Keeps what a script saves in a folder that is removed: it is written there and read back from there.
 
 Start reading at `SavedFiles.install`. Files that the script writes by other means than saving are written where it
-says. `install_saving` has checkpoints hold the shapes of tensors that have no values: a file that is read back gives
+says. `install_saving` has checkpoints hold the shapes of tensors that have no values: a file that is read back has
 tensors of the same shapes, on the same device.
 """
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from featurize.operators.replacing import replace_attribute, replaced, stands_for
+from featurize.operators.replacing import replace_attribute, replace_in, replaced
 from learn.script.fake_cuda import names_cuda
 
 NOTE = "files that the script saves were kept in a folder that is removed"
@@ -134,7 +134,7 @@ class SavedFiles:
         )
 
     def looked_at(self) -> set[str]:
-        """Return the paths that were asked for, but for what is the system's, and what has come since."""
+        """Return the paths that were asked for, except the system's, and what has come since."""
         return {
             path
             for path, was_there in self._looked_at.items()
@@ -151,7 +151,7 @@ class SavedFiles:
 
     def _mode(self, path: str) -> int:
         try:
-            return self._os["lstat"](path).st_mode
+            return int(self._os["lstat"](path).st_mode)
         except (OSError, ValueError):
             return 0
 
@@ -162,7 +162,7 @@ class SavedFiles:
         return stat.S_ISDIR(self._mode(path))
 
     def _gone(self, full: str) -> bool:
-        return any(full == one or full.startswith(one + os.sep) for one in self._removed)
+        return any(full == removed or full.startswith(removed + os.sep) for removed in self._removed)
 
     def _make_folders(self, kept: str) -> None:
         if not self._there(kept):
@@ -217,7 +217,7 @@ class SavedFiles:
             function(path, *args, **kwargs)
 
     def _take_away(self, function: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        """Remove a file or folder; one that is none of those saved stays, if it is removed while saving."""
+        """Remove a file or folder; one that was not saved by the script stays, if it is removed while saving."""
         full = self._full(path)
         if full is None or not self.takes(path) or not os.path.lexists(path):
             function(path, *args, **kwargs)
@@ -257,7 +257,7 @@ class SavedFiles:
         beside = os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(target))), os.fsdecode(source))
         self._os["symlink"](os.path.abspath(self.at(beside)), self.into(target))
 
-    def _listdir(self, function: Callable[..., list], path: Any = ".") -> list:
+    def _listdir(self, function: Callable[..., list[Any]], path: Any = ".") -> list[Any]:
         names = self._names(path)
         return function(path) if names is None else names
 
@@ -368,7 +368,7 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
     _install_pickling()
     lost: dict[str, str] = {}  # where a file is kept whose content could not be -> why
 
-    @stands_for("save", torch)
+    @replace_in("save", torch)
     def save_kept(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(f, str | os.PathLike):
             save(obj, f, *args, **kwargs)
@@ -378,10 +378,10 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
         lost.pop(place, None)
         try:
             save(obj, place, *args, **kwargs)
-        except Exception as error:  # of whatever the script saves
+        except Exception as error:  # raised by whatever the script saves
             lost[place] = f"{type(error).__name__}: {error}"
 
-    @stands_for("load", torch)
+    @replace_in("load", torch)
     def load_kept(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(f, str | os.PathLike):
             place = files.at(f)
@@ -399,7 +399,7 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
             return content
         return tree_map(lambda value: value.to("cuda") if isinstance(value, Tensor | nn.Module) else value, content)
 
-    @stands_for("load_state_dict", nn.Module)
+    @replace_in("load_state_dict", nn.Module)
     def load_states_in_place(load_states: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with replaced(torch.__future__, "_swap_module_params_on_conversion", False):  # trained, it cannot be swapped
             return load_states(*args, **kwargs)
@@ -415,13 +415,13 @@ def _install_torchscript() -> None:
     """Save a module that was not scripted as it is, and load it as it was then, from memory."""
     modules: dict[str, Any] = {}
 
-    @stands_for("save", torch.jit)
+    @replace_in("save", torch.jit)
     def save(_save: Callable[..., None], module: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         torch.save(module, f)
         if isinstance(f, str | os.PathLike):
             modules[os.path.abspath(f)] = copy.deepcopy(module)
 
-    @stands_for("load", torch.jit)
+    @replace_in("load", torch.jit)
     def load_kept(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(f, str | os.PathLike) and (kept := modules.get(os.path.abspath(f))) is not None:
             module = copy.deepcopy(kept)
@@ -432,14 +432,16 @@ def _install_torchscript() -> None:
 def _install_pickling() -> None:
     """Pickle a tensor without values as its shape."""
 
-    def rebuild(dtype: torch.dtype, size: tuple, stride: tuple, requires_grad: bool, on_gpu: bool) -> Tensor:
+    def rebuild(
+        dtype: torch.dtype, size: tuple[Any, ...], stride: tuple[Any, ...], requires_grad: bool, on_gpu: bool
+    ) -> Tensor:
         device = "cuda" if on_gpu and _Loading.back_on_gpu else "cpu"
         made = torch.empty_strided(size, stride, dtype=dtype, device=device)
         if device == "cpu" and made.numel() < _LARGE:
             made.zero_()
         return made.requires_grad_(requires_grad)
 
-    @stands_for("__reduce_ex__", Tensor)
+    @replace_in("__reduce_ex__", Tensor)
     def reduce_to_shape(reduce: Callable[..., Any], tensor: Tensor, protocol: Any) -> Any:
         with torch._C.DisableTorchFunction():
             without_values = tensor.is_meta or (tensor.numel() >= _LARGE and tensor.is_floating_point())
@@ -458,19 +460,19 @@ def _install_safetensors(files: SavedFiles, note: Callable[[str], None]) -> None
     import safetensors
     import safetensors.torch
 
-    @stands_for("save_file", safetensors.torch)
+    @replace_in("save_file", safetensors.torch)
     def save_file(_save: Any, tensors: Mapping[str, Tensor], filename: Any, metadata: Any = None) -> None:
         note(NOTE)
         with open(files.into(filename), "wb") as target:
             write_safetensors(tensors, target, metadata)
 
-    @stands_for("save", safetensors.torch)
+    @replace_in("save", safetensors.torch)
     def save(_save: Any, tensors: Mapping[str, Tensor], metadata: Any = None) -> bytes:
         target = io.BytesIO()
         size = write_safetensors(tensors, target, metadata)
         return target.getvalue().ljust(size, b"\0")
 
-    @stands_for("safe_open", safetensors, safetensors.torch)
+    @replace_in("safe_open", safetensors, safetensors.torch)
     def safe_open(opened: Callable[..., Any], filename: Any, *args: Any, **kwargs: Any) -> Any:
         return opened(files.at(filename), *args, **kwargs)
 
@@ -507,12 +509,14 @@ def _install_tokenizers(files: SavedFiles) -> None:
     import tokenizers
     from tokenizers import models
 
-    @stands_for("save", tokenizers.Tokenizer)
+    @replace_in("save", tokenizers.Tokenizer)
     def save_kept(save: Callable[..., None], tokenizer: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         save(tokenizer, files.into(path), *args, **kwargs)
 
-    @stands_for("save", models.Model)
-    def save_model_kept(save: Callable[..., list], model: Any, folder: Any, *args: Any, **kwargs: Any) -> list[str]:
+    @replace_in("save", models.Model)
+    def save_model_kept(
+        save: Callable[..., list[Any]], model: Any, folder: Any, *args: Any, **kwargs: Any
+    ) -> list[str]:
         kept = os.path.dirname(files.into(os.path.join(folder, "vocabulary")))
         return [os.path.join(folder, os.path.basename(path)) for path in save(model, kept, *args, **kwargs)]
 

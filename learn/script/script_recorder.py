@@ -30,10 +30,6 @@ _IN_PLACE_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adag
 _LARGE = 2**20  # elements
 _RANDOM = frozenset({"aten::normal_", "aten::uniform_", "aten::exponential_", "aten::log_normal_"})
 _ADJUSTING = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "fill", "zero"))
-_CONDITIONS = ("aten::equal", "aten::is_nonzero")
-_UNIQUE = ("aten::_unique2", "aten::unique_consecutive")
-ALL_DISTINCT = "unique keeps everything where its argument is computed in the step: an upper bound"
-_LOSS = 1.0  # of a loss whose number of classes is not known
 
 
 class ScriptRecorder(Recorder):
@@ -47,7 +43,7 @@ class ScriptRecorder(Recorder):
         self.updated_by_hand = False  # one of these was written to after the backward pass, by no optimizer of torch
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
-        self._loss = _LOSS
+        self._loss = 1.0  # the value of a loss whose number of classes is not known
         self.last_module = ""
 
     # -- the model
@@ -129,7 +125,7 @@ class ScriptRecorder(Recorder):
     # -- the operators
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
             if wrap_others(types):
@@ -152,8 +148,8 @@ class ScriptRecorder(Recorder):
 
     def _writes_to_parameters(self, func: torch._ops.OpOverload, args: Any) -> bool:
         written = (args[place] for place in traits_of(func).written if place < len(args))
-        tensors = (one for value in written for one in (value if isinstance(value, list | tuple) else (value,)))
-        return any(isinstance(one, Tensor) and one.untyped_storage()._cdata in self.trained for one in tensors)
+        tensors = (tensor for value in written for tensor in (value if isinstance(value, list | tuple) else (value,)))
+        return any(isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self.trained for tensor in tensors)
 
     def name_updates_state(self) -> None:
         """Say that what an update without an optimizer of torch has taken, and keeps, is its state."""
@@ -174,7 +170,7 @@ class ScriptRecorder(Recorder):
         """As of any trace, but what lies between a backward pass and the update belongs to the script."""
         return not self.updating
 
-    def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
+    def run(self, func: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         name = traits.name
         if name == READ and args[0].is_meta:
             values = self.values.of(args[0])
@@ -186,23 +182,23 @@ class ScriptRecorder(Recorder):
         if name == "aten::bincount":  # its length depends on the values; metrics say the least that they need
             least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
             return torch.empty(max(1, least), dtype=torch.int64, device="meta")
-        if name == "aten::masked_select" and any(self.values.of(one) is None for one in args):
+        if name == "aten::masked_select" and any(self.values.of(argument) is None for argument in args):
             self.values.assume(ALL_KEPT)
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
-        if name in _UNIQUE and self.values.of(args[0]) is None:
+        if name in ("aten::_unique2", "aten::unique_consecutive") and self.values.of(args[0]) is None:
             return self._all_distinct(args[0])
         if name.startswith(_IN_PLACE_UPDATES) and traits.mutates:
             return None if not func._schema.returns else args[0]
         try:
             return super().run(func, traits, args, kwargs)
         except UnknownValue:
-            if name in _CONDITIONS:
+            if name in ("aten::equal", "aten::is_nonzero"):
                 return True
             raise
 
     def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `unique` gives of values that are not known: each is another one."""
-        self.values.assume(ALL_DISTINCT)
+        self.values.assume("unique keeps everything where its argument is computed in the step: an upper bound")
         inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
         counts = torch.tensor([1]).expand(tensor.numel()).to("meta")
         return tensor.new_empty(tensor.numel()), inverse, counts
@@ -216,18 +212,19 @@ class ScriptRecorder(Recorder):
         return values.to(dtype or tensor.dtype, copy=True)
 
     def _plausible(self, dtype: torch.dtype) -> bool | int | float:
-        """A value that nobody computed: a loss, a count of 0, a condition that holds."""
+        """Return a value that nobody computed: a loss, a count of 0, a condition that holds."""
         if dtype is torch.bool:
             return True
         return self._loss if dtype.is_floating_point else 0
 
 
 def _only_initialises(func: OpOverload, args: Any) -> bool:
-    """Return whether an operator gives a large tensor on the host random values, or adjusts those of a parameter."""
+    """Return whether an operator fills a large tensor on the host with random values, or adjusts those of a
+    parameter."""
     name = func._schema.name
     if not (name in _RANDOM or (name in _ADJUSTING and isinstance(args[0], nn.Parameter))):
         return False
-    return args[0].is_floating_point() and args[0].numel() >= _LARGE
+    return bool(args[0].is_floating_point()) and args[0].numel() >= _LARGE
 
 
 def _concerns_meta(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> bool:

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils import checkpoint
 
-from featurize.operators.replacing import stands_for
+from featurize.operators.replacing import replace_in
 from featurize.trace.tracer import STEPS
 from learn.script.process_group import RankZero
 from learn.script.records import Setting
 from learn.script.script_recorder import ScriptRecorder
 
-BY_HAND = "an optimizer of its own"  # the name of an optimizer that is none of torch's
 # Classes of optimizers -> their names, where these are not the classes' own in small letters.
 _NAMES = {"adamw8bit": "adamw_8bit", "pagedadamw8bit": "paged_adamw_8bit", "pagedadamw": "paged_adamw"}
 
@@ -44,7 +43,7 @@ class StepWatch:
         self._by_engine = False  # which updates the model
         self._in_backward = False
         self._in_forward = False  # a forward pass of the step has begun, and no backward pass
-        self._backwards = 0  # of the step that runs
+        self._backwards = 0  # backward passes of the step that runs
         self.most_backwards = 0
         self.batch_size = 0
         self.optimizer_name = ""
@@ -62,21 +61,21 @@ class StepWatch:
         optimizers.register_optimizer_step_pre_hook(self._before_step)
         optimizers.register_optimizer_step_post_hook(self._after_step)
 
-        @stands_for("__call__", torch.nn.Module)  # whose hooks for all modules get no keyword arguments
+        @replace_in("__call__", torch.nn.Module)  # its hooks for all modules get no keyword arguments
         def call(called: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self._recorder.stack.running:
                 self._recorder.add_model(module)
                 self._forward(module, (args, kwargs))
             return called(module, *args, **kwargs)
 
-        @stands_for("__init__", Optimizer)
+        @replace_in("__init__", Optimizer)
         def init(make: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             make(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
 
-        @stands_for("backward", torch.autograd)
+        @replace_in("backward", torch.autograd)
         def run_backward(backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            if self._in_backward:  # of a checkpoint that is recomputed
+            if self._in_backward:  # a checkpoint that is recomputed
                 backward(*args, **kwargs)
                 return
             self._rank.begin_backward()
@@ -89,7 +88,7 @@ class StepWatch:
             self._rank.end_backward()
             self._after_backward()
 
-        @stands_for("zero_grad", Optimizer)
+        @replace_in("zero_grad", Optimizer)
         def watched_zero_grad(zero_grad: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             if self._in_forward and not self._backwards:
                 with torch._C.DisableTorchFunction():
@@ -101,7 +100,7 @@ class StepWatch:
         """Watch the functions that clip gradients and checkpoint activations."""
 
         def clips(name: str, setting: str, keyword: str) -> None:
-            @stands_for(name, torch.nn.utils, clip_grad)
+            @replace_in(name, torch.nn.utils, clip_grad)
             def watched(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
                 limit = args[0] if args else kwargs.get(keyword)
                 if isinstance(limit, int | float) and math.isfinite(limit):  # an infinite one measures the norm only
@@ -111,7 +110,7 @@ class StepWatch:
         clips("clip_grad_norm_", "clip_norm", "max_norm")
         clips("clip_grad_value_", "clip_value", "clip_value")
 
-        @stands_for("checkpoint", checkpoint)
+        @replace_in("checkpoint", checkpoint)
         def watched_checkpoint(recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.seen["checkpointing"] = "selective" if "context_fn" in kwargs else "full"
             if kwargs.get("use_reentrant"):
@@ -142,7 +141,7 @@ class StepWatch:
                 return  # on the host, as transforms of images are
         recorder = self._recorder
         if recorder.updated_by_hand and not self._stepped:
-            self.optimizer_name = self.optimizer_name or BY_HAND
+            self.optimizer_name = self.optimizer_name or "an optimizer of its own"  # none of torch's
             recorder.name_updates_state()
             self._end_step()
         if self.steps >= STEPS:
@@ -236,7 +235,7 @@ def _samples(inputs: Any) -> int:
     if not isinstance(inputs, list | tuple):
         return 0
     for value in inputs:
-        if isinstance(value, list) and value and all(isinstance(one, Tensor) and one.is_meta for one in value):
+        if isinstance(value, list) and value and all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in value):
             return len(value)
         if samples := _samples(value):
             return samples

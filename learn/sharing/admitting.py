@@ -1,7 +1,7 @@
 """The calls `learn.admit` and `learn.slowdowns`: whether a job may join the jobs of a GPU, and what that costs.
 
-Start reading at `admit`; `GpuState` is the GPU that the job would join, `known_job` makes a profile and a memory
-distribution of whatever describes a job, `overflow_probability` says how probably several do not fit together.
+Start reading at `admit`; `GpuState` is the GPU that the job would join, `profile_of` and `need_of` make a profile and a
+memory distribution of whatever describes a job, `overflow_probability` says how probably several do not fit together.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from conf.errors import UsageError, shown
 from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec
 from learn.estimation.job_estimate import Estimate
 from learn.estimators.protocol import LEVEL
-from learn.sharing.learned import LearnedSlowdowns, default_slowdowns
-from learn.sharing.profile import JobProfile, NoUtilization, Slowdown, SlowdownEstimator, profile_of_estimate
+from learn.sharing.slowdowns import (
+    JobProfile,
+    LearnedSlowdowns,
+    NoUtilization,
+    Slowdown,
+    SlowdownEstimator,
+    default_slowdowns,
+)
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from featurize.configs.trial import TrialConfig
-    from featurize.device.device_spec import DeviceSpec
     from learn.fitting.artifacts import DataPlace
-
-    Job = JobProfile | Estimate | TrialConfig | Mapping[str, Any]
 
 
 _MEDIAN = 0.5
@@ -40,7 +42,7 @@ class GpuState:
     """A GPU and the jobs on it. Raises `UsageError`.
 
     memory_mib   what all jobs together can use, their contexts included
-    jobs         that are there: profiles, estimates or trial configs
+    jobs         the jobs that are there: profiles, estimates or trial configs
     used_mib     measured on the GPU now; None where it is not known. Jobs are taken to grow up to their own figures
     device       GPU model, for jobs that have to be estimated
     """
@@ -60,49 +62,65 @@ class GpuState:
             raise UsageError("; ".join(problems))
 
 
-def known_job(
-    job: KnownJob, name: str, device: str | DeviceSpec, data: str | os.PathLike[str] | None = None
-) -> tuple[JobProfile, MemoryNeed]:
-    """Return a job's figures and the distribution of its memory.
+def known(job: KnownJob, device: str | DeviceSpec, data: DataPlace = None) -> JobProfile | Estimate:
+    """Return a profile or an estimate as it is, and the estimate of a trial config.
 
     Args:
-        job: a profile, an estimate, or a trial config, which is estimated.
-        name: for what has none.
+        job: a profile, an estimate, or a trial config.
         device: GPU model of the estimate.
         data: data folder with fitted models, for the estimate.
 
     Raises:
-        UsageError: for another object, a config that cannot be estimated, or a job whose memory has no bound.
+        UsageError: for another object, or a config that cannot be estimated.
     """
+    if isinstance(job, JobProfile | Estimate):
+        return job
+    if not isinstance(job, TrialConfig | Mapping):
+        raise UsageError(f"a job is a JobProfile, an Estimate or a trial config, got {shown(type(job).__name__)}")
+    from learn.estimation.estimating import estimate
+
+    return estimate(job, device=device, data=data)
+
+
+def profile_of(job: JobProfile | Estimate, name: str) -> JobProfile:
+    """Return the figures of a job alone; an estimate has none of a name."""
     if isinstance(job, JobProfile):
-        return job, _need_of(job)
-    if not isinstance(job, Estimate):
-        if not isinstance(job, TrialConfig | Mapping):
-            raise UsageError(f"a job is a JobProfile, an Estimate or a trial config, got {shown(type(job).__name__)}")
-        from learn.estimation.estimating import estimate
+        return job
+    return JobProfile(
+        name,
+        memory_mib=job.peak_memory_mib,
+        memory_bound_mib=job.upper_mib,
+        step_ms=job.step_time_ms,
+        smact=job.smact,
+        smocc=job.smocc,
+        drama=job.drama,
+    )
 
-        job = estimate(job, device=device, data=data)
-    profile = profile_of_estimate(job, name)
-    upper = tuple((p, mib) for p, mib in job.distribution if _MEDIAN <= p <= job.coverage)
-    return profile, MemoryNeed(upper) if upper and upper[-1][0] > _MEDIAN else _need_of(profile, job.coverage)
 
-
-def _need_of(job: JobProfile, coverage: float = LEVEL) -> MemoryNeed:
-    """Return the point, where there is one, as the median, and the bound as what the coverage names."""
-    point, bound = job.memory_mib, job.memory_bound_mib
+def need_of(job: JobProfile | Estimate, name: str) -> MemoryNeed:
+    """Return the distribution of a job's memory: an estimate's own from the median on, else the point, where there is
+    one, as the median, and the bound as what the coverage names. Raises `UsageError` without a bound."""
+    coverage = LEVEL
+    if isinstance(job, Estimate):
+        upper = tuple((p, mib) for p, mib in job.distribution if _MEDIAN <= p <= job.coverage)
+        if upper and upper[-1][0] > _MEDIAN:
+            return MemoryNeed(upper)
+        coverage = job.coverage
+    profile = profile_of(job, name)
+    point, bound = profile.memory_mib, profile.memory_bound_mib
     if bound is None:
         raise UsageError(
-            f"{shown(job.name)}: memory_bound_mib is missing, and without it there is no risk to judge; give what "
+            f"{shown(profile.name)}: memory_bound_mib is missing, and without it there is no risk to judge; give what "
             "99 of 100 such jobs stay below, or the peak of a job that was measured"
         )
     if point is None:
         return MemoryNeed(((coverage, bound),))
     if bound < point:
-        raise UsageError(f"{shown(job.name)}: memory_bound_mib {bound:,.0f} lies below memory_mib {point:,.0f}")
+        raise UsageError(f"{shown(profile.name)}: memory_bound_mib {bound:,.0f} lies below memory_mib {point:,.0f}")
     return MemoryNeed(((_MEDIAN, point), (coverage, bound)))
 
 
-_CELLS = 2048  # of the free memory, in which sums of jobs are counted
+_CELLS = 2048  # cells of the free memory, in which sums of jobs are counted
 
 
 @dataclass(frozen=True)
@@ -136,15 +154,11 @@ class MemoryNeed:
 
     def mib(self, probability: float) -> float:
         """Return the MiB that the job stays below with that probability; the bound above its coverage."""
-        import numpy as np
-
         probabilities, sizes_mib = zip(*self.quantiles, strict=True)
         return float(np.interp(probability, probabilities, sizes_mib))
 
     def exceeds(self, mib: float | np.ndarray) -> np.ndarray:
         """Return the probability that the job needs more than that many MiB, of each; 0 from the bound on."""
-        import numpy as np
-
         probabilities, sizes_mib = zip(*self.quantiles, strict=True)
         below = np.interp(mib, sizes_mib, probabilities, left=0.0)
         return np.where(np.asarray(mib) >= self.bound_mib, 0.0, 1.0 - below)
@@ -158,13 +172,11 @@ def overflow_probability(
     It is 0 where all bounds add up to no more than that, and 1 where the lowest quantiles do not fit.
 
     Args:
-        needs: of the jobs that come.
+        needs: needs of the jobs that come.
         memory_mib: what all jobs together can use.
-        present: of the jobs that are there.
+        present: needs of the jobs that are there.
         used_mib: measured now; the jobs that are there take that much at least.
     """
-    import numpy as np
-
     if max(used_mib, _sum_of_bounds(present)) + _sum_of_bounds(needs) <= memory_mib:
         return 0.0
     least = sum(need.quantiles[0][1] for need in needs)
@@ -175,7 +187,7 @@ def overflow_probability(
     cell = memory_mib / _CELLS
     total = np.ones(1)
     for need in present:
-        total = _added(total, need, cell)
+        total = _add(total, need, cell)
     floor = math.ceil(used_mib / cell)
     if floor:
         raised = np.zeros(max(floor + 1, len(total)))
@@ -183,7 +195,7 @@ def overflow_probability(
         raised[floor] += total[:floor].sum()
         total = raised[: _CELLS + 1]
     for need in needs:
-        total = _added(total, need, cell)
+        total = _add(total, need, cell)
     return float(min(1.0, max(0.0, 1.0 - total.sum())))
 
 
@@ -191,10 +203,8 @@ def _sum_of_bounds(needs: Sequence[MemoryNeed]) -> float:
     return sum(need.bound_mib for need in needs)
 
 
-def _added(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
+def _add(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
     """Return the distribution of a sum, in cells of the memory; each job is rounded up, to the safe side."""
-    import numpy as np
-
     below = 1.0 - need.exceeds(cell * np.arange(_CELLS + 1))
     return np.convolve(total, np.diff(below, prepend=0.0))[: _CELLS + 1]
 
@@ -223,7 +233,8 @@ class Admission:
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields as JSON holds them."""
         slowdowns = [
-            {"name": name, "median": one and one.median, "p90": one and one.p90} for name, one in self.slowdowns
+            {"name": name, "median": slowdown and slowdown.median, "p90": slowdown and slowdown.p90}
+            for name, slowdown in self.slowdowns
         ]
         return {**dataclasses.asdict(self), "slowdowns": slowdowns}
 
@@ -245,13 +256,13 @@ def admit(
         risk: probability of running out of memory up to which the job is admitted, from 0 to 1.
         max_slowdown: median slowdown up to which it is admitted, of each job; None: slowdowns decide nothing.
         data: data folder with fitted models and slowdowns; None: the default folder.
-        estimator: of slowdowns; None: the newest that was fitted to groups of the data folder, else the packaged one.
+        estimator: estimates slowdowns; None: the newest fitted to groups of the data folder, else the packaged one.
 
     Raises:
         UsageError: for a limit out of range, or a job whose memory has no bound.
 
     Example:
-        >>> from learn.sharing.profile import JobProfile
+        >>> from learn.sharing.slowdowns import JobProfile
         >>> busy = JobProfile("busy", memory_mib=12_000, memory_bound_mib=13_000, smact=0.7)
         >>> new = JobProfile("new", memory_mib=9_000, memory_bound_mib=10_000, smact=0.4)
         >>> admit(new, GpuState(memory_mib=40_326, jobs=(busy,))).admitted
@@ -261,13 +272,13 @@ def admit(
         raise UsageError(f"risk must be from 0 to below 1, got {risk!r}")
     if max_slowdown is not None and not max_slowdown >= 1:
         raise UsageError(f"max_slowdown must be at least 1, got {max_slowdown!r}")
-    profile, need = known_job(job, "new job", gpu_state.device, data)
-    present = [known_job(one, f"job {place}", gpu_state.device, data) for place, one in enumerate(gpu_state.jobs, 1)]
-    needs = [one for _, one in present]
-    used_mib, coverage = gpu_state.used_mib or 0.0, min(one.coverage for one in (need, *needs))
+    names = ["new job", *(f"job {place}" for place, _ in enumerate(gpu_state.jobs, 1))]
+    jobs = [known(profile, gpu_state.device, data) for profile in (job, *gpu_state.jobs)]
+    need, *needs = map(need_of, jobs, names)
+    used_mib, coverage = gpu_state.used_mib or 0.0, min(each_need.coverage for each_need in (need, *needs))
     overflow = overflow_probability([need], gpu_state.memory_mib, present=needs, used_mib=used_mib)
-    bound_mib = max(used_mib, sum(one.bound_mib for one in needs)) + need.bound_mib
-    slowdowns, unknown = _slowdowns([profile, *(one for one, _ in present)], estimator or default_slowdowns(data))
+    bound_mib = max(used_mib, sum(each_need.bound_mib for each_need in needs)) + need.bound_mib
+    slowdowns, unknown = _slowdowns(list(map(profile_of, jobs, names)), estimator or default_slowdowns(data))
     figures, level = f"{bound_mib:,.0f} of {gpu_state.memory_mib:,.0f} MiB", f"{100 * coverage:g} % level"
     fits = overflow <= risk
     reasons = [f"Memory fits at the {level}: {figures} by the bounds."]
@@ -277,8 +288,11 @@ def admit(
             f"{_percent(risk)}: {figures} are needed at the {level}."
         ]
     quick = True
-    if present and max_slowdown is not None:
-        quick = unknown is None and max(one.median for _, one in slowdowns if one is not None) <= max_slowdown
+    if needs and max_slowdown is not None:
+        quick = (
+            unknown is None
+            and max(slowdown.median for _, slowdown in slowdowns if slowdown is not None) <= max_slowdown
+        )
         reasons.append(_slowdown_reason(slowdowns, unknown, max_slowdown))
     return Admission(
         admitted=fits and quick,
@@ -301,7 +315,7 @@ def _slowdowns(
         expected = estimator.slowdowns(group)
     except NoUtilization as error:
         return tuple((job.name, None) for job in group), str(error)
-    return tuple((job.name, one) for job, one in zip(group, expected, strict=True)), None
+    return tuple((job.name, slowdown) for job, slowdown in zip(group, expected, strict=True)), None
 
 
 def _percent(share: float) -> str:
@@ -311,7 +325,9 @@ def _percent(share: float) -> str:
 def _slowdown_reason(slowdowns: Sequence[tuple[str, Slowdown | None]], unknown: str | None, limit: float) -> str:
     if unknown is not None:
         return f"Slowdowns cannot be expected: {unknown}."
-    name, worst = max(((name, one) for name, one in slowdowns if one is not None), key=lambda pair: pair[1].median)
+    name, worst = max(
+        ((name, slowdown) for name, slowdown in slowdowns if slowdown is not None), key=lambda pair: pair[1].median
+    )
     comparison = "within" if worst.median <= limit else "above"
     return (
         f"The largest expected slowdown is {worst.median:.2f} ({name}; 90 % of such jobs stay below {worst.p90:.2f}), "
@@ -323,7 +339,7 @@ MOST_JOBS = 4
 
 
 def slowdowns(
-    jobs: Sequence[Job],
+    jobs: Sequence[KnownJob],
     device: str | DeviceSpec = DEFAULT_DEVICE,
     *,
     data: DataPlace = None,
@@ -337,7 +353,7 @@ def slowdowns(
         device: GPU model, for trial configs.
         data: Data folder whose newest fitted slowdowns answer; None: the default folder. Where nothing was fitted, the
             packaged figures answer.
-        estimator: Another one, as `learn.sharing.profile.SharedTime()`.
+        estimator: Another one, as `learn.sharing.slowdowns.shared_time()`.
 
     Returns:
         The median and the 90th percentile of each job's step time over its step time alone; 1 or more.
@@ -354,18 +370,6 @@ def slowdowns(
     """
     if not 1 <= len(jobs) <= MOST_JOBS:
         raise UsageError(f"jobs must be 1 to {MOST_JOBS}, got {len(jobs)}")
-    group = [profile_of(job, device) for job in jobs]
+    group = [profile_of(known(job, device), f"job {place}") for place, job in enumerate(jobs, 1)]
     chosen: SlowdownEstimator = estimator or default_slowdowns(data)
     return chosen.slowdowns(group)
-
-
-def profile_of(job: Job, device: str | DeviceSpec = DEFAULT_DEVICE) -> JobProfile:
-    """Return the figures of a job alone; a trial config is estimated for `device` first."""
-    if isinstance(job, JobProfile):
-        return job
-    if isinstance(job, Estimate):
-        return profile_of_estimate(job, job.estimator)
-    from learn.estimation.estimating import estimate
-
-    family = job["family"] if isinstance(job, Mapping) and "family" in job else type(job).__name__
-    return profile_of_estimate(estimate(job, device=device), str(family))

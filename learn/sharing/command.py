@@ -18,79 +18,56 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from learn.judging.scores import RowScores, score_table, spread
-from learn.rows.targets import SLOWDOWN
-from learn.sharing.learned import LEAST_GROUPS, LearnedSlowdowns, MeasuredGroup, fitted_slowdowns, measured_groups
-from learn.sharing.profile import (
-    ConstantSlowdown,
-    JobProfile,
+from learn.rows.data import SLOWDOWN
+from learn.sharing.slowdowns import (
+    LearnedSlowdowns,
+    MeasuredGroup,
     NoUtilization,
-    SharedTime,
+    PointSlowdowns,
     Slowdown,
     SlowdownEstimator,
+    constant_slowdown,
+    fitted_slowdowns,
     group_memory,
-    utilization,
+    left_out_parts,
+    measured_groups,
+    shared_time,
+    utilizations,
 )
 
 if TYPE_CHECKING:
     import os
 
     from learn.commands.benchmark_rows import BenchmarkSettings
-    from learn.fitting.fit_call import FitSettings
+    from learn.commands.fit import FitSettings
 
 
-BOTH_KEEP = 0.85  # of the speed alone: a pair in which both do is one to put together
+BOTH_KEEP = 0.85  # share of the speed alone: a pair in which both keep it is one to put together
 SPLITS = ("model", "device")
 _TREES, _LEAF = 200, 5
 Answered = tuple[MeasuredGroup, list[Slowdown] | None]
 
 
-@dataclass(frozen=True)
-class _Trees:
-    """Trees on the utilization of the job and the sum of its partners': what is usual (Hu et al., Lucid)."""
+def _trees(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
+    """Fit trees on the utilization of the job and the sum of its partners': what is usual (Hu et al., Lucid)."""
+    from sklearn.ensemble import RandomForestRegressor
 
-    forest: object
-    name: str = "trees"
-
-    @classmethod
-    def fitted(cls, groups: Sequence[MeasuredGroup]) -> _Trees:
-        from sklearn.ensemble import RandomForestRegressor
-
-        rows = [_utilizations(group.jobs, place) for group in groups for place in range(len(group.jobs))]
-        forest = RandomForestRegressor(_TREES, min_samples_leaf=_LEAF, random_state=0, n_jobs=1)
-        return cls(forest.fit(np.array(rows), np.array(_speeds(groups))))
-
-    def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
-        rows = np.array([_utilizations(group, place) for place in range(len(group))])
-        speeds = self.forest.predict(rows)  # type: ignore[attr-defined]
-        return [Slowdown(1.0 / speed, 1.0 / speed) for speed in speeds.tolist()]
+    rows = [utilizations(group.jobs, place) for group in groups for place in range(len(group.jobs))]
+    forest = RandomForestRegressor(_TREES, min_samples_leaf=_LEAF, random_state=0, n_jobs=1)
+    forest.fit(np.array(rows), np.array(_speeds(groups)))
+    return PointSlowdowns(
+        "trees", lambda group, place: 1.0 / float(forest.predict(np.array([utilizations(group, place)]))[0])
+    )
 
 
-@dataclass(frozen=True)
-class _UtilizationSum:
-    """Horus (Yeung et al., 2021): a line through the sum of utilizations, the same for every job of a group."""
-
-    slope: float
-    level: float
-    name: str = "horus_sum"
-
-    @classmethod
-    def fitted(cls, groups: Sequence[MeasuredGroup]) -> _UtilizationSum:
-        sums = [sum(_utilizations(group.jobs, 0)) for group in groups for _ in group.jobs]
-        speeds = _speeds(groups)
-        slope, level = np.polyfit(sums, speeds, 1) if len(set(sums)) > 1 else (0.0, float(np.mean(speeds)))
-        return cls(float(slope), float(level))
-
-    def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
-        speed = min(1.0, max(0.05, self.level + self.slope * sum(_utilizations(group, 0))))
-        return [Slowdown(1.0 / speed, 1.0 / speed) for _ in group]
-
-
-def _utilizations(group: Sequence[JobProfile], place: int) -> tuple[float, float]:
-    """Return the utilization of one job, and the sum of its partners'. Raises `NoUtilization`."""
-    busy = [known for job in group if (known := utilization(job)) is not None]
-    if len(busy) < len(group):
-        raise NoUtilization("the utilization of a job alone is not known")
-    return busy[place], sum(busy) - busy[place]
+def _horus_sum(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
+    """Fit Horus' line (Yeung et al., 2021) through the sum of utilizations, the same for every job of a group."""
+    sums = [sum(utilizations(group.jobs, 0)) for group in groups for _ in group.jobs]
+    speeds = _speeds(groups)
+    slope, level = np.polyfit(sums, speeds, 1).tolist() if len(set(sums)) > 1 else (0.0, float(np.mean(speeds)))
+    return PointSlowdowns(
+        "horus_sum", lambda group, _: 1.0 / min(1.0, max(0.05, level + slope * sum(utilizations(group, 0))))
+    )
 
 
 def _speeds(groups: Sequence[MeasuredGroup]) -> list[float]:
@@ -98,16 +75,12 @@ def _speeds(groups: Sequence[MeasuredGroup]) -> list[float]:
     return [1.0 / max(1.0, slowdown) for group in groups for slowdown in group.slowdowns]
 
 
-def _constant(groups: Sequence[MeasuredGroup]) -> ConstantSlowdown:
-    return ConstantSlowdown(1.0 / float(np.mean(_speeds(groups))))
-
-
 ESTIMATORS: dict[str, Callable[[Sequence[MeasuredGroup]], SlowdownEstimator]] = {
     "learned": fitted_slowdowns,
-    "trees": _Trees.fitted,
-    "horus_sum": _UtilizationSum.fitted,
-    "shared_time": lambda _: SharedTime(),
-    "constant": _constant,
+    "trees": _trees,
+    "horus_sum": _horus_sum,
+    "shared_time": lambda _: shared_time(),
+    "constant": lambda groups: constant_slowdown(1.0 / float(np.mean(_speeds(groups)))),
 }
 
 
@@ -118,13 +91,13 @@ def judged(
 
     speed_mae        mean absolute error of normalised speed, 1 / slowdown; what was measured above 1 counts as 1
     raw_mae          the same, with measured speeds as they are
-    pair_mae         of the mean speed of a group's members, as measured
-    median, p90      of the absolute errors of normalised speed
-    auc              of telling groups in which all keep 85 % of their speed; None where all do, or none
+    pair_mae         mean absolute error of the mean speed of a group's members, as measured
+    median, p90      those of the absolute errors of normalised speed
+    auc              AUC for groups in which all keep 85 % of their speed; None where all do, or none
     covered          share of members whose slowdown stays below the 90th percentile; None for estimators without one
 
     Args:
-        groups: Of any sources; each source and series is judged by itself.
+        groups: Groups of any sources; each source and series is judged by itself.
         split: `model`: every group in which a model takes part is left out, each model in turn; `device`: every group
             of a GPU model. A group counts once for each part that it is left out in.
         progress: Is called with the parts done and in all.
@@ -134,7 +107,7 @@ def judged(
     by_title: dict[tuple[str, str], list[MeasuredGroup]] = defaultdict(list)
     for group in groups:
         by_title[group.title, group.series].append(group)
-    parts = {title: _parts(own, split) for title, own in sorted(by_title.items())}
+    parts = {title: left_out_parts(of_title, split) for title, of_title in sorted(by_title.items())}
     total, done = sum(map(len, parts.values())), 0
     scores = []
     for (title, series), own_parts in parts.items():
@@ -151,18 +124,6 @@ def judged(
             if len(together) < len(given):
                 scores.append(_score(f"{shown}, also groups that were not together", name, given))
     return sorted((score for score in scores if score is not None), key=lambda score: score.rows)
-
-
-def _parts(groups: Sequence[MeasuredGroup], split: str) -> list[tuple[list[MeasuredGroup], list[MeasuredGroup]]]:
-    def names(group: MeasuredGroup) -> tuple[str, ...]:
-        return group.models if split == "model" else (group.device,)
-
-    parts = []
-    for name in sorted({name for group in groups for name in names(group)}):
-        inside = [group for group in groups if name not in names(group) and not group.is_apart]
-        if len(inside) >= LEAST_GROUPS:
-            parts.append((inside, [group for group in groups if name in names(group)]))
-    return parts
 
 
 def _answers(
@@ -187,21 +148,24 @@ def _score(title: str, name: str, given: Sequence[Answered]) -> RowScores | None
     if not answered:
         return None
     raw = [np.array([1.0 / slowdown for slowdown in group.slowdowns]) for group, _ in answered]
-    expected = [np.array([1.0 / one.median for one in answer]) for _, answer in answered]
+    expected = [np.array([1.0 / member.median for member in answer]) for _, answer in answered]
     signed = np.concatenate(expected) - np.concatenate(raw)
     errors = np.abs(np.concatenate(expected) - np.minimum(1.0, np.concatenate(raw)))
     median, p90 = spread(errors)
     of_members = [zip(group.slowdowns, answer, strict=True) for group, answer in answered]
     bounds = list(itertools.chain.from_iterable(of_members))
-    has_bound = any(one.p90 > one.median for _, one in bounds)
+    has_bound = any(predicted.p90 > predicted.median for _, predicted in bounds)
     figures = {
         "speed_mae": float(errors.mean()),
         "raw_mae": float(np.abs(signed).mean()),
         "pair_mae": float(np.mean([abs(a.mean() - b.mean()) for a, b in zip(expected, raw, strict=True)])),
         "median": median,
         "p90": p90,
-        "auc": _auc(np.array([own.min() >= BOTH_KEEP for own in raw]), np.array([ours.min() for ours in expected])),
-        "covered": float(np.mean([slowdown <= one.p90 for slowdown, one in bounds])) if has_bound else None,
+        "auc": _auc(
+            np.array([group_speeds.min() >= BOTH_KEEP for group_speeds in raw]),
+            np.array([ours.min() for ours in expected]),
+        ),
+        "covered": float(np.mean([slowdown <= predicted.p90 for slowdown, predicted in bounds])) if has_bound else None,
     }
     return RowScores(rows=title, by=name, count=len(answered), left_out=len(given) - len(answered), figures=figures)
 
@@ -242,7 +206,6 @@ def fit_slowdowns(
         UsageError: There are too few groups, or groups of several sources. Nothing is written then.
     """
     from learn.fitting.artifacts import environment, save_artifact
-    from learn.sharing.learned import Saved
 
     groups, left_out = measured_groups(data, source, device_name)
     model = fitted_slowdowns(groups)
@@ -258,22 +221,22 @@ def fit_slowdowns(
         "environment": environment(),
     }
     report = {"group_ids": [group.group_id for group in together]}
-    path = save_artifact(data, SLOWDOWN, Saved(model), meta, report, now=now or datetime.now(UTC))
+    path = save_artifact(data, SLOWDOWN, model, meta, report, now=now or datetime.now(UTC))
     return FittedSlowdowns(path, model, meta)
 
 
 def fit_entry(settings: FitSettings) -> int:
     """Fit with the settings, and print what was fitted and where it is."""
-    done = fit_slowdowns(settings.data, source=settings.source, device_name=settings.device_name)
-    sources = ", ".join(f"{name} {count:,}" for name, count in done.meta["of"].items())
-    print(f"slowdown: {done.meta['groups']:,} groups ({sources}) on {', '.join(done.meta['device'])}")
-    for reason, count in done.meta["left_out"].items():
+    fitted = fit_slowdowns(settings.data, source=settings.source, device_name=settings.device_name)
+    sources = ", ".join(f"{name} {count:,}" for name, count in fitted.meta["of"].items())
+    print(f"slowdown: {fitted.meta['groups']:,} groups ({sources}) on {', '.join(fitted.meta['device'])}")
+    for reason, count in fitted.meta["left_out"].items():
         print(f"left out: {count:,} groups: {reason}")
-    contention = done.slowdowns.contention
+    contention = fitted.slowdowns.contention
     if contention is not None:
         print("contention: " + ", ".join(f"{name} {value:.3g}" for name, value in asdict(contention).items()))
-    print(f"jobs known by name: {len(done.slowdowns.known.suffers):,}")
-    print(f"artifact: {done.path}")
+    print(f"jobs known by name: {len(fitted.slowdowns.known.suffers):,}")
+    print(f"artifact: {fitted.path}")
     return 0
 
 
@@ -289,8 +252,14 @@ class SlowdownBenchmark:
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
         scores = [
-            {"title": one.rows, "estimator": one.by, "groups": one.count, "left_out": one.left_out, **one.figures}
-            for one in self.scores
+            {
+                "title": score.rows,
+                "estimator": score.by,
+                "groups": score.count,
+                "left_out": score.left_out,
+                **score.figures,
+            }
+            for score in self.scores
         ]
         return {**vars(self), "scores": scores}
 
@@ -330,28 +299,28 @@ def benchmark_entry(settings: BenchmarkSettings) -> int:
     from learn.judging.benchmark_view import BenchmarkProgress
 
     with BenchmarkProgress("slowdown") as progress:
-        done = benchmark_slowdowns(settings, progress.update)
-    _print(done)
+        benchmark = benchmark_slowdowns(settings, progress.update)
+    _print(benchmark)
     if settings.out is not None:
-        text = json.dumps(done.to_mapping(), indent=1)
+        text = json.dumps(benchmark.to_mapping(), indent=1)
         write_output(settings.out, text.encode(), key="out")
     return 0
 
 
-def _print(done: SlowdownBenchmark) -> None:
+def _print(benchmark: SlowdownBenchmark) -> None:
     from learn.judging.benchmark_view import print_table, screen_of
 
-    for title, scores in itertools.groupby(done.scores, key=lambda score: score.rows):
+    for title, scores in itertools.groupby(benchmark.scores, key=lambda score: score.rows):
         table = score_table(list(scores), {"estimator": "by", "groups": "count"})
-        print_table((f"{title}: groups with a {done.split} left out", *table))
+        print_table((f"{title}: groups with a {benchmark.split} left out", *table))
     screen = screen_of(140)
-    if not done.scores:
-        screen.print(f"no estimator was judged: of one {done.split} alone there are no groups to learn from")
-    for title, of in done.memory_errors.items():
+    if not benchmark.scores:
+        screen.print(f"no estimator was judged: of one {benchmark.split} alone there are no groups to learn from")
+    for title, of in benchmark.memory_errors.items():
         screen.print(
             f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
             f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)",
             soft_wrap=True,
         )
-    for reason, count in done.left_out.items():
+    for reason, count in benchmark.left_out.items():
         screen.print(f"left out: {count:,} groups: {reason}", soft_wrap=True)

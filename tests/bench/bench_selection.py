@@ -26,9 +26,9 @@ from featurize.device.device_spec import load_device
 from learn.estimators.protocol import from_space, to_space
 from learn.estimators.tabular import FeatureTable, LightGBMEstimator
 from learn.job.training_job import Case
-from learn.rows.data import Rows, load_rows, make_rows
+from learn.rows.data import Rows, Target, get_target, load_rows, utilization_bins
 from learn.rows.step_store import StepStore
-from learn.rows.targets import Target, get_target, utilization_bins
+from tests.learn.learn_rows import make_rows
 
 DEVICE = load_device("A100-SXM4-40GB")
 # Every family but those of library models, whose steps take long to trace.

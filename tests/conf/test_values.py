@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from conf.cli.overrides import literal, load_config, load_settings
 from conf.cli.settings import Checked, Kind, key, problems_of
 from conf.errors import UsageError
-from conf.plain_text import bounded, one_line, printable, shown
+from conf.plain_text import one_line, printable, shown, truncated
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_line_holds_nothing_that_moves_a_cursor_and_can_be_encoded(text):
 
 def test_what_is_quoted_back_is_short_and_shows_bytes():
     assert shown("a\udcff") == "'a\\xff'" and shown("\\udcff") == "'\\\\udcff'"
-    assert len(shown("x" * 10**6)) < 300 and len(bounded("x" * 10**6)) < 5000
+    assert len(shown("x" * 10**6)) < 300 and len(truncated("x" * 10**6)) < 5000
 
 
 @dataclass(frozen=True, kw_only=True)

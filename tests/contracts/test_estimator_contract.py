@@ -10,9 +10,10 @@ from conf.errors import UsageError
 from featurize.families import mlp
 from learn.estimators.protocol import ESTIMATORS, TRAINING_FREE, Estimator, Prediction, get_estimator, make_estimator
 from learn.rows import step_store
-from learn.rows.data import make_rows
+from learn.rows.data import TARGETS
 from learn.rows.step_store import StepStore
-from learn.rows.targets import TARGETS
+from tests.learn.conftest import few_trees as few_trees
+from tests.learn.learn_rows import make_rows
 
 FITTED_ROWS, TRAINING_FREE_ROWS = 40, 8  # a row of the latter takes a whole analysis, and none learns from others
 STEPS = StepStore()  # of the cases that the tests share

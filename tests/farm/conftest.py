@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from farm.queue.jobs import Queue
+from tests.farm.served import served
 from warehouse.files.folder import DataFolder
 from workers import worker
 from workers.trial.server_client import TrialServer
@@ -70,3 +71,10 @@ def end_of_servers() -> Iterator[None]:
     yield
     for server in LastingServer.idle.values():
         TrialServer.close(server)
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory):
+    """One service for all files that ask it: it starts for seconds. What is killed in it comes back."""
+    with served(DataFolder(tmp_path_factory.mktemp("shared") / "a'; echo foo").create().root) as service:
+        yield service

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import random
+from collections.abc import Sequence
 
 import pyarrow as pa
 
@@ -116,7 +117,8 @@ class Nights:
         }
         self.journal.done(cycle, "run", payload)
 
-    def landed(self, cycle: str, findings: list[dict] | None = None) -> None:
+    def landed(self, cycle: str, findings: Sequence[dict] | None = ()) -> None:
+        """The step `land`; `findings`: of its checks, None for those of the rules themselves."""
         snapshot = take_snapshot(self.folder, cycle)
         if findings is None:
             with connect(self.folder, snapshot=cycle) as connection:
@@ -124,14 +126,14 @@ class Nights:
         self.step(
             cycle,
             "land",
-            {"snapshot": cycle, "before": self._snapshot, "rows": dict(snapshot.rows), "findings": findings},
+            {"snapshot": cycle, "before": self._snapshot, "rows": dict(snapshot.rows), "findings": [*findings]},
         )
         self._snapshot = cycle
 
     def learned(self, cycle: str, *results: dict) -> None:
         self.step(cycle, "learn", {"results": list(results)}, minutes=6)
 
-    def night(self, rows: list[dict], *results: dict, findings: list[dict] | None = None) -> str:
+    def night(self, rows: list[dict], *results: dict, findings: Sequence[dict] | None = ()) -> str:
         """A whole night up to its report, whose step is still open."""
         cycle = self.begin()
         self.measured(cycle, rows)

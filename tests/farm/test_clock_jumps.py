@@ -97,5 +97,5 @@ def test_a_wait_that_a_backoff_can_explain_is_kept(queue):
     submit(queue, 1)
     (task,) = queue.lease("a", 1, 1000.0, LEASE_S)
     queue.retry(task, 1000.0, "lost")
-    assert queue.bound_waits(1000.0) == 0
+    assert queue.cap_waits(1000.0) == 0
     assert queue.lease("a", 1, 1001.0, LEASE_S) == []

@@ -14,8 +14,7 @@ import pytest
 from conf.errors import UsageError
 from conf.reports.blocks import Tiles
 from farm.replaying import view
-from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, ReplaySettings, Standing
-from farm.replaying.policies import POLICIES, make_policy
+from farm.replaying.crossing import NO_ESTIMATOR, POLICIES, CrossedReplays, ReplaySettings, Standing, make_policy
 from farm.replaying.simulator import ClusterRules, Contention, replay
 from farm.replaying.traces import (
     ESTIMATORS,
@@ -30,7 +29,7 @@ from farm.replaying.traces import (
 from farm.replaying.view import as_mapping, replay_page
 from featurize.timing.shared_gpu import SHARING
 from learn.sharing.admitting import MemoryNeed
-from learn.sharing.profile import JobProfile
+from learn.sharing.slowdowns import JobProfile
 from warehouse.files.folder import DataFolder
 
 RULES = ClusterRules(gpus=2, memory_mib=10_000.0, idle_w=50.0, limit_w=400.0)
@@ -255,7 +254,7 @@ def test_carma_s_submission_script_is_read(tmp_path):
     ("name", "text", "part"),
     [
         ("a.json", "{", "is not a trace"),
-        ("a.json", "{}", "no list of jobs"),
+        ("a.json", "{}", "not a list of jobs"),
         ("a.json", "[]", "no job"),
         ("a.csv", "1,2\n", "line 1: 2 columns"),
         ("a.sh", "submit.py --task /x/none.rad\n", "line 1: unknown task"),

@@ -147,7 +147,7 @@ def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(queue, worker):
     stranger = dataclasses.replace(result.others[0].run, run_id="elsewhere-000001")
     forged = dataclasses.replace(result, others=(dataclasses.replace(result.others[0], run=stranger),))
     refused = accepted(Completion(worker="w", task=task, result=forged), task).result
-    assert refused.run.status == "crashed" and "is no further run of it" in refused.run.error
+    assert refused.run.status == "crashed" and "is not a further run of it" in refused.run.error
 
 
 def test_a_lost_group_lands_a_run_for_each_member(queue):
@@ -283,7 +283,7 @@ def test_sigterm_among_the_pairs_finishes_those_that_run_and_ends_the_night(tmp_
 
 @pytest.mark.slow
 def test_pairs_whose_share_of_the_hours_was_up_do_not_begin_again_when_the_night_goes_on(tmp_path, monkeypatch):
-    data, work_off = tmp_path / "data", NightWork._work_off
+    data, work_off = tmp_path / "data", NightWork._run_tasks
     monkeypatch.setattr(
         NightWork, "stop", lambda work, share=1.0: NightStop(0.0 if share < 1.0 else None, work.cycle.name)
     )
@@ -294,7 +294,7 @@ def test_pairs_whose_share_of_the_hours_was_up_do_not_begin_again_when_the_night
         return work_off(work, job_id, *arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(NightWork, "_work_off", interrupted)
+        patched.setattr(NightWork, "_run_tasks", interrupted)
         assert night(data, "hours=1", "collocate=0.2") == 130
     before = states(data, "pairs")
     assert before.cancelled > 0 and only_cycle(data).open

@@ -191,7 +191,7 @@ def test_a_side_is_a_data_folder_or_a_snapshot_of_one(before, tmp_path):
     )
     text = f"{before.root}@night"
     assert side_of("before", text, tmp_path) == Recorded(text=text, folder=before, snapshot="night")
-    with pytest.raises(UsageError, match="no environment and no data folder; name a Python"):
+    with pytest.raises(UsageError, match="neither an environment nor a data folder; name a Python"):
         side_of("after", str(tmp_path / "nothing"), tmp_path)
 
 
@@ -386,7 +386,7 @@ def test_a_family_is_compared_alone(before, after, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected_text"),
     [
-        (["before=/nope", "after=/neither"], "after=/neither is no environment"),
+        (["before=/nope", "after=/neither"], "after=/neither is neither an environment"),
         (["before=SELF", "after=SELF"], "are the same"),
         (["before=SELF", "after=/nope", "tolerance=-1", "format=xml"], "tolerance must be a number >= 0, got -1"),
         (["before=SELF", "after=/nope", "operators=maybe"], "operators must be true or false"),

@@ -21,10 +21,11 @@ from farm.queue.jobs import Queue
 from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import SCHEMA_VERSION
 from workers.devices.discovery import discover_gpus
+from workers.telemetry.nvml import open_nvml
 
 
 def report(capsys, *overrides: str, refused: bool = False) -> dict:
-    """The report; `refused`: with the exit code for what `data=` names and is no data folder."""
+    """The report; `refused`: with the exit code for what `data=` names and is not a data folder."""
     assert run("doctor", doctor.entry, ["format=json", *overrides]) == 2 * refused
     printed = capsys.readouterr()
     assert printed.err.count("\n") == refused
@@ -47,16 +48,9 @@ def no_gpu(monkeypatch):
         def nvmlInit(self):
             raise self.NVMLError(9)
 
-    monkeypatch.setattr("workers.devices.discovery.open_nvml", lambda: _opened(NoDriver()))
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: _opened(NoDriver()))
-    monkeypatch.setattr("workers.telemetry.gpm.open_nvml", lambda: _opened(NoDriver()))
-
-
-def _opened(nvml):
-    from workers.telemetry.nvml import initialise
-
-    initialise(nvml)
-    return nvml
+    monkeypatch.setattr("workers.devices.discovery.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
+    monkeypatch.setattr("workers.telemetry.gpm.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
 
 
 def test_a_described_gpu_model_is_shown_with_what_follows_from_it(capsys, tmp_path, no_gpu):
@@ -108,7 +102,7 @@ def hopper(monkeypatch):
     nvml = FakeGpmNvml()
     nvml.returns[13] = 3
     for module in ("nvml", "gpm", "dcgm"):
-        monkeypatch.setattr(f"workers.telemetry.{module}.open_nvml", lambda: _opened(nvml))
+        monkeypatch.setattr(f"workers.telemetry.{module}.open_nvml", lambda given=None: open_nvml(given or nvml))
     monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(nvml, {}))
     monkeypatch.setattr(doctor, "_LISTEN_S", 0.6)
     return nvml

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_serving import served
 
 from conf.errors import UsageError
 from farm.serving.explorer_pages import READERS, ExplorerPages
 from farm.serving.problems import Scrubber
 from farm.serving.settings import LimitSettings
+from tests.farm.served import served
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.parsed_page import ParsedPage
 from tests.warehouse.warehouse_rows import ask, collocations, kernels, run_row, samples
@@ -299,7 +299,7 @@ def test_queries_whose_clients_have_left_make_room_for_others(place):
         before = len(forked(recursive=True))  # with the process that queries are forked from
         endless = "SELECT count(*) FROM range(1000000) a, range(1000000) b"
         left = [asyncio.create_task(pages.sql(endless)) for _ in range(READERS)]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(forked(recursive=True)) < before + READERS:
                 await asyncio.sleep(0.02)
             for task in left:

@@ -6,8 +6,8 @@ import json
 import shutil
 
 import pytest
-from test_serving import served
 
+from tests.farm.served import served
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.warehouse.warehouse_rows import run_row, samples
 from warehouse.files.folder import DataFolder

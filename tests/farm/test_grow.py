@@ -73,36 +73,6 @@ def test_a_night_measures_lands_and_reports(root, capsys):
     assert str(page) in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_killed_at_every_line_of_the_journal_it_ends_as_if_it_had_not_been(root, tmp_path, monkeypatch):
-    assert grow(tmp_path / "undisturbed", "n=4") == 0
-    append, left = Journal._append, [0]
-
-    def dying(journal, line):
-        if not left[0]:
-            raise Killed
-        left[0] -= 1
-        append(journal, line)
-
-    monkeypatch.setattr(Journal, "_append", dying)
-    deaths = 0
-    # In turns: dead when a step's work is done and not written down, and dead right after it was.
-    for allowed in (0, 1, *(1, 2) * len(STEPS), 9):
-        left[0] = allowed
-        try:
-            code = grow(root, "n=4")
-            break
-        except Killed:
-            deaths += 1
-    assert code == 0 and deaths == 2 + 2 * len(STEPS)
-    (cycle,), (other,) = cycles(root), cycles(tmp_path / "undisturbed")
-    assert (cycle.outcome, cycle.said) == (other.outcome, other.said)
-    assert runs(root) == runs(tmp_path / "undisturbed")
-    assert len(snapshot_names(DataFolder.resolve(root))) == 1
-    assert cycle.done("choose")["next_index"] == other.done("choose")["next_index"]
-    assert all(len(cycle.steps[name].attempts) > 1 for name in STEPS)
-
-
 @pytest.mark.parametrize("policy", ["uniform", pytest.param("active", marks=pytest.mark.slow)])
 def test_the_next_night_goes_on_and_measures_nothing_twice(root, policy):
     for _ in range(2):
@@ -561,7 +531,7 @@ def test_a_model_that_does_not_exist_tonight_is_told(root, tmp_path):
 @pytest.mark.parametrize(("settings", "code"), [({"n": 2}, 0), ({"n": 2, "limits": {"max_flops": 3}}, 2)])
 def test_the_models_are_looked_up_only_where_a_new_cycle_begins(root, tmp_path, monkeypatch, settings, code):
     """An unfinished cycle goes on; one of unknown settings is given up, and the new one is refused."""
-    monkeypatch.setattr("farm.grow._see_through", lambda *_: 0)
+    monkeypatch.setattr("farm.grow._run_cycle", lambda *_: 0)
     Journal.open(DataFolder.resolve(root).create()).begin(settings, "00000000")
     keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=1", keep) == code

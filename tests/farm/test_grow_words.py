@@ -1,8 +1,9 @@
 """The names that a growth cycle gives its runs, and the words of its plan."""
 
-from farm.nights.plan import Summary
+from farm.nights.journal import ChoicePayload
+from farm.nights.plan import choice_lines
 
-SUMMARY = Summary(
+CHOICE = ChoicePayload(
     policy="coverage",
     runs=6,
     families={"mlp": 6},
@@ -20,11 +21,11 @@ SUMMARY = Summary(
 
 
 def test_a_plan_of_simulated_runs_speaks_of_no_measurement_and_no_gpu_hours():
-    text = "\n".join(SUMMARY.lines("simulated"))
+    text = "\n".join(choice_lines(CHOICE, "simulated"))
     assert "3 simulated already" in text and "0.25 hours of simulated runs" in text
     assert "measured" not in text and "GPU" not in text
 
 
 def test_a_plan_of_measured_runs_speaks_of_gpu_hours():
-    text = "\n".join(SUMMARY.lines("measured"))
+    text = "\n".join(choice_lines(CHOICE, "measured"))
     assert "3 measured already" in text and "0.25 GPU-hours" in text

@@ -14,11 +14,20 @@ from conf.reports.page_text import figure
 from farm.nights.report_page import write_report
 from farm.nights.report_rows import GROUPS_SHOWN, LOG_CHARACTERS
 from tests.parsed_page import ParsedPage
+from warehouse.files.folder import DataFolder
 
 
 @pytest.fixture
 def nights(folder):
     return Nights(folder)
+
+
+@pytest.fixture(scope="module")
+def one_night(tmp_path_factory):
+    """For tests that change a payload of the one night."""
+    nights = Nights(DataFolder.resolve(tmp_path_factory.mktemp("growth") / "a'; echo foo").create())
+    nights.night([nights.run_row()], learned("kept"))
+    return nights
 
 
 def written(nights, name=None, plan=None, **steps):
@@ -52,7 +61,6 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
             ),
         ],
         learned("kept", error=120.0),
-        findings=[],
     )
     report, page = written(nights, plan=next_plan())
     assert report["said"]["level"] == "good" and report["said"]["advice"] == ["Nothing to do."]
@@ -68,9 +76,9 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
         "50.0 min",
         "0.25 kWh",
         "kept: better by 4 %",
-        "500 runs of 10,000 candidates",
+        "500 of 10,000 candidates (cnn: 300, gpt: 200)",
+        "41 runs out of memory",
         "3.25 GPU-hours",
-        "41 of them",
         "cnn 32-40 GB",
         "a note of the plan",
     ):
@@ -202,7 +210,7 @@ def test_labels_that_moved_in_the_same_environment_are_told(nights):
 
 
 def test_broken_checks_are_told_first(nights):
-    nights.night([nights.run_row(smact=0.2, smocc=0.9)])
+    nights.night([nights.run_row(smact=0.2, smocc=0.9)], findings=None)
     report, page = written(nights)
     assert [one["rule"] for one in report["findings"]] == ["impossible.smocc_over_smact"]
     assert "impossible.smocc_over_smact" in report["said"]["advice"][0] and report["said"]["level"] == "look"
@@ -232,8 +240,7 @@ def test_a_sick_machine_is_named_with_its_causes(nights):
     assert [step["state"] for step in report["steps"]] == ["done", *["not reached"] * 4, "started"]
 
 
-def test_drift_tells_what_moved_and_what_it_makes_stale(nights):
-    nights.night([nights.run_row()])
+def test_drift_tells_what_moved_and_what_it_makes_stale(one_night):
     drift = {
         "operators": {"step_time_ms": ["convolution"]},
         "stale_rows": 1234,
@@ -244,7 +251,7 @@ def test_drift_tells_what_moved_and_what_it_makes_stale(nights):
     }
     before = {**ENVIRONMENT, "torch_version": "2.5.1"}
     payload = canaries_payload(verdict="drift", before=before, drift=drift, compared=[compared(moved=True)])
-    report, page = written(nights, canaries=payload)
+    report, page = written(one_night, canaries=payload)
     assert report["canaries"]["drift"] == drift and report["said"]["level"] == "look"
     page_text = page.text
     for text in (
@@ -344,16 +351,13 @@ def test_time_is_told_by_step_and_over_the_cycles(nights):
     assert "70.0 min in all, 4.0 min of it beside running and fitting" in page.text
 
 
-def test_figures_that_json_does_not_know_become_null(nights):
-    cycle = nights.begin()
-    nights.measured(cycle, [nights.run_row()])
-    report, _ = written(nights, plan=next_plan(gpu_hours=math.inf))
+def test_figures_that_json_does_not_know_become_null(one_night):
+    report, _ = written(one_night, plan=next_plan(gpu_hours=math.inf))
     assert report["next_plan"]["gpu_hours"] is None
 
 
-def test_a_plan_of_stale_rows_only_has_no_summary(nights):
-    nights.night([nights.run_row()])
-    _, page = written(nights, plan={"runs": 12, "remeasured": 12, "next_index": {}})
+def test_a_plan_of_stale_rows_only_has_no_summary(one_night):
+    _, page = written(one_night, plan={"runs": 12, "remeasured": 12, "next_index": {}})
     assert "12 runs. 12 of them were measured before, and are stale since." in page.text
 
 
@@ -405,7 +409,7 @@ def test_a_simulated_night_speaks_of_no_measurement_no_gpu_time_and_no_energy(ni
     cycle = nights.begin()
     nights.measured(cycle, [nights.run_row(source="simulated")])
     nights.step(cycle, "canaries", canaries_payload() | {"source": "simulated"})
-    nights.landed(cycle, findings=[])
+    nights.landed(cycle)
     report, page = written(nights, plan=next_plan())
     page_text = page.text
     assert "The night is done: 1 run was simulated (ok 1)." in page_text and report["nights"][-1]["simulated"]
@@ -428,13 +432,12 @@ def test_a_share_of_a_whole_ends_at_100_percent_and_an_error_may_be_more(nights)
     assert "100" in numbers and not {"120", "150", "200"} & set(numbers)
 
 
-def test_no_header_is_the_name_of_a_column_of_the_code(nights):
-    nights.night([nights.run_row()], learned("kept"))
-    payload = nights.journal.cycles()[-1].done("learn")
+def test_no_header_is_the_name_of_a_column_of_the_code(one_night):
+    payload = one_night.journal.cycles()[-1].done("learn")
     for result in payload["results"]:
         for of in result["figures"].values():
             of |= {"out_of_memory": 3, "some_new_figure": 1.0}
-    _, page = written(nights, learn=payload)
+    _, page = written(one_night, learn=payload)
     assert "rows out of memory" in page.text and "some new figure" in page.text
     assert "out_of_memory" not in page.text and "some_new_figure" not in page.text
 

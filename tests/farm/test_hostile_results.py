@@ -77,7 +77,7 @@ ANSWERS = {
     "no run": (lambda task: RunResult(run=None, telemetry=None), "crashed", 1),
     "something else": (lambda task: {"run": 1}, "crashed", 1),
     "nothing": (lambda task: None, "crashed", 1),
-    "reasons that are no JSON": (changed(quality="untrusted", quality_reasons="{"), "ok", 1),
+    "reasons that are not JSON": (changed(quality="untrusted", quality_reasons="{"), "ok", 1),
     "reasons that are a list": (changed(quality="suspect", quality_reasons=[1]), "ok", 1),
     "reasons with surrogates": (changed(quality="suspect", quality_reasons={"\ud800": "\udfff"}), "ok", 1),
     "reasons of 50 MiB": (changed(quality="suspect", quality_reasons={"a": "x" * 50 * 2**20}), "ok", 1),

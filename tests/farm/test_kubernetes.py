@@ -15,15 +15,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_serving import MLP, Served
-from test_serving import folder as folder
-from test_serving import service as service
 
 from conf.cli import command_line as cli
 from farm import kueue
 from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
 from farm.serving.kubernetes import device_of
 from learn import estimate
+from tests.farm.served import MLP, Served
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "infra" / "kubernetes"
 # As an API server of Kubernetes 1.31 sends it, less what no webhook of a pod looks at.
@@ -198,7 +196,7 @@ def test_the_webhook_answers_over_https_without_a_token(folder, tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     tokens.write_text("0123456789abcdef-token\n")
     keys = [f"certificate={certificate}", f"private_key={private_key}", f"token_file={tokens}", "processes=1"]
-    served = Served(folder, *keys)
+    served = Served(folder.root, *keys)
     try:
         assert served.url.startswith("https://")
         answer = asked_over_https(served.port, certificate, "/v1/kubernetes/mutate", review({"gpufarm.io/job": JOB}))

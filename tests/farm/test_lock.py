@@ -224,7 +224,7 @@ def test_a_lock_with_a_second_name_is_refused_and_the_other_file_left_as_it_was(
 
 
 GARBAGE = {
-    "bytes that are no UTF-8": b"\xff\xfe\x00\x80" * 50,
+    "bytes that are not UTF-8": b"\xff\xfe\x00\x80" * 50,
     "a list": b"[1, 2]",
     "a number": b"7",
     "deep": b"[" * 50_000,

@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem
 from farm import serve
-from farm.serving.bodies import EstimateRequest
+from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.problems import Problem
-from farm.serving.questions import Policy, estimate_question
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
 from farm.serving.trace_store import QuestionLimits, TraceStore
 from learn import Estimate, JobProfile, estimate, estimate_many
@@ -34,91 +33,11 @@ from learn.commands import estimate as estimate_command
 from learn.job.training_job import load_factory
 from learn.sharing.admitting import GpuState, admit
 from tests.conf.test_children import DAEMON, WAIT
+from tests.farm.served import JSON, MLP, SMALL_LLAMA, served, wait_until_ready
 from warehouse.files.folder import DataFolder
 
-MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
 MLP_TEXT = ", ".join(f"{name}: {value}" for name, value in MLP.items())
 FIGURES = ("peak_memory_mib", "upper_mib", "smact", "smocc", "drama", "step_time_ms")
-JSON = "application/json"
-SMALL_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 1000,
-    "torch_dtype": "bfloat16",
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    "bos_token_id": 1,
-    "_name_or_path": "someone/model",
-}
-
-
-class Served:
-    """A service in a process of its own, on a free port."""
-
-    def __init__(self, data: Path, *arguments: str) -> None:
-        self.data, self.log = data, data.parent / "requests.jsonl"
-        command = [sys.executable, "-m", "farm.serve", "port=0", f"data={data}", f"log={self.log}", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        self.url = line.rpartition(" on ")[2].strip()
-        self.port = int(self.url.rpartition(":")[2])
-
-    def client(self, **options: object) -> Client:
-        return Client(self.url, **options)
-
-    def send(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None):
-        """One request as it is: (status, headers, parsed JSON or bytes)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with contextlib.closing(connection):
-            connection.request(method, path, body, {"content-type": JSON, **(headers or {})})
-            answer = connection.getresponse()
-            content = answer.read()
-        is_json = JSON in answer.headers.get("content-type", "") or "problem+json" in answer.headers["content-type"]
-        return answer.status, answer.headers, json.loads(content) if is_json else content
-
-    def post(self, path: str, body: object, **headers: str):
-        return self.send("POST", path, json.dumps(body).encode(), headers)
-
-    def answering(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children()
-        return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        _, self.errors = self.process.communicate(timeout=60)
-        return self.process.returncode
-
-
-@contextlib.contextmanager
-def served(data: Path, *arguments: str):
-    service = Served(data, *arguments)
-    try:
-        with service.client(timeout_s=60) as client:
-            wait_until_ready(client)
-        yield service
-    finally:
-        if service.process.poll() is None:
-            service.stop()
-
-
-def wait_until_ready(client: Client) -> None:
-    client.ask("GET", "/readyz")  # which the client asks again as long as it is 503
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return DataFolder(tmp_path / "a'; echo foo").create().root
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    with served(DataFolder(tmp_path_factory.mktemp("shared") / "a'; echo foo").create().root) as service:
-        yield service
 
 
 def problem_of(answer):
@@ -201,7 +120,9 @@ def test_an_adapter_and_quantized_weights_are_data_of_a_hugging_face_configurati
         "training": {"precision": "bf16"},
     }
     question = estimate_question(EstimateRequest.model_validate(body), Policy())
-    done = Estimate.from_mapping(_reply(json.loads(question.text), TraceLimits(str(folder), (), 60, 2**33))["answer"])
+    done = Estimate.from_mapping(
+        _reply(json.loads(question.text), TraceLimits(str(folder.root), (), 60, 2**33))["answer"]
+    )
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -419,35 +340,40 @@ def test_whatever_a_body_holds_the_answer_is_no_failure_of_the_service(service, 
 # ---- who may ask, and how much
 
 
-def test_other_machines_need_a_token(folder, tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text("# of the scheduler\n0123456789abcdef-token\n")
-    with served_with_token(folder, tokens) as service:
-        assert problem_of(service.send("GET", "/v1/devices"))[0] == 401
-        assert problem_of(service.send("GET", "/v1/devices", headers={"authorization": "Bearer x"}))[0] == 401
-        assert service.send("GET", "/healthz")[0] == 200
-        assert service.send("GET", "/metrics")[0] == 200, "the operator said so"
-        with service.client(token="0123456789abcdef-token") as client:
-            assert client.devices()
-        with service.client(token="wrong") as client, pytest.raises(Refused, match="Authorization"):
-            client.devices()
+TOKEN = "0123456789abcdef-token"
 
 
-@contextlib.contextmanager
-def served_with_token(folder, tokens):
-    service = Served(folder, f"token_file={tokens}", "processes=1", "open_metrics=true")
-    try:
-        with service.client(token="0123456789abcdef-token", timeout_s=60) as client:
-            wait_until_ready(client)
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A service that wants a token and ends a trace at once."""
+    place = tmp_path_factory.mktemp("guarded")
+    (place / "tokens").write_text(f"# of the scheduler\n{TOKEN}\n")
+    options = (f"token_file={place / 'tokens'}", "processes=1", "open_metrics=true", "limits.trace_s=0.05")
+    with served(DataFolder(place / "a'; echo foo").create().root, *options, token=TOKEN) as service:
         yield service
-    finally:
-        service.stop()
+
+
+def test_other_machines_need_a_token(guarded):
+    assert problem_of(guarded.send("GET", "/v1/devices"))[0] == 401
+    assert problem_of(guarded.send("GET", "/v1/devices", headers={"authorization": "Bearer x"}))[0] == 401
+    assert guarded.send("GET", "/healthz")[0] == 200
+    assert guarded.send("GET", "/metrics")[0] == 200, "the operator said so"
+    with guarded.client(token=TOKEN) as client:
+        assert client.devices()
+    with guarded.client(token="wrong") as client, pytest.raises(Refused, match="Authorization"):
+        client.devices()
+
+
+def test_a_client_reads_that_its_trace_took_longer_than_the_services_limit(guarded):
+    late = re.escape("longer than the limit of 0.05 s")
+    with guarded.client(token=TOKEN) as client, pytest.raises(Refused, match=late):
+        client.estimate(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
 
 
 def test_beyond_the_limits_a_client_is_told_to_come_back_and_who_waits_for_a_trace_is_not_in_the_way(folder):
     deep, other = ({"config": {**MLP, "depth": depth}} for depth in (5000, 5001))
     limits = ("limits.queued=1", "limits.batch=2", "limits.concurrent=1")
-    with served(folder, *limits, "processes=1", "explorer=false") as service:
+    with served(folder.root, *limits, "processes=1", "explorer=false") as service:
         assert service.send("GET", "/")[0] == service.send("GET", "/runs")[0] == 404, "the API alone"
         waits = http.client.HTTPConnection("127.0.0.1", service.port)
         with contextlib.closing(waits):
@@ -470,19 +396,13 @@ def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, tmp_path, se
     body = EstimateRequest(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
     store = TraceStore(tmp_path / "questions.sqlite")
     store.ask("k", estimate_question(body, Policy()).text, "someone", QuestionLimits(9, 2**20, 60.0))
-    limits = TraceLimits(str(folder), (), seconds, int(gib * 2**30))
+    limits = TraceLimits(str(folder.root), (), seconds, int(gib * 2**30))
     with contextlib.closing(store), TracePool(store, limits, 1):
         deadline = time.monotonic() + 60
-        while not (asked := store.get("k")).is_over:
+        while not (asked := store.get("k")).is_finished:
             assert time.monotonic() < deadline, "the trace goes on"
             time.sleep(0.02)
         assert asked.problem == f"the trace took {reason}"
-
-
-def test_a_client_reads_that_its_trace_took_longer_than_the_services_limit(folder):
-    with served(folder, "limits.trace_s=0.05", "processes=1") as service, service.client() as client:  # noqa: SIM117
-        with pytest.raises(Refused, match=re.escape("longer than the limit of 0.05 s")):
-            client.estimate(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
 
 
 @pytest.mark.slow
@@ -491,7 +411,10 @@ def test_what_a_script_starts_counts_and_ends_with_its_trace_and_with_a_killed_s
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     large = DAEMON.replace(WAIT, f'kept = b"x" * {2**31}; {WAIT}') + WAIT
-    with served(folder, "limits.trace_gib=1.5", "processes=1", "scripts=true") as service, service.client() as client:
+    with (
+        served(folder.root, "limits.trace_gib=1.5", "processes=1", "scripts=true") as service,
+        service.client() as client,
+    ):
         with pytest.raises(Refused, match=r"more memory than the limit of 1\.5 GiB"):
             client.estimate(script=large, script_arguments=[str(notes[0])])
         assert not psutil.pid_exists(int(notes[0].read_text()))
@@ -565,14 +488,14 @@ def kill_trace(service) -> bool:
 
 def test_a_killed_service_goes_on_with_what_was_asked_and_sigterm_ends_all_processes(folder):
     body = {"config": {**MLP, "depth": 300}, "method": "full"}
-    with served(folder, "processes=1") as first:
+    with served(folder.root, "processes=1") as first:
         status, _, pending = first.post("/v1/estimate", body, prefer="wait=0")
         assert status == 202, "it is killed before there is an answer"
         answering = first.answering()
         first.stop(signal.SIGKILL)
     psutil.wait_procs(answering, timeout=30)
     assert not [one for one in answering if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    with served(folder) as second, second.client() as client:
+    with served(folder.root) as second, second.client() as client:
         assert client.ask("GET", pending["url"])["estimate"]["parameters"] > 0
         everything = psutil.Process(second.process.pid).children(recursive=True)
         assert second.stop() == 0 and not second.errors
@@ -583,7 +506,10 @@ def test_a_killed_service_goes_on_with_what_was_asked_and_sigterm_ends_all_proce
 
 
 def test_a_second_service_of_a_data_folder_or_of_a_port_is_refused_in_one_line(service, folder, handlers, capsys):
-    for port, data, words in ((0, service.data, "another service"), (service.port, folder, f"port={service.port}")):
+    for port, data, words in (
+        (0, service.data, "another service"),
+        (service.port, folder.root, f"port={service.port}"),
+    ):
         assert cli.run("serve", serve.entry, [f"port={port}", f"data={data}"]) == 2
         error_text = capsys.readouterr().err
         assert error_text.count("\n") == 1 and words in error_text

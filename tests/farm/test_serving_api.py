@@ -7,11 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from test_serving import service as service
 
-from farm.serving.bodies import EstimateRequest
+from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.problems import Problem
-from farm.serving.questions import Policy, estimate_question
 from farm.serving.trace_pool import TraceLimits, _reply
 from warehouse.files.folder import DataFolder
 

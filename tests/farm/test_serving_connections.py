@@ -19,6 +19,7 @@ from farm.serving.connections import GuardedServer, peer_of
 from farm.serving.settings import LimitSettings
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+PATIENCE_S = 60.0  # on a busy machine
 LARGE = 8 << 20  # bytes of the answer of /large, more than sockets buffer
 
 
@@ -39,7 +40,9 @@ async def application(scope, receive, send):
 
 @contextlib.contextmanager
 def listening(loop="uvloop", certificate=None, key=None, **limits):
-    """A server in a thread of this process; yields its port and the server."""
+    """A server in a thread of this process, whose clients may take an hour unless a limit says less; yields its port
+    and the server."""
+    limits = {"head_s": 3600.0, "body_s": 3600.0, "unread_s": 3600.0, **limits}
     taken = socket.create_server(("127.0.0.1", 0), backlog=1024)
     config = uvicorn.Config(
         application,
@@ -60,7 +63,7 @@ def listening(loop="uvloop", certificate=None, key=None, **limits):
         yield port, server
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
@@ -68,7 +71,7 @@ def connected(port, sent=b"", receive_buffer=None):
     client = socket.socket()
     if receive_buffer:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    client.settimeout(10)
+    client.settimeout(PATIENCE_S)
     client.connect(("127.0.0.1", port))
     client.sendall(sent)
     return client
@@ -87,7 +90,7 @@ def ended(client):
 
 
 def asked(port, path="/", **options):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     with contextlib.closing(connection):
         connection.request("POST", path, b"four", options)
         return connection.getresponse().read()
@@ -108,9 +111,8 @@ def asked(port, path="/", **options):
 def test_a_client_that_does_not_go_on_is_let_go(loop, sent):
     with listening(loop, head_s=0.2, body_s=0.2) as (port, _):
         late = connected(port, sent)
-        began = time.monotonic()
         assert asked(port) == b"4 3"
-        assert ended(late) and time.monotonic() - began < 5
+        assert ended(late)
 
 
 def test_a_blank_line_after_a_request_holds_no_connection():
@@ -118,8 +120,7 @@ def test_a_blank_line_after_a_request_holds_no_connection():
         client = connected(port, HEAD + b"content-length: 0\r\n\r\n")
         assert client.recv(12) == b"HTTP/1.1 200"
         client.sendall(b"\r\n")
-        began = time.monotonic()
-        assert ended(client) and time.monotonic() - began < 4
+        assert ended(client)
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
@@ -128,7 +129,7 @@ def test_a_client_that_never_reads_its_answer_is_let_go(loop):
         request = b"POST /large HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
         clients = [connected(port, request, receive_buffer=4096) for _ in range(2)]
         assert len(asked(port, "/large")) == LARGE
-        until = time.monotonic() + 8
+        until = time.monotonic() + PATIENCE_S
         while server.server_state.connections and time.monotonic() < until:
             time.sleep(0.05)
         assert not server.server_state.connections
@@ -163,7 +164,7 @@ def test_what_never_ends_is_refused_before_it_takes_memory(start, piece):
 def test_a_request_within_the_limits_is_answered_whatever_its_shape():
     with listening(head_kib=64) as (port, _):
         assert asked(port, "/" + "a" * 30_000, **{f"x-{place}": "y" * 300 for place in range(90)}) == b"4 93"
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         connection.request("POST", "/", (b"a" * 50_000 for _ in range(20)), encode_chunked=True)
         assert connection.getresponse().read().startswith(b"1000000 ")
         connection.request("POST", "/", b"a" * 1_000_000)
@@ -174,7 +175,7 @@ def test_a_request_within_the_limits_is_answered_whatever_its_shape():
 def test_many_half_open_connections_lock_nobody_out_and_idle_ones_make_room_first():
     with listening(peer_connections=20, connections=30) as (port, server):
         half_open = connected(port, HEAD)
-        idle = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        idle = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         idle.request("GET", "/")
         assert idle.getresponse().read() == b"0 2"
         held = [connected(port, HEAD) for _ in range(18)]
@@ -198,7 +199,7 @@ def test_no_file_descriptor_left_is_a_pause_and_no_end():
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (clients[-1].fileno() + 1, before[1]))
             for client in clients:
-                client.settimeout(10)
+                client.settimeout(PATIENCE_S)
                 client.connect(("127.0.0.1", port))
                 client.sendall(HEAD + b"content-length: 0\r\nconnection: close\r\n\r\n")
         finally:
@@ -232,8 +233,7 @@ def test_a_tls_handshake_that_never_ends_is_let_go_and_counts_as_a_connection(lo
             client.sendall(HEAD + b"content-length: 0\r\n\r\n")
             assert client.recv(12) == b"HTTP/1.1 200"
             client.sendall(b"GET / HT")
-            began = time.monotonic()
-            assert all(map(ended, silent)) and ended(client) and time.monotonic() - began < 5
+            assert all(map(ended, silent)) and ended(client)
 
 
 def test_a_peer_is_an_address_of_ipv4_or_a_network_of_ipv6():

@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_serving import MLP
-from test_serving import service as service
 
 from conf.cli.command_line import run
 from conf.errors import UsageError
 from farm import slurm
 from farm.sbatch import SbatchSettings, entry, parted, training_command
 from farm.slurm import read_table
+from tests.farm.served import MLP
 
 DEVICES = "devices={A100-SXM4-40GB: a100, L4: l4}"
 TRAINING = """
@@ -173,7 +172,7 @@ def test_the_training_command_runs_where_cd_leads(lines, folder, tmp_path):
 )
 def test_a_folder_that_only_the_shell_knows_is_told(lines, tmp_path):
     (tmp_path / "here").mkdir()
-    with pytest.raises(UsageError, match=r"no folder here|only the shell knows"):
+    with pytest.raises(UsageError, match=r"not a folder here|only the shell knows"):
         training_command(f"{lines}\npython train.py\n", ["job.sh"], tmp_path)
 
 

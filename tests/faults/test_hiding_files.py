@@ -40,7 +40,7 @@ def test_a_function_over_items_runs_in_processes_from_such_a_folder(tmp_path):
     code = (
         "from conf.cli.own_packages import put_working_folder_last as put_last; put_last()\n"
         "from learn.rows.processes import in_processes\n"
-        "from learn.rows.targets import get_target\n"
+        "from learn.rows.data import get_target\n"
         "print(sorted((i, target.name) for i, target in in_processes(get_target, ['memory', 'smact'], workers=2)))\n"
     )
     done = subprocess.run(

@@ -65,7 +65,7 @@ def parts(python, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundles, "_XZ", {"preset": 0})
         try:
-            bundles.bundle(python=release, mib=200, ray=False, out=str(out))
+            bundles.bundle(bundles.BundleSettings(python=release, mib=200, ray=False, out=str(out)))
         except EnvironmentProblem as problem:
             if "reaches no index" not in str(problem):
                 raise

@@ -10,18 +10,13 @@ import http.client
 import itertools
 import resource
 import socket
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.farm.served import served
 from warehouse.files.folder import DataFolder
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "farm"))
-
-from test_serving import served
 
 pytestmark = pytest.mark.slow
 HALF_OPEN = 3000

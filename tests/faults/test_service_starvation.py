@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "farm"))
-
-from test_serving import JSON, MLP, SMALL_LLAMA, Served, wait_until_ready
-
+from tests.farm.served import JSON, MLP, SMALL_LLAMA, Served, wait_until_ready
 from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.slow

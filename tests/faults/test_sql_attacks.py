@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 import psutil
 import pytest
 
-from tests.farm.test_serving import served
+from tests.farm.served import served
 from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.slow

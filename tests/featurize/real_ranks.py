@@ -1,6 +1,7 @@
 """Real processes that train together over gloo, of which libraries are imported once. Start reading at `run_ranks`."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ def with_wide(names, combined):
     return [pytest.param(name, marks=pytest.mark.wide) if name in combined else name for name in names]
 
 
+# What the ranks need, imported once a session.
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "featurize.trace.tracer", "featurize.training.sharding"]
+
+
 def run_ranks(train, folder, ranks, *arguments):
     """Call `train(rank, *arguments)` in each of so many processes of one process group, and return what each gives, by
-    rank.
-
-    Only the first process is a new one: the ranks are its copies, taken before PyTorch starts a thread.
+    rank. The ranks are copies of one process, taken before PyTorch starts a thread.
 
     Args:
         train: A function of a module, which gives what JSON can hold.
@@ -31,15 +34,10 @@ def run_ranks(train, folder, ranks, *arguments):
         ranks: Their number.
         arguments: What the ranks take besides.
     """
+    multiprocessing.set_forkserver_preload(PRELOADED)
     given = (train, folder, ranks, arguments)
-    torch.multiprocessing.start_processes(_copied, args=given, nprocs=1, start_method="spawn")
+    torch.multiprocessing.start_processes(_one_rank, args=given, nprocs=ranks, start_method="forkserver")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def _copied(_first, *given):
-    import torch._dynamo
-
-    torch.multiprocessing.start_processes(_one_rank, args=given, nprocs=given[2], start_method="fork")
 
 
 def _one_rank(rank, train, folder, ranks, arguments):

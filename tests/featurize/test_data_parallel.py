@@ -17,7 +17,7 @@ from featurize.timing.collectives import ALL_REDUCE, BROADCAST, communicator_mib
 from featurize.timing.overlap import communication_of
 from featurize.timing.step_time import begin_moments_ms, delays_ms
 from featurize.trace.tracer import trace_step
-from featurize.training.data_parallel import assigned, limits_of
+from featurize.training.rank import assigned, limits_of
 from featurize.training.training_step import Training
 
 A100, RTX = load_device("A100-SXM4-40GB"), load_device("RTX-3090")

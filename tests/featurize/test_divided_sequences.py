@@ -70,7 +70,7 @@ def test_an_input_without_a_sequence_is_refused():
 @pytest.mark.parametrize(
     ("make", "ranks", "message"),
     [
-        (lambda: Attending(forward_part=Mixture), 3, "=3 does not divide the 8 experts of .*; of these, 2, 4, 8 do"),
+        (lambda: Attending(forward_part=Mixture), 3, "=3 does not divide the 8 experts of .*; ep can be 2, 4, 8"),
         (Listed, 4, "experts .ModuleList. is not divided; what is: a module named `experts` whose parameters"),
         (Attending, 4, "the model has no experts of a known kind"),
     ],

@@ -141,7 +141,7 @@ def test_the_text_of_a_layout_says_all_of_it(given):
         ({"tp": 2, "tp_plan": {"up": ["colwise"]}}, "tp_plan must be module path -> style"),
         ({"tp": 2, "tp_plan": {1: "colwise"}}, "tp_plan must be module path -> style"),
         ("ddp", "ddp needs a number of GPUs, as in ddp=8"),
-        ("", "no setting"),
+        ("", "not a setting"),
         ({}, "names no mode; give one of pp, ddp"),
         ("gpus_per_node=8", "names no mode"),
         ("ddp=8,color=red", "unknown 'color'; known: pp, ddp, fsdp, cp, tp, ep, own, gpus_per_node"),

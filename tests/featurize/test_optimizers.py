@@ -41,5 +41,5 @@ def test_an_optimizer_whose_module_is_gone_steps():
 def test_an_optimizer_of_real_parameters_updates_them():
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
-    run_step(make_optimizer("adam", [parameter], foreach=None))
+    run_step(make_optimizer("adam", [parameter]))
     assert (parameter < 1).all()

@@ -436,7 +436,7 @@ def test_a_model_without_repeated_blocks_cannot_be_checkpointed_by_a_setting():
 
 def test_an_optimizer_of_a_package_that_needs_a_gpu_says_so_on_the_cpu():
     with pytest.raises(EnvironmentProblem, match="runs on CUDA only"):
-        make_optimizer("adamw_8bit", nn.Linear(2, 2).parameters(), foreach=None)
+        make_optimizer("adamw_8bit", nn.Linear(2, 2).parameters())
 
 
 def test_the_settings_fit_into_a_replay():

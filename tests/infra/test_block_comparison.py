@@ -113,12 +113,12 @@ def test_a_history_comes_back_from_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"no xz", "is no recorded history"),
+        (b"no xz", "is not a recorded history"),
         (lzma.compress(b"[1]"), "missing name, config"),
         (lzma.compress(b'{"name": "cnn"}'), "missing config"),
-        (lzma.compress(b'{"name": '), "is no recorded history"),
-        (lzma.compress(b"x" * 10_000)[:60], "is no recorded history"),
-        (None, "is no recorded history"),
+        (lzma.compress(b'{"name": '), "is not a recorded history"),
+        (lzma.compress(b"x" * 10_000)[:60], "is not a recorded history"),
+        (None, "is not a recorded history"),
     ],
 )
 def test_a_file_that_holds_no_history_is_named(tmp_path, content, problem):

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from conf.errors import EnvironmentProblem, UsageError
 from infra.offline import bundle as bundles
 from infra.offline import launch, steps
-from infra.offline.bundle import Target, needed_wheels
+from infra.offline.bundle import BundleSettings, Target, needed_wheels
 
 PYTHON = "{}.{}".format(*sys.version_info)
 TAG = f"cp{PYTHON.replace('.', '')}"
@@ -75,7 +75,12 @@ def index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     content = random.Random(0).randbytes(3 << 20)
     files = {
-        "ray": [("ray/raylet", content), ("ray-1.data/scripts/ray", b""), ("ray-1.data/purelib/ray/more.py", b"")],
+        "ray": [
+            ("ray/raylet", content),
+            ("ray/jars/ray_dist.jar", content),
+            ("ray-1.data/scripts/ray", b""),
+            ("ray-1.data/purelib/ray/more.py", b""),
+        ],
         "pyarrow": [
             ("pyarrow/include/arrow.h", b""),
             ("pyarrow/libarrow_flight.so.1", b""),
@@ -101,7 +106,7 @@ def parts(index, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundles, "_XZ", {"preset": 0})
         patch.setattr(bundles, "_SOURCE_LEFT_OUT", ("[!i]*", "infra/g*", "infra/k*"))
-        table = bundles.bundle(python=PYTHON, mib=1.5, present="nunpy", out=str(folder))
+        table = bundles.bundle(BundleSettings(python=PYTHON, mib=4, present="nunpy", out=str(folder)))
     return folder, table
 
 
@@ -135,20 +140,17 @@ def manifest_of(part):
 
 def test_every_part_is_under_the_limit_and_the_first_holds_all_but_ray(parts):
     folder, table = parts
-    names = sorted(part.name for part in folder.iterdir())
-    assert len(names) > 2 and names[0] == "part-1"
+    assert sorted(part.name for part in folder.iterdir()) == ["part-1", "part-2"]
     for part in folder.iterdir():
-        assert sum(file.stat().st_size for file in part.iterdir()) <= 3 << 19
+        assert sum(file.stat().st_size for file in part.iterdir()) <= 4 << 20
         assert manifest_of(part) == manifest_of(folder / "part-1")
     archives = manifest_of(folder / "part-1")["archives"]
-    assert [piece["part"] for piece in archives["core"]["slices"]] == ["part-1"]
-    assert [piece["part"] for piece in archives["numpy"]["slices"]] == ["part-1"]
-    assert [piece["part"] for piece in archives["ray"]["slices"]] == ["part-2", "part-3", "part-1"]
+    assert {name: archive["part"] for name, archive in archives.items()} == bundles.PARTS
     assert archives["core"]["packages"].keys() == {
         name.replace("_", "-") for name in WHEELS if name not in ("numpy", "ray", "msgpack")
     }
     assert archives["ray"]["packages"].keys() == {"ray", "msgpack"}
-    assert any("/part-2: 1.4 MiB: ray.tar.xz.1" in line for line in table)
+    assert any("/part-2: ray: 3.0 MiB" in line for line in table)
 
 
 def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, machine, tmp_path):
@@ -157,7 +159,7 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     target.parent.mkdir()
     done = offline(folder / "part-1", "install", f"target={target}", f"parts={folder / 'part-1'}", env=machine())
     assert done.returncode == 0, done.stderr
-    assert "installed core: antlr4-python3-runtime 4.9.3, duckdb " in done.stdout and "ray waits" in done.stdout
+    assert "installed core: antlr4-python3-runtime 4.9.3, duckdb " in done.stdout and "ray" not in done.stdout
     assert (target / "site" / "pyarrow" / "__init__.py").exists() and (target / "source" / "infra" / "cron").exists()
     libraries = {path.name for path in (target / "site" / "pyarrow").iterdir()} - {"__init__.py"}
     assert libraries == {"lib.so", "libarrow_substrait.so.1", "libarrow_s3.so.1"}, "what another one names, and no more"
@@ -184,28 +186,8 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     # All parts lie beside the script that time, so Ray is added.
     assert "installed ray: msgpack 30.0, ray " in done.stdout
     assert os.access(target / "site-ray" / "ray" / "raylet", os.X_OK)
-    assert (target / "site-ray" / "ray" / "more.py").exists() and not (target / "held").exists()
-
-
-def test_a_step_keeps_no_slices_of_parts_that_are_not_there(parts, machine, tmp_path):
-    part, target = parts[0] / "part-1", tmp_path / "target"
-    done = offline(part, "test", f"target={target}", f"parts={part}", env=machine())
-    assert "installed core: " in done.stdout and "ray" not in done.stdout
-    assert not (target / "held").exists()
-
-
-def test_a_part_that_comes_later_is_added_to_those_held(parts, machine, tmp_path):
-    folder, _ = parts
-    target = tmp_path / "target"
-    numbers = range(1, len(list(folder.iterdir())) + 1)
-    for number in numbers:
-        assert not (target / "site-ray").exists()
-        done = offline(
-            folder / "part-1", "install", f"target={target}", f"parts={folder / f'part-{number}'}", env=machine()
-        )
-        assert done.returncode == 0, done.stderr
-    assert (target / "site-ray" / "ray" / "raylet").stat().st_size == 3 << 20
-    assert not (target / "held").exists() and not (target / "partial").exists()
+    assert (target / "site-ray" / "ray" / "more.py").exists() and not (target / "site-ray" / "ray" / "jars").exists()
+    assert not (target / "partial").exists()
 
 
 def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or_not_there(parts, machine, tmp_path):
@@ -234,7 +216,7 @@ def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or
             {"expects": ["jinja2", "no-such-thing"]},
             "this Python lacks no-such-thing, which the bundle expects here; install it, or",
         ),
-        ({"format": 99}, "is no part of an offline bundle: manifest.json: another format"),
+        ({"format": 99}, "is not part of an offline bundle: manifest.json: another format"),
     ],
 )
 def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts, machine, tmp_path, change, expected):
@@ -274,7 +256,7 @@ def test_a_later_call_with_another_python_is_refused(parts, machine, tmp_path):
     assert "has no torch; start offline.py with the Python that has it" in line
 
 
-def test_a_missing_or_torn_slice_is_refused_and_nothing_copied(parts, machine, tmp_path):
+def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, machine, tmp_path):
     folder, _ = parts
     target = tmp_path / "target"
     part = tmp_path / "part-1"
@@ -284,11 +266,11 @@ def test_a_missing_or_torn_slice_is_refused_and_nothing_copied(parts, machine, t
     command = ("install", f"target={target}", f"parts={part}")
     line = refusal(offline(part, *command, env=machine()))
     assert line == "error: part-1 is missing; it holds what every step needs; name its folder with parts="
-    content = (folder / "part-1" / "core.tar.xz.1").read_bytes()
-    (part / "core.tar.xz.1").write_bytes(content[:-1])
+    content = (folder / "part-1" / "core.tar.xz").read_bytes()
+    (part / "core.tar.xz").write_bytes(content[:-1])
     assert "is damaged" in refusal(offline(part, *command, env=machine()))
-    (part / "core.tar.xz.1").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "core.tar.xz.1 is damaged" in refusal(offline(part, *command, env=machine()))
+    (part / "core.tar.xz").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "core.tar.xz is damaged" in refusal(offline(part, *command, env=machine()))
     assert not target.exists() and not (tmp_path / "target.gpufarm-partial").exists()
 
 
@@ -300,7 +282,7 @@ def test_a_missing_or_torn_slice_is_refused_and_nothing_copied(parts, machine, t
         (["collect", "minutes"], "'minutes' is not KEY=VALUE"),
         (["collect", "minutes=1", "minutes=2"], "minutes= is given twice"),
         (["install", "minutes=1"], "unknown argument 'minutes'; valid are target=DIR, parts=DIR,DIR"),
-        (["install", "parts=/nowhere"], "/nowhere is no part of an offline bundle"),
+        (["install", "parts=/nowhere"], "/nowhere is not part of an offline bundle"),
         (["install", f"target={Path(__file__).parent}"], "is not empty and holds no install"),
         (["install", f"target={__file__}"], "cannot be used as target"),
         (["install", "target=/proc/target"], "/proc has 0 MiB free"),
@@ -330,7 +312,6 @@ def test_the_script_alone_says_how_it_is_used_and_an_old_python_can_read_it(part
         (["python=3.12", "present=/no/list.txt"], "present='/no/list.txt' cannot be read"),
         (["python=3.12", "present=lst.txt"], "present='lst.txt' cannot be read"),
         (["python=3.12", "present=['numpy<2']"], "present= has 'numpy<2'"),
-        (["python=3.12", "mib=0.05"], "mib=0.05 is too small: a part with what every step needs takes more than"),
     ],
 )
 def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monkeypatch):
@@ -338,6 +319,12 @@ def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monk
     assert bundles.main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
+
+
+def test_make_offline_runs_it_as_a_program():
+    command = [sys.executable, "-m", "infra.offline.bundle", "python=python3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=bundles.ROOT)
+    assert "python= must be the machine's release of Python, as 3.12, got 'python3'" in refusal(done)
 
 
 def test_the_script_knows_the_steps_of_the_plan():
@@ -354,29 +341,29 @@ def test_without_an_index_it_says_so_at_once(index, tmp_path, monkeypatch):
         needed_wheels([Requirement("lightgbm")], Target(PYTHON), {}, {}, tmp_path)
 
 
-def test_parts_too_small_for_what_every_step_needs_are_refused(tmp_path):
-    archive = bundles.Archive(name="core", path=tmp_path, packages={}, bytes=5 << 20, unpacked_bytes=9 << 20)
-    with pytest.raises(UsageError, match="mib=5 is too small: a part with what every step needs takes 6;"):
-        bundles.cut([archive], 5 << 20)
-    assert len(bundles.cut([archive], 6 << 20)) == 1
-
-
-def test_ray_is_not_compressed_where_the_rest_fits_no_part(tmp_path, monkeypatch):
+def test_a_part_too_small_for_what_every_step_needs_is_refused_before_ray_is_compressed(tmp_path, monkeypatch):
     compressed = []
 
     def wheel(requirements, target, on_machine, wheels, folder):
         wheels[requirements[0].name] = folder
         return set()
 
-    def archive(name, *arguments):
+    def archive(name, wheels, source, work):
         compressed.append(name)
-        return bundles.Archive(name=name, path=tmp_path, packages={}, bytes=5 << 20, unpacked_bytes=9 << 20)
+        path = work / f"{name}.tar.xz"
+        path.write_bytes(b"")
+        return bundles.Archive(name=name, path=path, packages={}, bytes=5 << 20, unpacked_bytes=9 << 20)
 
     monkeypatch.setattr(bundles, "needed_wheels", wheel)
     monkeypatch.setattr(bundles, "_archive", archive)
-    with pytest.raises(UsageError, match="mib=5 is too small"):
-        bundles.bundle(python=PYTHON, mib=5, out=str(tmp_path / "offline"))
-    assert compressed == ["core"]
+    out = tmp_path / "offline"
+    for mib, names in ((5, ["core"]), (6, ["core", "numpy"])):
+        compressed.clear()
+        with pytest.raises(UsageError, match=f"mib={mib} is too small: part-1 takes"):
+            bundles.bundle(BundleSettings(python=PYTHON, mib=mib, out=str(out)))
+        assert compressed == names
+    bundles.bundle(BundleSettings(python=PYTHON, mib=11, out=str(out)))
+    assert compressed[-1] == "ray"
 
 
 def test_names_in_present_that_nothing_requires_are_printed(parts):
@@ -409,6 +396,6 @@ def test_a_former_bundle_is_replaced_and_a_failed_one_leaves_nothing(parts, tmp_
 
     monkeypatch.setattr(bundles, "needed_wheels", missing)
     with pytest.raises(EnvironmentProblem, match="no wheel"):
-        bundles.bundle(python=PYTHON, out=str(out))
+        bundles.bundle(BundleSettings(python=PYTHON, out=str(out)))
     assert [path.name for path in tmp_path.iterdir()] == ["offline"], "also of one that was killed before"
     assert (out / "part-1" / "manifest.json").read_text() == "{}"

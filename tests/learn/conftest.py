@@ -8,7 +8,7 @@ from learn.estimators import hybrid, tabular
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _few_trees():
+def few_trees():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tabular.LightGBMEstimator, "rounds", 100)
         patch.setattr(hybrid, "_OTHERS", dataclasses.replace(hybrid._OTHERS, rounds=120))

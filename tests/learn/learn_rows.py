@@ -5,15 +5,19 @@ Start reading at `make_configs` and `write_runs`.
 
 import csv
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from conf.cli import command_line as cli
-from featurize.configs.features import scalar_features
-from featurize.configs.trial import config_hash
+from featurize.configs.features import group_key, scalar_features
+from featurize.configs.trial import TrialConfig, config_hash
+from featurize.device.device_spec import DEFAULT_DEVICE
 from featurize.families import cnn, mlp
 from learn.fitting.artifacts import stamped
+from learn.job.training_job import Case
+from learn.rows.data import LabelledRow, Rows, Target, get_target, module_of
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -138,3 +142,38 @@ def write_llm_foundry(file, *rows):
         writer = csv.DictWriter(out, LLM_FOUNDRY)
         writer.writeheader()
         writer.writerows(LLM_FOUNDRY | changed for changed in rows)
+
+
+def make_rows(
+    target: str | Target,
+    configs: Sequence[TrialConfig],
+    label: Sequence[float],
+    *,
+    run_ids: Sequence[str] | None = None,
+    censored: Sequence[bool] | None = None,
+    source: str = "simulated",
+    device: str = DEFAULT_DEVICE,
+    device_memory_mib: float = 40_960.0,
+    training_loop: bool = False,
+) -> Rows:
+    """Rows from configs and labels that are at hand, without a warehouse; all of one source and device."""
+    n = len(configs)
+    names = [f"row-{i:06d}" for i in range(n)] if run_ids is None else run_ids
+    bounds = [False] * n if censored is None else censored
+    records = [
+        LabelledRow(
+            run_id=name,
+            case=Case(config, device, training_loop),
+            label=float(value),
+            censored=bool(bound),
+            family=config.family,
+            source=source,
+            device=device,
+            device_memory_mib=device_memory_mib,
+            card_mib=device_memory_mib,
+            group=group_key(config),
+            module=module_of(config),
+        )
+        for name, config, value, bound in zip(names, configs, label, bounds, strict=True)
+    ]
+    return Rows(get_target(target) if isinstance(target, str) else target, tuple(records), {"ok": n})

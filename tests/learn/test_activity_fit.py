@@ -10,9 +10,9 @@ from featurize.device.device_spec import load_device
 from featurize.timing.calls import kernel_calls
 from featurize.timing.step_time import load_efficiencies, time_step
 from featurize.trace.tracer import trace_config
+from learn.fitting.constants_fit import ActivityFit, judged_activity
 from learn.fitting.kernel_formulas import score_text
 from learn.fitting.kernel_rows import MeasuredActivity, measured_activity
-from learn.fitting.power_and_activity_fit import ActivityFit, judged_activity
 
 A100 = load_device("A100-SXM4-40GB")
 LEARNED = load_efficiencies()

@@ -279,7 +279,7 @@ ENCODER = transformer.Config(
         (tokens_of(Decoder, optimizer="sgd"), "optimizer=sgd"),
         (tokens_of(lambda: Decoder(checkpoints=False)), "without activation checkpointing"),
         (workload(small_mlp, precision="bf16"), "Sequential is not covered: .*no nn.Embedding"),
-        (of_config(ENCODER), "TransformerClassifier is not covered: it is no transformer language model"),
+        (of_config(ENCODER), "TransformerClassifier is not covered: it is not a transformer language model"),
     ],
 )
 def test_llmem_refuses_by_name_what_it_does_not_cover(job, named):
@@ -402,7 +402,7 @@ def test_a_model_that_has_run_and_keeps_its_result_is_estimated(name):
 
 def test_an_estimator_says_row_by_row_what_it_refuses():
     from learn.job.training_job import of_configs
-    from learn.rows.data import make_rows
+    from tests.learn.learn_rows import make_rows
 
     adam, sgd = CONFIG, mlp.Config(**{**vars(CONFIG), "optimizer": "sgd"})
     fitted = make_estimator("deepspeed").fit(make_rows("memory", [adam, sgd], [1000.0, 900.0]))
@@ -416,8 +416,8 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
     from learn_rows import labels_of, make_configs
 
     from learn.judging.evaluate import evaluate
-    from learn.rows.data import make_rows
-    from learn.rows.targets import make_bins
+    from learn.rows.data import make_bins
+    from tests.learn.learn_rows import make_rows
 
     configs = make_configs(60, families=("mlp",))
     rows = make_rows("memory", configs, labels_of(configs)["peak_memory_mib"])

@@ -146,7 +146,7 @@ def test_a_report_of_a_mix_is_written(tmp_path):
         ({"batches": {64: 0.5}}, "needs inputs="),
         ({"inputs": [8, 64], "batches": [0]}, "must be >= 1, got 0"),
         ({"inputs": [8, 64], "batches": {64: -1}}, "share of length 64"),
-        ({"inputs": [8, 64], "batches": {"input_ids": [8, 64]}}, "'input_ids' is no length"),
+        ({"inputs": [8, 64], "batches": {"input_ids": [8, 64]}}, "'input_ids' is not a length"),
         ({"inputs": [8, 64], "batches": [[8, 64], [8, 128]]}, "leave inputs out"),
         ({"inputs": [8], "batches": [64, 128]}, "a second dimension"),
         ({"batches": [[8, 64], [8, 0]]}, "input sizes must be >= 1"),

@@ -16,7 +16,7 @@ from learn import benchmark as benchmark_module
 from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
 from learn.estimators import protocol as estimators
 from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
-from learn.rows.targets import memory_bins
+from learn.rows.data import memory_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -27,7 +27,7 @@ FAKES = ("hundreds", "endless", "hoarder")
 def fakes(monkeypatch):
     for name in FAKES:
         monkeypatch.setitem(estimators.ESTIMATORS, name, f"fake_methods:{name.capitalize()}Estimator")
-    monkeypatch.setattr(estimators, "TRAINING_FREE", (*estimators.TRAINING_FREE, *FAKES))
+    monkeypatch.setattr(benchmark_module, "TRAINING_FREE", (*estimators.TRAINING_FREE, *FAKES))
 
 
 def mlp(batch, topology="uniform"):
@@ -299,15 +299,15 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
 ORPHAN = """
 import sys, threading, time
 from multiprocessing import Pipe
-from learn.commands.benchmark_answers import PoolJob, answer
+from learn.commands.benchmark_rows import PoolItem, answer
 from learn.rows.processes import _serve
 from featurize.families.mlp import Config
 from learn.job.training_job import Case
 from featurize.device.device_spec import describe_device
 
 ours, theirs = Pipe()
-case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))
-job = PoolJob("fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
+case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1), described=describe_device("A100-SXM4-40GB"))
+job = PoolItem("fake_methods:HundredsEstimator", case, "memory")
 
 def die():
     ours.send(sys.path)

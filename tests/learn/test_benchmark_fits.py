@@ -13,8 +13,7 @@ from learn.estimators import protocol as estimators
 from learn.estimators.protocol import Estimator
 from learn.job.traced import step_of
 from learn.judging.evaluate import classes_of, hold_out
-from learn.rows.data import load_rows
-from learn.rows.targets import make_bins
+from learn.rows.data import load_rows, make_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 OK = "SUCCESSFUL"
@@ -23,7 +22,7 @@ OK = "SUCCESSFUL"
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
     monkeypatch.setitem(estimators.ESTIMATORS, "hundreds", "fake_methods:HundredsEstimator")
-    monkeypatch.setattr(estimators, "TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
+    monkeypatch.setattr("learn.benchmark.TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
 
 
 def mlp(batch, topology="uniform", depth=1):
@@ -205,7 +204,8 @@ def test_a_row_is_traced_once_for_all_estimators_and_figures_come_as_they_are_do
         return step_of(job, *args, **options)
 
     monkeypatch.setattr("learn.job.traced.step_of", counted)
-    monkeypatch.setattr("learn.commands.benchmark_answers.SLOW", ("hundreds",))
+    monkeypatch.setattr("learn.peers.base.step_of", counted)
+    monkeypatch.setattr("learn.commands.benchmark_rows.SLOW", ("hundreds",))
     path = write(tmp_path / "some.csv", [mlp(8 * (i + 1), depth=1 + i) for i in range(18)])
     shown = []
     chosen = settings(path, estimators=("hundreds", "trace", "hybrid"), data=str(tmp_path / "data"))

@@ -228,7 +228,7 @@ def test_a_measured_batch_that_cannot_be_traced_is_a_note(measured_folder, monke
             raise traced.CannotTrace("a batch of 32 is too odd", limit=False)
         return real(job, *args, **kwargs)
 
-    monkeypatch.setattr(traced, "step_of", only_the_asked)
+    monkeypatch.setattr("learn.estimation.answers.step_of", only_the_asked)
     done = estimate(MLP, data=measured_folder)
     assert done.warnings[-1] == "the data folder's measured runs are left out: a batch of 32 is too odd"
     with pytest.raises(UsageError, match="too odd"):
@@ -281,7 +281,7 @@ def test_measured_runs_are_taken_as_json(capsys):
     assert run(config, """known=[{"batch_size": 32, "memory_mib": 1900}]""") == 2
     message = capsys.readouterr().err
     assert "write KEY=VALUE (a mapping's keys have no quotes: {key: value})" in message
-    assert "no JSON (Expecting ',' delimiter" in message and "[{batch_size: 32, memory_mib: 10240" in message
+    assert "not JSON (Expecting ',' delimiter" in message and "[{batch_size: 32, memory_mib: 10240" in message
 
 
 def test_a_measurement_far_from_the_trace_has_a_warning():
@@ -300,8 +300,8 @@ def test_a_measurement_far_from_the_trace_has_a_warning():
         ([{"batch_size": 8, "memory_mib": 5, "mib": 5}], "unknown mib"),
         ([8], "a mapping is wanted"),
         ({}, "put it in brackets"),
-        ('[{"batch_size": 8 "memory_mib": 5}]', r"no JSON \(Expecting ',' delimiter.*as in|as in .*no JSON"),
-        ("folder", "runs or none; got text that is no JSON"),
+        ('[{"batch_size": 8 "memory_mib": 5}]', r"not JSON \(Expecting ',' delimiter.*as in|as in .*not JSON"),
+        ("folder", "runs or none; got text that is not JSON"),
         ('{"batch_size": 8, "memory_mib": 5}', "put it in brackets"),
     ],
 )

@@ -119,12 +119,12 @@ def test_runs_of_the_data_set_are_fitted_on_beside_the_published_ones_and_the_ca
     export(ExportSettings(data=str(runs), out=str(place / "set")))
     monkeypatch.setattr(dataset, "repository_folder", lambda: place / "set")
     assert run(f"path={files}", f"out={out}") == 0
-    assert "the trace answers for timm's models" in capsys.readouterr().out
+    assert "the models are fitted without it" in capsys.readouterr().out
     for target in TARGETS:
         rows = json.loads((out / target / "meta.json").read_text())["rows"]
         assert rows["source"] == {"imported": ROWS, "measured": 12}
     card = (out / "MODEL_CARD.md").read_text()
-    assert "**And on** 12 runs that the farm measured" in card and "timm models" not in card
+    assert f"- **Rows**: imported {ROWS}, measured 12; of devices: " in card
 
 
 def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, capsys):
@@ -152,7 +152,7 @@ def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypat
 
     monkeypatch.setattr(build_defaults, "_ingest", lambda *_: None)
     monkeypatch.setattr(build_defaults, "_fit", large)
-    with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that come along"):
+    with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that are packaged"):
         build(BuildSettings(path=str(tmp_path), out=str(tmp_path / "models")), print)
     assert not list(tmp_path.iterdir())
 

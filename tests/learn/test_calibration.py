@@ -142,7 +142,7 @@ def test_a_calibrated_machine_answers_for_its_data_folder(tmp_path):
     assert estimate(mlp, [32, 64], data=tmp_path / "d", machine=CURRENT).machine == CURRENT
     assert estimate(mlp, [32, 64], machine=str(path)).machine == "station"
     path.write_text("{}")
-    with pytest.raises(EnvironmentProblem, match="is no machine profile"):
+    with pytest.raises(EnvironmentProblem, match="is not a machine profile"):
         estimate(mlp, [32, 64], data=tmp_path / "d")
 
 
@@ -158,12 +158,12 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
         ("kind,mib\nidle,x\n", "line 2: could not convert"),
         ("kind,mib\nallocated,5\n", "line 2: unknown kind 'allocated'; known: card, context, idle, process"),
         ("kind,mib\nprocess,5\n", "line 2: a job is reserved_mib with cudnn"),
-        ("kind,mib\nidle,-5\n", "line 2: mib must be a number of at least 0"),
+        ("kind,mib\nidle,-5\n", "line 2: mib must be a number >= 0, got -5.0"),
         ("kind,mib,reserved_mib\nidle,5,6\n", "line 2: kind idle has no job"),
         ("kind,mib,reserved_mib,cudnn\nprocess,100,500,true\n", "mib=100 cannot be less than reserved_mib=500"),
         ("kind,mib,config\nprocess,5," + "[" * 100_000 + "\n", "line 2: "),
         ("kind,mib,config\nprocess,5,7\n", "line 2: config is JSON, but no object"),
-        ("kind,mib\nidle," + "x" * 140_000 + "\n", "is no CSV file"),
+        ("kind,mib\nidle," + "x" * 140_000 + "\n", "is not a CSV file"),
         ("kind,watts\nidle,5\n", "unknown column watts; known: kind, mib"),
         ("mib\n5\n", "missing column kind"),
     ):

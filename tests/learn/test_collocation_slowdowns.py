@@ -12,13 +12,14 @@ from conf.errors import EnvironmentProblem, UsageError
 from learn import JobProfile, fit_slowdowns, group_memory, slowdowns
 from learn.benchmark import entry as benchmark_command
 from learn.commands.benchmark_rows import BenchmarkSettings
+from learn.commands.fit import FitSettings
 from learn.commands.fit import entry as fit_command
-from learn.fitting.fit_call import FitSettings
-from learn.sharing.admitting import profile_of
+from learn.sharing.admitting import known, profile_of
 from learn.sharing.command import judged
-from learn.sharing.learned import (
+from learn.sharing.slowdowns import (
     ContentionFormula,
     MeasuredGroup,
+    constant_slowdown,
     find_slowdowns,
     fitted_slowdowns,
     load_slowdowns,
@@ -26,7 +27,6 @@ from learn.sharing.learned import (
     measured_groups,
     packaged_slowdowns,
 )
-from learn.sharing.profile import ConstantSlowdown
 from tests.learn.learn_rows import restamp
 from warehouse.ingest import IngestSettings, ingest
 
@@ -285,7 +285,7 @@ def test_without_a_fit_the_packaged_figures_answer(tmp_path):
     assert ours == packaged_slowdowns().slowdowns([BUSY, LIGHT])
     assert 1.0 <= ours[1].median < ours[0].median < 1.4
     assert slowdowns([BUSY, BUSY], data=tmp_path)[0].median > 1.5
-    assert slowdowns([BUSY, LIGHT], estimator=ConstantSlowdown(1.2))[0].median == 1.2
+    assert slowdowns([BUSY, LIGHT], estimator=constant_slowdown(1.2))[0].median == 1.2
 
 
 @pytest.mark.parametrize("count", [0, 5])
@@ -296,7 +296,7 @@ def test_no_job_and_more_than_four_are_refused(count):
 
 def test_a_trial_config_is_estimated_first(tmp_path):
     config = {"family": "mlp", "batch_size": 8, "input_size": 64, "classes": 10, "depth": 2}
-    profile = profile_of(config, "RTX-3090")
+    profile = profile_of(known(config, "RTX-3090"), "mlp")
     assert profile.memory_mib > 0 and profile.name == "mlp" and profile.smact is not None
     assert slowdowns([config, BUSY], "RTX-3090", data=tmp_path) == slowdowns([profile, BUSY], data=tmp_path)
 

@@ -9,6 +9,7 @@ from learn_rows import make_configs, write_batch
 
 from featurize.families import mlp
 from learn import estimate, estimate_many
+from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import (
     BOUND,
     DEVICES,
@@ -19,7 +20,6 @@ from learn.estimation.fast_estimates import (
     sampled_cases,
     sampled_configs,
 )
-from learn.fitting.fit_call import FitSettings, fit
 from learn.job.training_job import of_configs
 from learn.rows.step_store import compute
 

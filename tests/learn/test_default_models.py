@@ -13,7 +13,7 @@ from learn.build_defaults import LIMIT_MIB, TARGETS
 from learn.estimation.fast_estimates import BOUND, DEVICES, FAST_LOOPS
 from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, open_artifact
 from learn.job.training_job import of_configs
-from learn.rows.targets import TARGETS as KNOWN_TARGETS
+from learn.rows.data import TARGETS as KNOWN_TARGETS
 
 A100 = "A100-SXM4-40GB"
 FILES = sorted(path for path in DEFAULT_MODELS.rglob("*") if path.is_file())
@@ -33,10 +33,10 @@ CONFIGS = (
     ),
 )
 METRICS = {  # as the card calls them
-    "accuracy in the published bins": "accuracy",
+    "accuracy": "accuracy",
     "macro F1": "macro_f1",
     "median relative error": "median_relative_error",
-    "share underestimated": "underestimates",
+    "share of underestimates": "underestimates",
     "labels under the 99 % bound": "coverage",
 }
 

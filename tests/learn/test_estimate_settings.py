@@ -96,7 +96,7 @@ def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, capsys):
 
 def test_a_run_is_not_estimated_with_its_own_measurement(capsys):
     assert run("run=job-000001", "known=runs") == 2
-    assert "known=runs would take run=ID itself" in capsys.readouterr().err
+    assert "known=runs cannot be combined with run=" in capsys.readouterr().err
 
 
 def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces(monkeypatch):

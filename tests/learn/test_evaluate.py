@@ -9,7 +9,7 @@ from learn_rows import make_configs
 from conf.errors import UsageError
 from learn.judging.evaluate import parts_of
 from learn.judging.scores import bound_scores, class_scores
-from learn.rows.data import make_rows
+from tests.learn.learn_rows import make_rows
 
 
 def rows_of(n=60, copies=2):

@@ -8,7 +8,7 @@ from learn_rows import DEVICE, labels_of, make_configs
 
 from learn.estimators.protocol import make_estimator
 from learn.job.training_job import Case
-from learn.rows.data import make_rows
+from tests.learn.learn_rows import make_rows
 
 
 @pytest.fixture(scope="module")

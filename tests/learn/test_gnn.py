@@ -9,8 +9,8 @@ from torch import nn
 from featurize.families import mlp
 from learn.estimators.protocol import make_estimator
 from learn.job.training_job import Case, of_module
-from learn.rows.data import make_rows
 from learn.rows.step_store import StepRecord, StepStore
+from tests.learn.learn_rows import make_rows
 
 STEPS = StepStore()  # of the cases that the tests share
 BATCH, WIDTH = 64, 512

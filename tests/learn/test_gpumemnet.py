@@ -13,7 +13,7 @@ from featurize.families import cnn, layers_of, mlp
 from learn.estimators.protocol import make_estimator
 from learn.job.training_job import Case, of_module
 from learn.peers.gpumemnet import MAX_TOKENS, BinnedPrediction, bin_edges, classes_of, tokens_of
-from learn.rows.data import make_rows
+from tests.learn.learn_rows import make_rows
 
 NAMES = ("gpumemnet_mlp", "gpumemnet_transformer")
 CEILING_MIB = 8000.0

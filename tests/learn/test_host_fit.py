@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-import learn.fitting.host_and_link_fit as host_fit
+import learn.fitting.constants_fit as host_fit
 from featurize.job.training_settings import EAGER, MEGATRON
 from featurize.timing.step_time import load_efficiencies, overlapped
 from featurize.timing.times import HostTime
-from learn.fitting.host_and_link_fit import fitted_hosts
+from learn.fitting.constants_fit import fitted_hosts
 from warehouse.exchange.published_tables import TABLES
 from warehouse.files.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest

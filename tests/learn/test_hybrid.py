@@ -8,8 +8,8 @@ import pytest
 from featurize.families import cnn, mlp, transformer
 from learn.estimators.hybrid import HybridEstimator
 from learn.job.training_job import Case, of_config, of_configs
-from learn.rows.data import make_rows
 from learn.rows.step_store import StepStore
+from tests.learn.learn_rows import make_rows
 
 STEPS = StepStore()  # of the cases that the tests share
 CARD = 40_960.0

@@ -292,7 +292,7 @@ def test_a_file_of_jobs_that_is_no_text_is_named_with_the_line(tmp_path, capsys)
     path.write_bytes(json.dumps(CONFIG.to_mapping()).encode() + b"\n\n\xff\xfe{}\n")
     assert run(f"configs={path}", "method=fast", "format=json") == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err == f"error: configs={path}, line 3: this is no UTF-8 text\n"
+    assert shown.out == "" and shown.err == f"error: configs={path}, line 3: this is not UTF-8 text\n"
 
 
 @pytest.mark.parametrize("name", ["5", "1e3", "true", NAME])

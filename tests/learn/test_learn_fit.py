@@ -15,8 +15,8 @@ from learn.commands import fit as fit_module
 from learn.estimators.protocol import default_estimator
 from learn.fitting.artifacts import find_latest, load_latest, versions
 from learn.judging.evaluate import classes_of, hold_out, split
-from learn.rows.data import load_rows, make_rows
-from learn.rows.targets import TARGETS, make_bins
+from learn.rows.data import TARGETS, load_rows, make_bins
+from tests.learn.learn_rows import make_rows
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 

@@ -9,8 +9,8 @@ from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_fe
 from learn.estimators.tabular import group_folds
 from learn.judging.evaluate import classes_of, metrics_of
 from learn.judging.scores import Given, Scored, described, figures_of
-from learn.rows.data import make_rows
-from learn.rows.targets import TARGETS, get_target, make_bins, memory_bins
+from learn.rows.data import TARGETS, get_target, make_bins, memory_bins
+from tests.learn.learn_rows import make_rows
 
 
 def test_memory_bins_are_gb_wide_and_open_at_the_top():

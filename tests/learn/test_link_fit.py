@@ -7,7 +7,7 @@ import pytest
 from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
-from learn.fitting.host_and_link_fit import fitted_links
+from learn.fitting.constants_fit import fitted_links
 from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.files.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest

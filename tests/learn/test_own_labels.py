@@ -12,8 +12,7 @@ from learn.fitting.promotion import compare, refit
 from learn.judging.evaluate import judged
 from learn.judging.report import metric_rows
 from learn.judging.scores import bound_scores, exceeds, labels_are_its_own
-from learn.rows.data import load_rows
-from learn.rows.targets import make_bins
+from learn.rows.data import load_rows, make_bins
 from tests.learn.learn_rows import make_configs, write_batch
 
 CONFIGS = make_configs(70, seed=11)

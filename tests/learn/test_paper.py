@@ -7,7 +7,6 @@ import pytest
 
 from conf.cli import command_line as cli
 from learn import benchmark as benchmark_module
-from learn.commands import paper
 from learn.estimators import protocol as estimators
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
@@ -22,13 +21,13 @@ def name(batch, depth):
 def folder(tmp_path, monkeypatch):
     """30 MLPs of 1.0 to 6.8 GB, of which `hundreds` (100 MiB a sample) knows each, and two well-known models."""
     monkeypatch.setitem(estimators.ESTIMATORS, "hundreds", "fake_methods:HundredsEstimator")
-    monkeypatch.setattr(estimators, "TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
+    monkeypatch.setattr(benchmark_module, "TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
     runs = (
         ("memory", True, True, ("lightgbm", "hundreds")),
         ("smact", True, False, ("lightgbm",)),
         ("drama", True, False, ("lightgbm",)),
     )
-    monkeypatch.setattr(paper, "RUNS", runs)
+    monkeypatch.setattr(benchmark_module, "RUNS", runs)
     place = tmp_path / "a'; echo foo"
     place.mkdir()
     with open(place / "perceptrons.csv", "w", newline="") as file:
@@ -104,5 +103,5 @@ def test_a_folder_without_the_papers_data_is_refused(tmp_path, capsys):
 def test_an_estimator_that_answers_no_row_leaves_its_column_empty():
     answered = {"target": "memory", "family": "mlp", "n": 2, "estimator": "trace", "accuracy": {"1 GB": 0.5}}
     silent = {**answered, "estimator": "gpumemnet_mlp", "accuracy": {}}
-    table = paper._accuracy([answered, silent])
+    table = benchmark_module._accuracy([answered, silent])
     assert next((row["bins"], row["trace"], row["gpumemnet_mlp"]) for row in table.rows) == ("1 GB", 0.5, None)

@@ -224,9 +224,9 @@ def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(monkeypatch)
         ({"checkpointing": []}, "checkpointing names nothing"),
         ({"checkpointing": "full", "settings": Training(checkpointing="full")}, "given twice"),
         ({"method": "fast"}, "method: of one estimate only"),
-        ({"estimator": "horus"}, "no layout can be: ddp=8: estimator=horus knows one GPU"),
+        ({"estimator": "horus"}, "no layout is possible: ddp=8: estimator=horus knows one GPU"),
         ({"colour": 1}, "unknown keyword 'colour'"),
-        ({"device": "A100-SXM4-40GB:3g.20gb"}, "no layout can be: .*has no interconnect"),
+        ({"device": "A100-SXM4-40GB:3g.20gb"}, "no layout is possible: .*has no interconnect"),
         (
             {"model": mlp.Config(batch_size=8, input_size=8, classes=2, depth=2)},
             "plan takes an nn.Module or a factory of one, and no trial config",

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-import learn.fitting.power_and_activity_fit as power_fit
+import learn.fitting.constants_fit as power_fit
 import warehouse
 from featurize.timing.step_time import load_efficiencies
 from warehouse.exchange.published_tables import TABLES

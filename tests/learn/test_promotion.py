@@ -17,8 +17,8 @@ from learn.fitting.artifacts import find_latest, versions
 from learn.fitting.promotion import compare as compare_evaluations
 from learn.fitting.promotion import is_held_out, limits, refit
 from learn.judging.evaluate import judged
-from learn.rows.data import load_rows, make_rows
-from learn.rows.targets import make_bins
+from learn.rows.data import load_rows, make_bins
+from tests.learn.learn_rows import make_rows
 
 NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
 POOL = make_configs(500)

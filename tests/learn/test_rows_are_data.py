@@ -355,7 +355,7 @@ def test_an_absurd_device_or_family_of_a_run_is_one_line(tmp_path, capsys):
     argv = [f"run={run_id}", f"data={json.dumps(str(data))}"]
     assert cli.run("estimate", estimate_module.entry, argv) == 2
     said = capsys.readouterr().err
-    assert run_id in said and "is no JSON" in said and len(said.strip().splitlines()) == 1
+    assert run_id in said and "is not JSON" in said and len(said.strip().splitlines()) == 1
 
 
 def test_tasks_and_typed_fields_are_marked_and_unknown_families_are_left_alone():

@@ -68,7 +68,7 @@ def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_ref
     with pytest.raises(UsageError, match=r"known\[0\] is of batch_size=8, and the script"):
         estimating._require_batch_of_script(known_runs(elsewhere), 2)
     for given, message in (
-        ({"known": here, "estimator": "hybrid"}, "leave estimator=hybrid out"),
+        ({"known": here, "estimator": "hybrid"}, "cannot be combined with estimator=hybrid"),
         ({"known": "runs"}, "known=runs is for trial configs"),
         ({"batch_size": 8}, "unknown keyword 'batch_size'; known: allocator, coverage"),
     ):

@@ -143,7 +143,7 @@ def test_the_report_draws_what_ranks_gather_and_send(layout, tmp_path):
     ("options", "problem"),
     [
         ({"estimator": "horus"}, "estimator=horus knows one GPU"),
-        ({"known": [{"batch_size": 8, "memory_mib": 900}]}, "known: of jobs on one GPU only"),
+        ({"known": [{"batch_size": 8, "memory_mib": 900}]}, "known= and parallel= cannot be combined"),
         ({"optimizer_in_backward": True}, "optimizer_in_backward frees gradients"),
         ({"parallel": "fsdp=8", "optimizer": "adafactor"}, "adafactor does not run on .*; choose one of .*adamw"),
         (

@@ -204,7 +204,7 @@ def test_two_stores_share_the_data_folder_and_nothing_else(data, steps, traced):
     assert other.prepare(CASES[1:2], workers=0) == 0 and len(traced) == 3
 
 
-def test_a_module_is_known_by_itself_and_let_go_when_it_was_lent(steps, traced):
+def test_a_module_is_known_by_itself_and_let_go_after_an_override(steps, traced):
     """The workload of another module may take the place in memory of one that is gone, and so have its `id`."""
     from torch import nn
 
@@ -214,6 +214,6 @@ def test_a_module_is_known_by_itself_and_let_go_when_it_was_lent(steps, traced):
     parameters = [steps.record(case(width)).values["net_log_parameters"] for width in range(1, 40)]
     assert parameters == sorted(set(parameters)) and len(traced) == 39
     lent = case(50)
-    with steps.lent(lent, step_of(lent.job, lent.spec)):
+    with steps.override(lent, step_of(lent.job, lent.spec)):
         assert steps.features(lent)["net_log_parameters"] > parameters[-1] and len(traced) == 39
     assert steps.features(lent) is None

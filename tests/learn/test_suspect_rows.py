@@ -6,8 +6,8 @@ import pytest
 
 from conf.units import MIB_PER_GIB
 from featurize.families.cnn import Config
-from learn.rows.data import make_rows, with_suspects
-from learn.rows.step_store import StepStore
+from learn.rows.step_store import StepStore, with_suspects
+from tests.learn.learn_rows import make_rows
 
 BATCHES = (4, 8, 16, 32)
 CNN = Config(batch_size=1, image_size=64, channels=3, depth=3, base_filters=32, classes=10)

@@ -46,17 +46,17 @@ def test_an_all_reduce_lands_once_with_its_elements_and_ranks(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"value": "-1"}, "value is no time > 0 in us"),
-        ({"value": "nan"}, "value is no time > 0 in us"),
-        ({"unit": "ms"}, "value is no time > 0 in us"),
-        ({"gpus": "1"}, "gpus is no whole number from 2 to 72"),
-        ({"gpus": "2.5"}, "gpus is no whole number from 2 to 72"),
-        ({"gpus": "1e30"}, "gpus is no whole number from 2 to 72"),
+        ({"value": "-1"}, "value is not a time > 0 in us"),
+        ({"value": "nan"}, "value is not a time > 0 in us"),
+        ({"unit": "ms"}, "value is not a time > 0 in us"),
+        ({"gpus": "1"}, "gpus is not a whole number from 2 to 72"),
+        ({"gpus": "2.5"}, "gpus is not a whole number from 2 to 72"),
+        ({"gpus": "1e30"}, "gpus is not a whole number from 2 to 72"),
         ({"gpu": ""}, "no gpu"),
-        ({"what_was_measured": "all-gather time"}, "what_was_measured is no all-reduce"),
+        ({"what_was_measured": "all-gather time"}, "what_was_measured is not an all-reduce"),
         ({"precision": "int8"}, "unknown precision 'int8'; known: fp32, fp16, bf16"),
-        ({"size_bytes": "6"}, "size_bytes is no number of bytes of whole elements"),
-        ({"size_bytes": ""}, "size_bytes is no number of bytes of whole elements"),
+        ({"size_bytes": "6"}, "size_bytes is not a number of bytes of whole elements"),
+        ({"size_bytes": ""}, "size_bytes is not a number of bytes of whole elements"),
     ],
 )
 def test_a_row_that_makes_no_sense_is_named_and_left_out(folder, tmp_path, change, reason):

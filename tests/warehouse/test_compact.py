@@ -200,38 +200,6 @@ def test_a_query_inside_a_long_transaction_sees_the_same_rows_throughout(folder)
         assert connection.execute("SELECT count(*), count(DISTINCT run_id) FROM runs").fetchone() == (6, 6)
 
 
-READ_FOREVER = """
-import sys, warehouse
-connection = warehouse.connect(sys.argv[1])
-while True:
-    print(*connection.execute(
-        "SELECT count(*), count(DISTINCT run_id) FROM runs UNION ALL "
-        "SELECT count(*), count(DISTINCT (run_id, t_ms)) FROM telemetry ORDER BY 1").fetchall(), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_readers_in_other_processes_see_the_same_rows_while_files_are_merged(folder):
-    fill(folder, range(48))
-    reader = subprocess.Popen([sys.executable, "-c", READ_FOREVER, str(folder.root)], stdout=subprocess.PIPE, text=True)
-    try:
-        answers = {reader.stdout.readline()}
-        kept = 0
-        for step, rows in enumerate((2, 4, 8, 16, 64, 256)):
-            settings = CompactionSettings(min_files=2, target_rows=rows * SAMPLES)
-            kept = compact(folder, now_s=NOW_S + 2 * step * HOUR_S, settings=settings).kept_files
-            answers |= {reader.stdout.readline() for _ in range(4)}
-        assert kept > 0  # the reader has the warehouse open
-    finally:
-        reader.kill()
-        rest = reader.stdout.read().splitlines(keepends=True)
-        reader.wait()
-    answers |= {line for line in rest if line.endswith("\n")}
-    assert answers == {f"(48, 48) ({48 * SAMPLES}, {48 * SAMPLES})\n"}
-    compact(folder, now_s=NOW_S + 100 * HOUR_S, settings=EAGER)
-    assert census(folder) == expected(48)
-
-
 def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
     fill(folder, range(3))
     compact(folder, now_s=NOW_S, settings=EAGER)

@@ -285,7 +285,7 @@ def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
     assert report.statuses == {"ok": 1, "oom": 1, "invalid": 6}
     reasons = " | ".join(report.invalid)
     for expected_text in (
-        "-3 MiB is no need",
+        "-3 MiB is not a need",
         "90,000 MiB, on a device of 23,034 MiB",
         "smact must be in [0, 1], got 50",
         "no batch size",

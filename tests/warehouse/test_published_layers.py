@@ -73,10 +73,10 @@ def test_layers_are_learned_from_and_what_is_no_layer_is_named(tmp_path):
     "source, row, reason",
     [
         ("sailor", sailor_row(unit="ms"), "unit 'ms'; known: s"),
-        ("sailor", sailor_row(batch_per_gpu=0), "samples is no whole number > 0: '0'"),
+        ("sailor", sailor_row(batch_per_gpu=0), "samples is not a whole number > 0: '0'"),
         ("sailor", sailor_row(gpu=""), "no gpu"),
-        ("liger", liger_row(x_value=-256), "length is no whole number > 0: '-256'"),
-        ("liger", liger_row(config='{"intermediate_size": 8}'), "width is no whole number > 0: 'None'"),
+        ("liger", liger_row(x_value=-256), "length is not a whole number > 0: '-256'"),
+        ("liger", liger_row(config='{"intermediate_size": 8}'), "width is not a whole number > 0: 'None'"),
         ("liger", liger_row(config=CONFIG.replace("bfloat16", "int8")), "dtype 'int8'; known: float32, bfloat16"),
     ],
 )

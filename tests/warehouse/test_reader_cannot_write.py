@@ -9,15 +9,23 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
+from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.tables.sql_text import sql_text
 
 
-@pytest.fixture
-def connection(folder):
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A folder for all tests that try to write to it, as none of them can."""
+    folder = DataFolder.resolve(tmp_path_factory.mktemp("filled") / "a'; echo foo [b]*? family=x" / "data").create()
     for index in range(3):
         RunWriter(folder).write(run_row(index), samples())
-    with contextlib.closing(warehouse.connect(folder)) as opened:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def connection(filled):
+    with contextlib.closing(warehouse.connect(filled)) as opened:
         yield opened
 
 
@@ -67,26 +75,26 @@ WRITES = (
 
 
 @pytest.mark.parametrize("sql", WRITES)
-def test_no_statement_writes_a_file(connection, folder, sql):
-    before = state_of(folder.root.parent)
-    for path in places(folder, connection):
+def test_no_statement_writes_a_file(connection, filled, sql):
+    before = state_of(filled.root.parent)
+    for path in places(filled, connection):
         for opened in (connection, connection.cursor()):
             with contextlib.suppress(duckdb.Error):  # EXPLAIN without ANALYZE only plans
                 opened.execute(sql.format(path=sql_text(path))).fetchall()
             with contextlib.suppress(duckdb.Error):
                 opened.sql(sql.format(path=sql_text(path)))
-    assert state_of(folder.root.parent) == before
+    assert state_of(filled.root.parent) == before
     assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(3,)]
 
 
 @pytest.mark.parametrize("method", ["write_parquet", "to_parquet", "write_csv", "to_csv"])
-def test_a_relation_of_the_python_api_writes_no_file(connection, folder, method):
-    before = state_of(folder.root.parent)
+def test_a_relation_of_the_python_api_writes_no_file(connection, filled, method):
+    before = state_of(filled.root.parent)
     relation = connection.sql("SELECT run_id FROM runs")
-    for path in places(folder, connection):
+    for path in places(filled, connection):
         with pytest.raises((duckdb.Error, AttributeError)):
             getattr(relation, method)(path)
-    assert state_of(folder.root.parent) == before
+    assert state_of(filled.root.parent) == before
 
 
 @pytest.mark.parametrize(

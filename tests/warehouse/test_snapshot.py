@@ -128,7 +128,7 @@ def test_a_damaged_file_is_named(folder, same_size):
         warehouse.connect(folder, snapshot="s")
     path.unlink()
     (root / "runs" / "family=cnn" / "extra.parquet").write_bytes(b"")
-    with pytest.raises(EnvironmentProblem, match=r"is gone; .*extra\.parquet is no file of the snapshot"):
+    with pytest.raises(EnvironmentProblem, match=r"is gone; .*extra\.parquet is not a file of the snapshot"):
         warehouse.connect(folder, snapshot="s")
 
 
@@ -398,5 +398,5 @@ def test_a_manifest_that_names_what_is_no_file_of_the_snapshot_is_told_and_nothi
     read = []
     monkeypatch.setattr("warehouse.files.snapshots.sha256_of", lambda file: read.append(file) or "0" * 64)
     (problem,) = [line for line in find_snapshot(folder, "s").problems() if path in line and "SHA" not in line]
-    assert "is no plain file of the snapshot" in problem
+    assert "is not a plain file of the snapshot" in problem
     assert not [file for file in read if "secret" in str(file) or "passwd" in str(file) or "pipe" in str(file)]

@@ -22,6 +22,10 @@ from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import RUN_SCHEMA
 
 NOW_S = 4_000_000_000.0
+# Files of all kinds are read by the same code; `runs` decides what the others show.
+each_kind = pytest.mark.parametrize(
+    "kind", [kind if kind in ("runs", "telemetry") else pytest.param(kind, marks=pytest.mark.wide) for kind in KINDS]
+)
 EVERY_RUN = "SELECT run_id FROM runs ORDER BY run_id"
 COUNTS = (
     "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry), (SELECT sum(runs) FROM jobs), "
@@ -116,9 +120,8 @@ def test_flipped_bytes_anywhere_never_end_the_process_and_never_cost_another_run
             assert {"J-000000", "J-000001", "J-000003"} <= ids and len(ids) <= 4
 
 
-@pytest.mark.spread(3)
 @pytest.mark.parametrize("how", ["empty", "garbage", "gone"])
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_torn_listing_costs_no_row(folder, kind, how):
     fill(folder)
     merge(folder, grace_s=1e9)
@@ -131,7 +134,7 @@ def test_a_torn_listing_costs_no_row(folder, kind, how):
     assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_deleted(folder, kind):
     fill(folder)
     merge(folder, grace_s=0, force_after_s=0)
@@ -147,7 +150,7 @@ def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_d
             assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_damaged_listing_whose_merged_file_is_damaged_too_costs_that_file_alone(folder, kind, capsys):
     fill(folder)
     merge(folder, grace_s=0, force_after_s=0)
@@ -160,7 +163,7 @@ def test_a_damaged_listing_whose_merged_file_is_damaged_too_costs_that_file_alon
     assert capsys.readouterr().err.count(str(merged)) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(folder, kind):
     fill(folder)
     merge(folder, grace_s=0, force_after_s=0)
@@ -192,7 +195,7 @@ def test_a_listing_that_a_kill_left_behind_is_no_error(folder):
 
 
 @pytest.mark.parametrize("name", ["merged-evil.parquet", "merged-20250101T000000-0123456789ab.parquet"])
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_planted_listing_hides_no_run(folder, kind, name):
     fill(folder)
     hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
@@ -214,13 +217,12 @@ def test_a_planted_listing_hides_no_run_that_lands_later(folder):
     assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
-@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "table",
     [pa.table({"x": [1]}), pa.table({"run_id": [1, 2]}), pa.table({"run_id": [b"J-000001"]})],
     ids=["no run_id", "integers", "bytes"],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_merged_file_with_odd_columns_is_left_out_and_named_once(folder, kind, table, capsys):
     fill(folder)
     merge(folder, grace_s=1e9)
@@ -268,81 +270,13 @@ def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
     assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(folder, kind):
     fill(folder)
     merge(folder, grace_s=1e9)
     (merged,) = merged_files(folder, kind)
     merged.write_bytes(merged.read_bytes()[:-50])
     assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
-
-
-LOOP = """
-import sys, time
-from warehouse.files.compaction import CompactionSettings, compact
-from warehouse.files.folder import DataFolder
-from warehouse.files.writer import RunWriter
-sys.path.insert(0, sys.argv[2])
-from warehouse_rows import collocations, kernels, ranks, run_row, samples
-folder, seconds = DataFolder.resolve(sys.argv[1]), float(sys.argv[3])
-writer, index, until_s = RunWriter(folder), 100, time.monotonic() + seconds
-now_s = time.time()
-while time.monotonic() < until_s:
-    for _ in range(5):
-        writer.write(run_row(index), samples(2), kernels(), ranks(), collocations())
-        index += 1
-    now_s += 1e6
-    compact(folder, now_s=now_s, settings=CompactionSettings(grace_s=0, force_after_s=0, min_files=2))
-print(index)
-"""
-
-
-def read_beside_compaction(folder, seconds):
-    """Readers of every kind while runs land and are merged, and what was merged is deleted at once; queries made."""
-    fill(folder, range(100))
-    program = [sys.executable, "-c", LOOP, str(folder.root), os.path.dirname(__file__), str(seconds)]
-    busy = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-    queries, least = 0, 100
-    checked = "SELECT count(*), count(DISTINCT run_id), count(DISTINCT task_index), max(task_index) + 1 FROM runs"
-    try:
-        with contextlib.closing(warehouse.connect(folder)) as connection:
-            while busy.poll() is None:
-                relation = connection.sql("SELECT run_id FROM runs")
-                answers = [
-                    connection.execute(checked).fetchall()[0],
-                    connection.sql(checked).fetchall()[0],
-                    connection.cursor().execute(checked).fetchall()[0],
-                ]
-                for rows, ids, indices, most in answers:
-                    assert rows == ids == indices == most >= least, answers
-                    least = rows
-                samples_of = connection.sql("SELECT count(*), count(DISTINCT run_id) FROM telemetry").fetchall()[0]
-                assert samples_of[0] == 2 * samples_of[1] >= 2 * least
-                for ids in (
-                    [run_id for (run_id,) in relation.fetchall()],
-                    relation.to_arrow_table().column(0).to_pylist(),
-                    [run_id for batch in relation.to_arrow_reader(7) for run_id in batch.column(0).to_pylist()],
-                    [row[0] for row in iter(connection.execute("SELECT run_id FROM runs").fetchone, None)],
-                ):
-                    assert len(ids) == len(set(ids)) >= least
-                queries += 8
-    finally:
-        busy.kill()
-        busy.wait()
-    assert busy.returncode in (0, -9)
-    return queries
-
-
-@pytest.mark.slow
-def test_readers_beside_compaction_without_grace_see_every_run_once(folder):
-    assert read_beside_compaction(folder, seconds=3) > 0
-
-
-@pytest.mark.slow
-def test_files_that_go_away_under_a_planned_query_are_planned_again(folder, monkeypatch):
-    """Also where they are opened by name, as there are too many to keep open."""
-    monkeypatch.setattr("warehouse.files.folder_files._PINNED", 2)
-    assert read_beside_compaction(folder, seconds=3) > 0
 
 
 def test_an_open_connection_keeps_replaced_files_and_closing_one_of_two_does_not_free_them(folder):
@@ -437,7 +371,7 @@ def tear_a_page(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 @pytest.mark.parametrize("shared", [5, 10])
 def test_a_torn_page_of_a_merged_file_that_shares_runs_costs_that_file_alone(folder, kind, shared, capsys):
     fill(folder)

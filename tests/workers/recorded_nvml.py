@@ -20,6 +20,19 @@ SMALL_SLICE_UUID = "MIG-2c5b3d7f-81e4-6029-9c3a-54d7e8f90a12"  # 1g.5gb, GPU ins
 UNKNOWN_UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
 
+class Clock:
+    """A monotonic clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_ns = 5_000_000_000
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+
+
 class RecordedNvml:
     """Answers from the recording; `advance` steps every device to its next frame. `calls` counts by function name.
 

@@ -11,7 +11,7 @@ from conf.children.containment import TreeMemory, resident_bytes, shares_bytes, 
 from workers.labels.run_labels import label_run
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.process import ProcessSensor
-from workers.trial.outcome import Observed
+from workers.trial.reports import Observed
 
 MIB = 2**20
 SIZE = 200 * MIB

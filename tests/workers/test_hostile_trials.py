@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ from featurize.configs.trial import config_of_user
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
-from workers.trial.reports import READINGS_KEPT
+from workers.trial.reports import READINGS_KEPT, ReportReader
 from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.0, warmup_steps=0, warmup_max_seconds=0, min_steps=1)
@@ -120,6 +121,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
+def test_a_report_against_the_rules_is_broken(case):
+    reader = ReportReader(time.monotonic_ns())
+    assert [*reader.feed(BROKEN[case])] == ["broken"]
+    assert reader.observed.broken.isprintable()
+
+
+@pytest.mark.parametrize("case", ["binary without an end", "a step before its warm-up"])
 def test_a_report_against_the_rules_ends_the_trial_as_crashed(worker, tmp_path, case):
     reports_file = tmp_path / "said"
     reports_file.write_bytes(BROKEN[case])
@@ -257,7 +265,7 @@ def worker_with_or_without_group(with_group, worker, groupless_worker):
 
 
 def test_what_a_killed_trial_leaves_behind_is_killed(worker, notes):
-    run = ends_well(worker, hostile("daemonizes_and_hangs", notes, timeout_s=3.0)).run
+    run = ends_well(worker, hostile("daemonizes_and_hangs", notes, timeout_s=8.0)).run
     assert run.status == "timeout"
     assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
     assert "processes_left" in run.quality_reasons

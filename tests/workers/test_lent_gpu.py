@@ -10,7 +10,7 @@ from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.gpm import GpmSensor
 from workers.telemetry.nvml import NvmlSensor, memory_before
-from workers.trial.outcome import Observed
+from workers.trial.reports import Observed
 
 MIB = 2**20
 S = 1_000_000_000

@@ -199,7 +199,7 @@ def test_the_numbers_calibrate_a_machine(tmp_path):
 def test_a_stage_reads_what_nvml_charges_its_own_process(monkeypatch):
     recorded = RecordedNvml(pids={"trial": os.getpid()})
     recorded.advance()  # to where the trial is listed
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: recorded)
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: recorded)
     with standing_in():
         (row,) = contexts.stage(A100_UUID, "cublas", "lazy")
     assert row["stage"] == "cublas" and not row["cudnn"] and row["module_loading"] == "lazy"
@@ -213,13 +213,13 @@ def test_a_client_of_mps_is_read_from_the_list_in_which_it_alone_stands(monkeypa
     recorded = RecordedNvml(pids={"client": os.getpid()})
     recorded.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": 999_999_999, "usedGpuMemory": 30 * 2**20}]
     recorded.answers[0]["nvmlDeviceGetMPSComputeRunningProcesses"] = [{"pid": "client", "usedGpuMemory": 500 * 2**20}]
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: recorded)
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: recorded)
     reading = memory_reading(A100_UUID)
     assert reading["process_mib"] == 500 and reading["reason"] is None
 
 
 def test_a_process_that_nvml_does_not_list_says_why(monkeypatch):
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", RecordedNvml)
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: RecordedNvml())
     with standing_in():
         (row,) = contexts.stage(A100_UUID, "context", "lazy")
     assert row["process_mib"] is None and row["reason"] and row["card_mib"] > 0
@@ -263,7 +263,7 @@ def test_a_layer_whose_every_case_fails_is_not_measured(monkeypatch):
     def fails(*arguments):
         raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr(workspaces, "_measured", fails)
+    monkeypatch.setattr(workspaces, "_measure", fails)
     with standing_in():
         rows = workspaces.layers("GPU-1", "linear", False)
         cases = [next(rows) for _ in range(len(workspaces.PRECISIONS) * len(workspaces.CASES["linear"]))]
@@ -390,7 +390,7 @@ def test_how_long_memory_stays_is_counted_from_the_kill_on(monkeypatch):
 
     monkeypatch.setattr(questions, "hold", probed.holds)
     monkeypatch.setattr(questions, "_answer", answer)
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: card.nvmlInit() or card)
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: card.nvmlInit() or card)
     (row,) = questions.nvml_process_and_card(A100_UUID)
     assert row["card_before_mib"] == row["card_after_mib"] == 300 and row["freed_after_ms"] is not None
     assert card.initialised == 0
@@ -418,7 +418,7 @@ def test_gpm_is_read_while_the_gpu_is_busy(monkeypatch):
     small = torch.ones(2, 2)
     monkeypatch.setattr(torch, "randn", lambda *shape, **options: small)
     recorded = FakeGpmNvml()
-    monkeypatch.setattr("workers.telemetry.gpm.open_nvml", lambda: recorded)
+    monkeypatch.setattr("workers.telemetry.gpm.open_nvml", lambda *_: recorded)
     threads_before = threading.active_count()
     with standing_in():
         rows = list(questions.gpm_first_sample(A100_UUID))

@@ -13,7 +13,7 @@ from workers.devices import DeviceChoice, profiling
 from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
 from workers.task import Task
-from workers.trial.reports import BrokenReport, KernelsSeen, Profiled, ReportReader, TrialResult
+from workers.trial.reports import BROKEN, ReportReader
 from workers.worker import Worker, kernel_rows
 
 MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
@@ -183,12 +183,11 @@ ROW = {"operator": "aten::mm", "duration_us": 3.5, "count": 2, "timing": "cupti"
 
 def test_kernels_follow_the_result_where_they_were_asked_for():
     content = RESULT + line("kernels", rows=[ROW]) + line("profiled", problem=None) + line("kernels", rows=[ROW])
-    taken = ReportReader(virtual=True, kernels=True).feed(content)
-    assert taken[-2:] == [
-        KernelsSeen([{name: value for name, value in ROW.items() if value is not None}]),
-        Profiled(None),
-    ]
-    assert isinstance(ReportReader(virtual=True).feed(content)[-1], TrialResult)
+    reader = ReportReader(virtual=True, kernels=True)
+    assert list(reader.feed(content))[-2:] == ["kernels", "profiled"]
+    assert reader.observed.kernels == [{name: value for name, value in ROW.items() if value is not None}]
+    assert reader.observed.profiled and reader.observed.profile_problem is None
+    assert list(ReportReader(virtual=True).feed(content))[-1] == "result"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +206,7 @@ def test_kernels_follow_the_result_where_they_were_asked_for():
     ],
 )
 def test_a_trial_that_reports_other_kernels_broke_the_rules(content):
-    assert isinstance(ReportReader(virtual=True, kernels=True).feed(content)[-1], BrokenReport)
+    assert list(ReportReader(virtual=True, kernels=True).feed(content))[-1] == BROKEN
 
 
 def test_settings_of_jobs_without_kernels_are_as_they_were():

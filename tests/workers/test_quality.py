@@ -12,7 +12,7 @@ from workers.labels.quality import REASONS, judge
 from workers.labels.run_labels import counter_growth, label_run, peak_memory_mib
 from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
-from workers.trial.outcome import Observed
+from workers.trial.reports import Observed
 
 S = 1_000_000_000
 PERIOD_NS = S // 10

@@ -17,6 +17,7 @@ from recorded_nvml import (
     SLICE_UUID,
     SMALL_SLICE_UUID,
     UNKNOWN_UUID,
+    Clock,
     RecordedNvml,
 )
 
@@ -29,17 +30,6 @@ MIG_UUID = "GPU-7c9e3b20-5f43-6dac-be66-2b8f40a3d923"
 DATA = PAGE.parent
 INFRA = Path(__file__).parents[2] / "infra" / "dcgm-exporter"
 MS = 1_000_000
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_ns = 5_000_000_000
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-    def pass_s(self, seconds: float) -> None:
-        self.now_ns += round(seconds * 1e9)
 
 
 @pytest.fixture

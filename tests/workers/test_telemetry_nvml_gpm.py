@@ -17,6 +17,7 @@ from recorded_nvml import (
     SLICE_UUID,
     SMALL_SLICE_UUID,
     UNKNOWN_UUID,
+    Clock,
     FakeGpmNvml,
     RecordedNvml,
 )
@@ -148,9 +149,9 @@ def test_other_processes_and_their_memory_are_counted_compute_and_graphics(monke
         assert (sample.values["other_processes"], sample.values["other_memory_mib"]) == (2, 80)
         assert sample.values["process_memory_mib"] == 423
         nvml.answers[0]["nvmlDeviceGetGraphicsRunningProcesses"] = []
-        clock.pass_ms(100)
+        clock.pass_s(0.1)
         assert sensor.sample()[0].values["other_processes"] == 2  # asked once a second
-        clock.pass_ms(1000)
+        clock.pass_s(1)
         assert sensor.sample()[0].values["other_processes"] == 1
     finally:
         draws.communicate(b"\n")
@@ -200,7 +201,7 @@ def test_uncorrected_errors_are_read_once_a_second():
     for _ in range(12):
         seen.append(sensor.sample()[0].values.get("ecc_uncorrected"))
         nvml.answers[0]["nvmlDeviceGetTotalEccErrors"] = {"1": 2}
-        clock.pass_ms(100)
+        clock.pass_s(0.1)
     assert seen == [0, *[None] * 9, 2, None]
 
 
@@ -284,7 +285,7 @@ def test_pcie_traffic_comes_from_counters_and_a_counter_that_wrapped_says_nothin
     for _ in range(6):
         rates.append({name: value for name, value in sensor.sample()[0].values.items() if name.startswith("pcie")})
         nvml.advance()
-        clock.pass_ms(100)
+        clock.pass_s(0.1)
     still = {"pcie_tx_mib_s": 0, "pcie_rx_mib_s": 0}
     assert rates == [
         {},
@@ -300,9 +301,9 @@ def test_two_readings_that_are_too_close_give_no_rate():
     nvml, clock = RecordedNvml(), Clock()
     sensor = watched(nvml, clock_ns=clock)
     sensor.sample()
-    clock.pass_ms(10)
+    clock.pass_s(0.01)
     assert "pcie_tx_mib_s" not in sensor.sample()[0].values
-    clock.pass_ms(40)
+    clock.pass_s(0.04)
     assert "pcie_tx_mib_s" in sensor.sample()[0].values
 
 
@@ -326,25 +327,14 @@ def test_session_members_and_descendants_belong_to_a_trial_and_strangers_do_not(
         child.communicate(b"\n")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_ns = 5_000_000_000
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-    def pass_ms(self, milliseconds: int) -> None:
-        self.now_ns += milliseconds * 1_000_000
-
-
 def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
     nvml, clock = FakeGpmNvml(), Clock()
     sensor = GpmSensor(nvml, clock_ns=clock)
     sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     assert sensor.sample() == []  # one sample is no interval
-    clock.pass_ms(99)
+    clock.pass_s(0.099)
     assert sensor.sample() == [] and nvml.taken == 1  # too close: the older sample stays
-    clock.pass_ms(1)
+    clock.pass_s(0.001)
     (sample,) = sensor.sample()
     assert (sample.t_ns, sample.since_ns) == (clock.now_ns, clock.now_ns - 100_000_000)
     assert sample.values == {
@@ -384,11 +374,11 @@ def test_gpm_sample_that_failed_is_unavailable_and_the_next_reading_spans_it():
     sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     sensor.sample()
     start_ns = clock.now_ns
-    clock.pass_ms(100)
+    clock.pass_s(0.1)
     nvml.failing = 999
     (failed,) = sensor.sample()
     assert (failed.values, failed.quality, failed.reasons) == ({}, "unavailable", ("nvml_error",))
-    clock.pass_ms(100)
+    clock.pass_s(0.1)
     nvml.failing = None
     (sample,) = sensor.sample()
     assert (sample.since_ns, sample.quality) == (start_ns, "measured")
@@ -402,7 +392,7 @@ def test_gpm_that_is_gone_or_never_comes_back_ends_the_sensor(code, times):
     nvml.failing = code
     for _ in range(times - 1):
         assert sensor.sample()[0].quality == "unavailable"
-        clock.pass_ms(100)
+        clock.pass_s(0.1)
     with pytest.raises(SensorUnavailable, match="GPM"):
         sensor.sample()
 
@@ -412,7 +402,7 @@ def test_gpm_of_a_mig_slice_samples_its_gpu_instance():
     sensor = GpmSensor(nvml, clock_ns=clock)
     sensor.watch(WatchTarget(SMALL_SLICE_UUID, os.getpid()))
     sensor.sample()
-    clock.pass_ms(100)
+    clock.pass_s(0.1)
     (sample,) = sensor.sample()
     assert nvml.instances == [9, 9] and sample.values["smact"] == 0.8125
 
@@ -425,7 +415,7 @@ def test_gpm_figure_that_is_no_percentage_is_absent(nonsense):
     sensor = GpmSensor(nvml, clock_ns=clock)
     sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     sensor.sample()
-    clock.pass_ms(100)
+    clock.pass_s(0.1)
     (sample,) = sensor.sample()
     assert {"smact", "smocc"}.isdisjoint(sample.values)
     assert sample.values["drama"] == 0.44

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
+from recorded_nvml import Clock
 
 from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.process import ProcessSensor, ProcessTree
@@ -66,14 +66,6 @@ class Program:
         self._process.stdout.close()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_ns = time.monotonic_ns()
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
 def watched(pid: int) -> tuple[ProcessSensor, Clock]:
     clock = Clock()
     sensor = ProcessSensor(clock_ns=clock)
@@ -86,10 +78,10 @@ def test_cpu_time_of_reaped_children_counts_once():
         sensor, clock = watched(program.pid)
         program.tell()
         program.expect("burnt")
-        clock.now_ns += 1_000_000_000
+        clock.pass_s(1)
         (sample,) = sensor.sample()
         assert 0.25 <= sample.values["cpu_cores"] < 0.9  # of one second: the child's 0.3 s and interpreters' starts
-        clock.now_ns += 1_000_000_000
+        clock.pass_s(1)
         assert sensor.sample()[0].values["cpu_cores"] < 0.1
 
 
@@ -116,7 +108,7 @@ def test_calls_too_close_for_the_kernels_ticks_give_memory_only():
     with Program(WAITS) as program:
         sensor, clock = watched(program.pid)
         assert "cpu_cores" not in sensor.sample()[0].values
-        clock.now_ns += 100_000_000
+        clock.pass_s(0.1)
         assert "cpu_cores" in sensor.sample()[0].values
 
 
@@ -124,7 +116,7 @@ def test_ended_process_gives_no_readings():
     with Program(WAITS) as program:
         sensor, clock = watched(program.pid)
         program.end()
-        clock.now_ns += 100_000_000
+        clock.pass_s(0.1)
         assert sensor.sample() == []
 
 

@@ -34,8 +34,8 @@ from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS, METRICS, RUN_SC
 
 FORMAT = "gpufarm-dataset"
 CARD = "README.md"
-KINDS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, **{kind: one.schema for kind, one in DETAILS.items()}}
-ALWAYS_THERE = ("runs", "telemetry")  # of these every part has a file
+KINDS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, **{kind: detail.schema for kind, detail in DETAILS.items()}}
+ALWAYS_THERE = ("runs", "telemetry")  # every part has a file of these
 
 UNDATED = "undated"  # instead of the day, for runs without any time
 _METADATA = b"gpufarm_dataset"
@@ -59,13 +59,13 @@ _ALWAYS = (
 )
 # A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
 _WHOLE = ("t_ms", "energy_j")
-_SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a dictionary would only cost
+_SPLIT = ("t_ms", "energy_j", "step_time_ms")  # nearly all values are distinct: a dictionary would only add size
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
-_ERROR_CHARACTERS = 2000  # of an error's end, where its message is
+_ERROR_CHARACTERS = 2000  # the end of an error is kept, where its message is
 # Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
 _DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
 _PUBLIC_UUID = re.compile("gpu-[0-9a-f]{12}")
-_PREFERENCE = {"repeated": 1, "unavailable": 2}  # of the readings in one bin, the least of these stays
+_PREFERENCE = {"repeated": 1, "unavailable": 2}  # of several readings in one bin, the lowest of these stays
 
 
 @dataclass(frozen=True, order=True)
@@ -240,7 +240,7 @@ def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str
     """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
     try:
         rows: list[dict[str, Any]] = runs.to_pylist()
-    except (OverflowError, UnicodeDecodeError) as error:  # a date beyond all years, text that is none
+    except (OverflowError, UnicodeDecodeError) as error:  # a date beyond all years, text that is not a date
         raise EnvironmentProblem(f"{root / part.path('runs')} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         problems = run_problems(row)
@@ -305,7 +305,7 @@ def public_telemetry(
 
     `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
     """
-    columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
+    columns = ", ".join(_round(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
     # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
     samples = _of_exported(
         connection,
@@ -323,8 +323,8 @@ def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str,
     `where` narrows what is read: a condition on the table that holds for all of these runs.
     """
     detail = DETAILS[kind]
-    own = [name for name in detail.schema.names if name not in ("run_id", detail.row_id)]
-    columns = ", ".join("NULL AS node" if name == "node" else f"{kind}.{name}" for name in own)
+    columns_kept = [name for name in detail.schema.names if name not in ("run_id", detail.row_id)]
+    columns = ", ".join("NULL AS node" if name == "node" else f"{kind}.{name}" for name in columns_kept)
     # A row's own id begins with its run's.
     row_id = f"public_id || substr({detail.row_id}, length(own_id) + 1) AS {detail.row_id}"
     rows = _of_exported(
@@ -332,18 +332,18 @@ def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str,
         ids,
         f"SELECT public_id AS run_id, {row_id}, {columns} FROM {kind} "
         f"JOIN exported ON {kind}.run_id = exported.own_id WHERE {where} ORDER BY {detail.row_id}",
-        pa.schema([detail.schema.field(name) for name in ("run_id", detail.row_id, *own)]),
+        pa.schema([detail.schema.field(name) for name in ("run_id", detail.row_id, *columns_kept)]),
     ).select(detail.schema.names)
     if kind == "collocations":
         return _public_groups(connection, rows, ids)
-    if "device_uuid" not in own:
+    if "device_uuid" not in columns_kept:
         return rows
     uuids = [
         _public_uuid(uuid) if source == "measured" else uuid
         for uuid, source in zip(rows["device_uuid"].to_pylist(), rows["source"].to_pylist(), strict=True)
     ]
-    at = rows.schema.get_field_index("device_uuid")
-    return rows.set_column(at, rows.schema.field(at), pa.array(uuids, pa.string()))
+    place = rows.schema.get_field_index("device_uuid")
+    return rows.set_column(place, rows.schema.field(place), pa.array(uuids, pa.string()))
 
 
 def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping[str, str]) -> pa.Table:
@@ -352,7 +352,7 @@ def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping
     Rows that were loaded from a data set keep what they have.
     """
     members = rows.to_pylist()
-    own_ids = {public: own for own, public in ids.items()}
+    own_ids = {public: own_id for own_id, public in ids.items()}
     wanted = {own_ids[row["run_id"]] for row in members} | {row["solo_run_id"] for row in members}
     connection.register("wanted", pa.table({"run_id": pa.array(sorted(wanted - {None}), pa.string())}))
     runs = connection.execute(
@@ -373,7 +373,7 @@ def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping
 
 
 def _public_group_id(group_id: str, device_uuid: str | None) -> str:
-    """Return a group's id, told apart by its device: two machines may run the same job."""
+    """Return a group's id, made distinct by its device: two machines may run the same job."""
     digest = hashlib.sha256(f"{group_id}\n{device_uuid or ''}".encode()).hexdigest()
     return f"{group_id}-{digest[:8]}"
 
@@ -388,13 +388,13 @@ def public_tables(
     """Return some runs with their telemetry and details, by table; `runs` comes last, for readers find it last.
 
     Args:
-        connection: To the runs' warehouse.
+        connection: Connection to the runs' warehouse.
         runs: Own ids, and public rows.
         hz: As for `public_telemetry`.
         where: Narrows what is read: a condition on `{0}`, one of the tables, that holds for all of these runs.
         kernels: False leaves kernels out, and says that they were not asked for.
     """
-    ids = {own: row["run_id"] for own, row in runs}
+    ids = {own_id: row["run_id"] for own_id, row in runs}
     tables = {"telemetry": public_telemetry(connection, ids, hz, where.format("telemetry"))}
     for kind in DETAILS:
         of_runs = ids if kernels or kind != "kernels" else {}
@@ -425,7 +425,7 @@ def _of_exported(connection: WarehouseConnection, ids: Mapping[str, str], sql: s
     return rows.cast(schema)
 
 
-def _rounded(name: str) -> str:
+def _round(name: str) -> str:
     digits = _DECIMALS.get(METRICS[name][0]) if name in METRICS else None
     return f"telemetry.{name}" if digits is None else f"round(telemetry.{name}, {digits}) AS {name}"
 
@@ -442,11 +442,11 @@ def thin(samples: pa.Table, hz: float) -> pa.Table:
     sensor = sensor_name * (rank_number.max() + 2) + rank_number  # each rank has sensors of its own
     window = np.array([phase == "window" for phase in samples.column("phase").to_pylist()])
     rank = np.array([_PREFERENCE.get(quality, 0) for quality in samples.column("quality").to_pylist()])
-    at = np.floor(samples.column("t_ms").to_numpy() * hz / 1000).astype(np.int64)
+    period = np.floor(samples.column("t_ms").to_numpy() * hz / 1000).astype(np.int64)
     position = np.arange(samples.num_rows)
     keep = np.zeros(samples.num_rows, dtype=bool)
-    order = np.lexsort((position, -rank, at, sensor, run))
-    keep[order[_ends(run[order], sensor[order], at[order])]] = True
+    order = np.lexsort((position, -rank, period, sensor, run))
+    keep[order[_ends(run[order], sensor[order], period[order])]] = True
     inside = np.flatnonzero(window)
     order = inside[np.lexsort((inside, sensor[inside], run[inside]))]
     last = _ends(run[order], sensor[order])

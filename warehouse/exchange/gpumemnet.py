@@ -59,7 +59,7 @@ TRAINING: Mapping[str, object] = {
     "channels_last": False,
 }
 _SMALLEST_MAP = 7  # the published generator pools no further
-_DENSE_LAYERS, _GROWTH_RATE = 4, 32  # of a dense block
+_DENSE_LAYERS, _GROWTH_RATE = 4, 32  # layers and growth rate of a dense block
 
 
 def parse_filename(name: str) -> dict[str, object]:

@@ -31,18 +31,18 @@ from warehouse.tables.schema import LABELS, RUN_SCHEMA, STATUSES
 
 DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
 UNTRACEABLE = "untraceable"  # `runs.error_type` of a row that no trial config describes: queried, never fitted
-UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
+UNKNOWN_FAMILY = "unknown"  # the family of a row that does not name what ran
 
 _NO_CARD_MIB = 2**20  # more than any device has, for a device of unknown memory
 _CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki
 
-Cells = Mapping[str, str]  # of a row of a file
-Columns = dict[str, Any]  # of a row of ours
+Cells = Mapping[str, str]  # the cells of a file's row
+Columns = dict[str, Any]  # the columns of our row
 Value = Callable[[Cells], Any]
 Condition = Callable[[Cells, Columns], object]
-Change = Callable[[Cells], Columns]  # of the columns of a row
+Change = Callable[[Cells], Columns]  # changes the columns of a row
 Rule = tuple[Condition, Change]
-FIELD = "config."  # of the trial config
+FIELD = "config."  # prefix of the trial config's fields
 _DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: given once, they are set in both
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # as spreadsheets and data frames write it
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
@@ -53,7 +53,7 @@ class ImportedRow:
     """A row of a file as a row of ours.
 
     row      its place in the file, 1 for the first below the header
-    columns  of the table that it lands in; `status` is `ok` where the table has none
+    columns  values by column of the table that it lands in; `status` is `ok` where the table has none
     problem  why it is `invalid`
     doubt    why its figures may be wrong
     """
@@ -68,8 +68,8 @@ class ImportedRow:
 class ImportedFile:
     """One file's rows, in its order.
 
-    rows              of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
-    measured_columns  how many of its columns describe the run besides its memory
+    rows              rows of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
+    measured_columns  how many of its columns describe the run apart from its memory
     pairs             places and cells of its rows that are two jobs on one GPU
     left_out          rows that no table keeps
     """
@@ -83,7 +83,7 @@ class ImportedFile:
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
-    """Return the header and the rows of a CSV file. Raises `UsageError` where it is none.
+    """Return the header and the rows of a CSV file. Raises `UsageError` where it is not one.
 
     Cells beyond the header are a list under the key None; those that lack are None.
     """
@@ -92,7 +92,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
             reader = csv.DictReader(file)
             return tuple(reader.fieldnames or ()), list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"path={path} is no CSV file: {error}") from error
+        raise UsageError(f"path={path} is not a CSV file: {error}") from error
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
     peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
     if peak is None or 0 < peak <= 1.1 * card:
         return None
-    where = f", on a device of {card:,.0f} MiB" if peak > 0 else " is no need"
+    where = f", on a device of {card:,.0f} MiB" if peak > 0 else " is not a need"
     return f"peak_memory_mib: {peak:,.6g} MiB{where}"
 
 
@@ -219,7 +219,7 @@ def imported_kernels(
             continue
         contents.append(content(cells))
     ids = run_ids(source, contents)
-    landed = (ImportedRow(at, {**row, "kernel_row": name}) for (at, row), name in zip(kept, ids, strict=True))
+    landed = (ImportedRow(number, {**row, "kernel_row": name}) for (number, row), name in zip(kept, ids, strict=True))
     return ImportedFile(path, tuple(landed), "kernels", left_out=tuple(left_out))
 
 
@@ -260,7 +260,7 @@ class PublishedTable:
 
 
 def read_table(path: Path, device_name: str | None, *, source: str, table: PublishedTable) -> ImportedFile | str:
-    """Return the runs of one published table, and the rows of pairs; or why the file is none of `source`."""
+    """Return the runs of one published table, and the rows of pairs; or why the file is not one of `source`."""
     raw = read_with_columns(path, table.names, *([] if table.pairs is None else [table.pairs]))
     if isinstance(raw, str):
         return raw
@@ -271,12 +271,12 @@ def read_table(path: Path, device_name: str | None, *, source: str, table: Publi
     other = {} if device_name is None else {"device_name": device_name, "device_memory_mib": None}
     doubts = table.doubts(lines)
     runs = [
-        (at, part, {**run, **other, **doubts.get(at - 1, {}), "origin": canonical_json(row)})
-        for at, row in places
+        (number, part, {**run, **other, **doubts.get(number - 1, {}), "origin": canonical_json(row)})
+        for number, row in places
         for part, run in enumerate(table.runs(row))
     ]
     contents = [canonical_json({"part": part, "cells": run["origin"], **other}) for _, part, run in runs]
-    rows = imported_runs(source, [(at, run) for at, _, run in runs], contents)
+    rows = imported_runs(source, [(number, run) for number, _, run in runs], contents)
     return ImportedFile(path, rows, pairs=tuple(place for place in places if table.is_pair(place[1])))
 
 
@@ -400,7 +400,7 @@ class CsvMapping:
             raise UsageError("; ".join(problems))
 
     def read(self, path: Path, _device_name: str | None) -> ImportedFile:
-        """Return the rows of one file. Raises `UsageError` if it lacks a column or is no CSV file."""
+        """Return the rows of one file. Raises `UsageError` if it lacks a column or is not a CSV file."""
         header, cells = read_csv(path)
         if missing := [name for name in self.columns.values() if name not in header]:
             shown = ", ".join(header) or "nothing"
@@ -408,13 +408,15 @@ class CsvMapping:
         about = {"family": self.family, "constants": {str(k): v for k, v in self.constants.items()}}
         contents = [canonical_json({**about, "cells": {str(k): v for k, v in row.items()}}) for row in cells]
         rows = zip(cells, run_ids("csv", contents), strict=True)
-        return ImportedFile(path, tuple(run_row(at, self._run(row, id_)) for at, (row, id_) in enumerate(rows, 1)))
+        return ImportedFile(
+            path, tuple(run_row(number, self._run(row, id_)) for number, (row, id_) in enumerate(rows, 1))
+        )
 
     def _run(self, cells: Mapping[str, str | None], run_id: str) -> dict[str, Any]:
         values, problems = {}, []
         for name, value in {**self.constants, **{n: cells[column] for n, column in self.columns.items()}}.items():
             try:
-                values[name] = _converted(name, value)
+                values[name] = _convert(name, value)
             except ValueError as error:
                 problems.append(f"{name}: {error}")
         run = {name: value for name, value in values.items() if not name.startswith(FIELD) and value is not None}
@@ -461,7 +463,7 @@ def read_mapping(key: str, text: str | Mapping[str, Any] | None) -> dict[str, An
     return {str(name): str(value) if key == "columns" else value for name, value in mapping.items()}
 
 
-def _converted(name: str, value: Any) -> Any:
+def _convert(name: str, value: Any) -> Any:
     """Return a cell or constant as the column's type; None if it is empty, or -1 where that means not measured."""
     text = value.strip() if isinstance(value, str) else value
     if text is None or str(text).lower() in _EMPTY:

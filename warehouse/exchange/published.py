@@ -27,7 +27,7 @@ from warehouse.exchange.imported_rows import (
 from warehouse.tables.schema import RUN_SCHEMA
 
 DEVICE_NAME = "A100-SXM4-40GB"
-TORCH_VERSION = "2.4.1"  # of all these files
+TORCH_VERSION = "2.4.1"  # the version behind all these files
 CUDA_VERSION = "12.2"
 CARD_MIB = 40_960.0
 
@@ -39,7 +39,7 @@ class PublishedRow:
     file         stem of the file; row: its place there, 1 for the first below the header
     status       ok; oom (`memory_mib` is then no need, the job needs more than the card); invalid (no label)
     reason       why oom or invalid; doubt: why an `ok` or `oom` may be wrong, judged by the rows beside it
-    family       of a configuration: mlp, cnn, transformer; None for a named model
+    family       a configuration's family: mlp, cnn, transformer; None for a named model
     config       that family's trial config in mapping form, complete: `family`, `batch_size` and what the file leaves
                  to be known; empty for a named model, see `timm_config`
     model        name of a published model, group its module or kind; both None for configurations
@@ -47,7 +47,7 @@ class PublishedRow:
     memory_mib   peak of the device's memory in use, CUDA context and driver included
     parameters   as the file counts them
     utilization  means over the run: gpu_util, gract, smact, smocc, fp32a, drama, each in [0, 1] or None
-    estimates    other people's estimates in the file: name -> MiB
+    estimates    published estimates in the file: name -> MiB
     """
 
     file: str
@@ -104,24 +104,24 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
     Raises `UsageError` for a path that does not exist, a named file without a known header, a stem that the folder
     lacks, two files of one stem, and a folder without any such file.
     """
-    roots = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    roots = [Path(path)] if isinstance(path, str | Path) else [Path(entry) for entry in path]
     files: dict[str, PublishedFile] = {}
     others: list[Path] = []
     for root in roots:
         if not root.exists():
             raise UsageError(f"published={root}: there is no such file or folder")
-        paths = [root] if root.is_file() else sorted(one for one in root.glob("*.csv") if one.is_file())
-        for one in (one for one in paths if not stems or one.stem in stems):
-            if one.stem in files:
+        paths = [root] if root.is_file() else sorted(file for file in root.glob("*.csv") if file.is_file())
+        for file in (file for file in paths if not stems or file.stem in stems):
+            if file.stem in files:
                 raise UsageError(
-                    f"two files are called {one.stem}: {files[one.stem].path} and {one}; read one at a time"
+                    f"two files are called {file.stem}: {files[file.stem].path} and {file}; read one at a time"
                 )
             try:
-                files[one.stem] = _read_file(one)
+                files[file.stem] = _read_file(file)
             except _UnknownHeader:
                 if stems or root.is_file():
                     raise
-                others.append(one)
+                others.append(file)
     where = ", ".join(map(str, roots))
     if missing := sorted(set(stems) - set(files)):
         raise UsageError(f"files={','.join(missing)}: no such CSV file in {where}")
@@ -133,7 +133,7 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
 def timm_config(row: PublishedRow) -> dict[str, object]:
     """Return the complete trial config of a timm model's row, in mapping form.
 
-    The optimizer was not recorded. The measured peaks hold one copy of the parameters besides weights and gradients:
+    The optimizer was not recorded. The measured peaks hold one copy of the parameters on top of weights and gradients:
     with none, large models at small batches come out a copy too low; with Adam's two, several take less than their
     tensors fill. So SGD with momentum is what ran.
     """
@@ -148,7 +148,7 @@ def timm_config(row: PublishedRow) -> dict[str, object]:
 
 
 def read_published_runs(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
-    """Return the rows of one file of GPUMemNet's or of timm models; or why the file is none of `source`.
+    """Return the rows of one file of GPUMemNet's or of timm models; or why the file is not one of `source`.
 
     A run's identity is its configuration, card and memory. So measurements that are published again, with other
     columns or in another file, are the same runs. `device_name` None stands for the card of these files.
@@ -202,7 +202,7 @@ def _read_file(path: Path) -> PublishedFile:
     try:
         header, rows = read_csv(path)
     except UsageError as error:
-        raise _UnknownHeader(f"published={path} is no CSV file: {error.__cause__}") from error
+        raise _UnknownHeader(f"published={path} is not a CSV file: {error.__cause__}") from error
     for form, (columns, read) in _FORMS.items():
         if columns <= set(header):
             return PublishedFile(path=path, form=form, rows=tuple(read(path.stem, rows)), columns=header)
@@ -259,7 +259,7 @@ def _read_timm(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
     for number, row in enumerate(rows, start=1):
         peak = to_number(row.get("faketensor_peak_mib"))
         estimates = {} if peak is None else {"faketensor": peak}
-        published_rows.append(_named(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
+        published_rows.append(_name_row(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
     return iter(_judge_batches(published_rows))
 
 
@@ -271,10 +271,10 @@ def _read_models(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow
             for name, column in columns.items()
             if name != "actual" and (value := to_number(row[column])) is not None
         }
-        yield _named(stem, number, row, row["actual_mib"], None, estimates)
+        yield _name_row(stem, number, row, row["actual_mib"], None, estimates)
 
 
-def _named(
+def _name_row(
     stem: str, number: int, row: Mapping[str, str], memory: str, group: str | None, estimates: Mapping[str, float]
 ) -> PublishedRow:
     mib, batch = to_number(memory), to_number(row["batch_size"])
@@ -308,11 +308,11 @@ class _Measured(NamedTuple):
 
 
 def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
-    """A model whose tensors alone, as the file has them, fill more than the card ran out of memory, whatever was seen
-    in use; so did one whose memory falls with a larger batch, there and at every larger batch.
+    """Mark a row as out of memory if its tensors alone exceed the card, whatever usage was recorded.
 
-    Unless the card cannot have been the reason: memory grows at most in proportion to the batch, so half a batch that
-    took less than half the card tells that the fall is the smaller batch's own excess (a convolution's workspace).
+    Where memory falls at a larger batch, that row and those of all larger batches are marked as well, unless the card
+    cannot have been the reason: memory grows at most in proportion to the batch, so if half a batch took less than
+    half the card, the fall is the smaller batch's own excess (a convolution's workspace).
     """
     by_model: dict[str, list[_Measured]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -321,25 +321,25 @@ def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
             by_model[row.model].append(_Measured(index, row.batch_size, row.memory_mib))
     judged = list(rows)
     for measured in by_model.values():
-        measured.sort(key=lambda one: one.batch_size)
+        measured.sort(key=lambda held_row: held_row.batch_size)
         held: list[_Measured] = []  # smaller batches that did not run out of memory
         fell = False
-        for at, one in enumerate(measured):
-            index, row = one.place, rows[one.place]
+        for position, held_row in enumerate(measured):
+            index, row = held_row.place, rows[held_row.place]
             if row.estimates.get("faketensor", 0.0) > CARD_MIB:
                 judged[index] = replace(row, status="oom", reason="its tensors alone fill more than the card")
                 continue
             largest = max((r.memory_mib for r in held), default=0.0)
-            most = min((r.memory_mib * one.batch_size / r.batch_size for r in held), default=float("inf"))
-            if fell or (one.memory_mib < largest and most > CARD_MIB):
+            most = min((r.memory_mib * held_row.batch_size / r.batch_size for r in held), default=float("inf"))
+            if fell or (held_row.memory_mib < largest and most > CARD_MIB):
                 reason = "a smaller batch ran out of memory" if fell else "less memory than at a smaller batch"
                 fell = True
                 judged[index] = replace(row, status="oom", reason=reason, doubt=_doubt_of_oom(row))
                 continue
-            following = measured[at + 1] if at + 1 < len(measured) else None
-            doubt = _doubt_of_ok(one, row.estimates.get("faketensor", 0.0), held, following)
+            following = measured[position + 1] if position + 1 < len(measured) else None
+            doubt = _doubt_of_ok(held_row, row.estimates.get("faketensor", 0.0), held, following)
             judged[index] = replace(row, doubt=doubt)
-            held.append(one)
+            held.append(held_row)
     return judged
 
 
@@ -358,9 +358,9 @@ def _doubt_of_ok(
     if held and row.memory_mib == held[-1].memory_mib:
         return "exactly as much as at a smaller batch: it may not have trained"
     if len(held) >= 2 and held[-2].batch_size < held[-1].batch_size:
-        one, two = held[-2:]
-        slope = (two.memory_mib - one.memory_mib) / (two.batch_size - one.batch_size)
-        expected = two.memory_mib + slope * (row.batch_size - two.batch_size)
+        smaller, larger = held[-2:]
+        slope = (larger.memory_mib - smaller.memory_mib) / (larger.batch_size - smaller.batch_size)
+        expected = larger.memory_mib + slope * (row.batch_size - larger.batch_size)
         if expected > 0.98 * CARD_MIB and row.memory_mib < 0.98 * expected:
             return "smaller batches lead past the card: it may be the peak before a crash"
     falls = following is not None and following.memory_mib < row.memory_mib

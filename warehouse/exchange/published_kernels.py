@@ -7,7 +7,7 @@ kernels such a layer runs.
 nccl-tests divides the time of many all-reduces in a row by their number: `timing` is `loop`.
 
 Sailor (SOSP 2025, eth-easl/sailor): layers of a decoder of Megatron-DeepSpeed in fp32, without flash attention, forward
-and backward each timed by itself. The sizes are those of its profiling script. TF32 is on where the GPU has it, but for
+and backward each timed by itself. The sizes are those of its profiling script. TF32 is on where the GPU has it, except
 Llama on the A100-40: there the products stay below the rate of fp32 and above none of TF32's.
 
 Liger (linkedin/Liger-Kernel, benchmark/scripts): operators of plain PyTorch and transformers, the median of triton's
@@ -41,7 +41,7 @@ from warehouse.exchange.imported_rows import Cells, Columns, ImportedFile, impor
 
 OPERATOR = "nccl::all_reduce"
 _TYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}  # and bytes of an element
-_MOST_RANKS = 72  # of a node: NVIDIA's NVL72
+_MOST_RANKS = 72  # GPUs of the largest node: NVIDIA's NVL72
 _MOST_BYTES = 2**40
 PREFIX = "layer::"
 _SAILOR_SIZES = {  # model -> sizes of a layer, of its script; the vocabulary is GPT-2's, padded by Megatron
@@ -84,16 +84,16 @@ _VECTORS = "B H"
 def _all_reduce(cells: Cells) -> Columns:
     ranks, nbytes, microseconds = (to_number(cells[name]) for name in ("gpus", "size_bytes", "value"))
     if "all-reduce" not in cells["what_was_measured"]:
-        raise ValueError("what_was_measured is no all-reduce")
+        raise ValueError("what_was_measured is not an all-reduce")
     if cells["unit"] != "us" or not microseconds or microseconds < 0:
-        raise ValueError("value is no time > 0 in us")
+        raise ValueError("value is not a time > 0 in us")
     if ranks is None or not 2 <= ranks <= _MOST_RANKS or ranks != int(ranks):
-        raise ValueError(f"gpus is no whole number from 2 to {_MOST_RANKS}")
+        raise ValueError(f"gpus is not a whole number from 2 to {_MOST_RANKS}")
     if cells["precision"] not in _TYPES:
         raise ValueError(f"unknown precision {cells['precision'][:40]!r}; known: {', '.join(_TYPES)}")
     dtype, element_bytes = _TYPES[cells["precision"]]
     if nbytes is None or not 1 <= nbytes <= _MOST_BYTES or nbytes % element_bytes:
-        raise ValueError("size_bytes is no number of bytes of whole elements")
+        raise ValueError("size_bytes is not a number of bytes of whole elements")
     dims = {"shapes": [[int(nbytes) // element_bytes]], "arguments": {"ranks": int(ranks)}}
     return {"operator": OPERATOR, "dims": dims, "dtype": dtype, "duration_us": microseconds, "timing": "loop"}
 
@@ -137,7 +137,7 @@ def _layer(
     """Return the columns of a layer's time; `phase` None: forward and backward."""
     value = to_number(cells["value"])
     if value is None or value <= 0:
-        raise ValueError("value is no time > 0")
+        raise ValueError("value is not a time > 0")
     named = {"operator": f"{PREFIX}{layer}", "phase": phase, "dims": dims, "dtype": dtype}
     return {**named, "duration_us": value * us_per_unit, "timing": "cuda_events"}
 
@@ -151,7 +151,7 @@ KERNEL_TABLES: Mapping[str, tuple[str, Callable[[Cells], Columns]]] = {
 
 
 def read_kernel_table(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
-    """Return the times of a CSV file; or why the file is none of `source`."""
+    """Return the times of a CSV file; or why the file is not one of `source`."""
     names, read = KERNEL_TABLES[source]
     lines = read_with_columns(path, names)
     if isinstance(lines, str):
@@ -181,9 +181,9 @@ def _config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError:
-        raise ValueError("config is no JSON object") from None
+        raise ValueError("config is not a JSON object") from None
     if not isinstance(config, dict):
-        raise ValueError("config is no JSON object")
+        raise ValueError("config is not a JSON object")
     return config
 
 
@@ -198,7 +198,7 @@ def _whole(sizes: Mapping[str, object]) -> dict[str, int]:
     numbers = {name: to_number(str(size)) for name, size in sizes.items()}
     for name, number in numbers.items():
         if number is None or not 1 <= number < 2**31 or number != int(number):
-            raise ValueError(f"{name} is no whole number > 0: {str(sizes[name])[:40]!r}")
+            raise ValueError(f"{name} is not a whole number > 0: {str(sizes[name])[:40]!r}")
     return {name: int(number) for name, number in numbers.items() if number is not None}
 
 
@@ -244,7 +244,8 @@ _OPERATORS: Mapping[str, tuple[str, str]] = {
 
 
 def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile | str:
-    """Return the operators of a Parquet file with one row an operator and shape; or why the file is none of NeuSight's.
+    """Return the operators of a Parquet file with one row an operator and shape; or why the file is not one of
+    NeuSight's.
 
     Raises:
         EnvironmentProblem: The file cannot be read.
@@ -273,7 +274,7 @@ def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
         raise ValueError(f"unknown op {str(op)[:40]!r}; known: {', '.join(_OPERATORS)}")
     milliseconds = cells["latency_ms"]
     if not isinstance(milliseconds, float) or not (math.isfinite(milliseconds) and milliseconds > 0):
-        raise ValueError("latency_ms is no time > 0")
+        raise ValueError("latency_ms is not a time > 0")
     operator, shapes = _OPERATORS[op]
     sizes = _sizes(cells["dims"])
     try:
@@ -311,7 +312,7 @@ def _sizes(text: Any) -> dict[str, int]:
     try:
         sizes = {str(name): int(size) for name, size in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError("dims is no JSON object of whole numbers") from None
+        raise ValueError("dims is not a JSON object of whole numbers") from None
     if any(not 0 <= size < 2**40 for size in sizes.values()):
         raise ValueError("dims holds a size below 0, or beyond any tensor")
     return sizes

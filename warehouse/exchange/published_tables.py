@@ -62,7 +62,7 @@ _CLUSTERS = dict.fromkeys(("H100", "DGX-H100"), "H100-SXM5-80GB") | dict.fromkey
     ("B200", "DGX-B200"), "B200-SXM-180GB"
 )
 _ZEUS_GPUS = {"V100": "V100-PCIE-32GB", "P100": "P100-PCIE-16GB", "RTX6000": "Quadro-RTX-6000"}
-_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that agree within this are no contradiction
+_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that agree within this do not contradict each other
 _IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
 _MS = {"ms": 1.0, "s": 1e3}
 _MOST_WATTS = 2_000.0  # above any GPU's limit
@@ -77,8 +77,8 @@ _ALWAYS_ONE = "its speed is exactly 1 beside every partner: it may not have been
 _TABLES_DIFFER = "the file's tables differ by more than 10% for this pair on this GPU"
 _ORDERS_DIFFER = "the file has the pair in the other order with another figure"
 _WRONG_RATIO = "slowdown_a is not the ratio of the speeds"
-_RATIO_SLACK = 0.01  # of a ratio that the file rounds
-_SHARE_OF_THE_SMALLER = 0.25  # of its memory, that a pair takes at least beyond the larger member's
+_RATIO_SLACK = 0.01  # slack for ratios that the file rounds
+_SHARE_OF_THE_SMALLER = 0.25  # share of the smaller member's memory that a pair takes beyond the larger's, at least
 _FEWEST = 5  # rows of a model before a figure that is the same in all of them is odd
 _GAVEL_BATCH = re.compile(r" ?\(batch size (\d{1,9})\)")
 LUCID_PAIRS = "model1, dataset1, batchsize1, amp1, speed1, model2, dataset2, batchsize2, amp2, speed2, gmem"
@@ -161,7 +161,7 @@ def _zeus_problem(row: Cells) -> str | None:
     if not row["precision"]:
         return "no precision"
     if not 0 < (to_number(row["power_limit_w"]) or 0.0) <= _MOST_WATTS:
-        return f"power_limit_w is no limit of a GPU: {row['power_limit_w'] or 'empty'}"
+        return f"power_limit_w is not a limit of a GPU: {row['power_limit_w'] or 'empty'}"
     if kind == _POWER[0] and value > _MOST_WATTS:
         return f"{value:g} W is more than a GPU draws"
     return None if (kind, unit) in (_POWER, _EPOCH_TIME) else f"{kind} in {unit}: this table is of power and time"
@@ -235,14 +235,14 @@ def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
         ratio = max(group.values()) / min(group.values())
         if ratio > 1 + _GAVEL_SPREAD:
             reasons = json.dumps({"step_time_ms": f"the file's tables differ by a factor of {ratio:.2f}"})
-            doubts |= {at: {"error_type": DOUBT, "error": doubt, "quality_reasons": reasons} for at in group}
+            doubts |= {place: {"error_type": DOUBT, "error": doubt, "quality_reasons": reasons} for place in group}
     return doubts
 
 
 _PARALLEL_RULES: tuple[Rule, ...] = (
     (
         lambda row, run: bool(row["micro_batch"]) and not (above_zero(row["micro_batch"]) or 0.5).is_integer(),
-        invalid("micro_batch is no whole number > 0", "step_time_ms"),
+        invalid("micro_batch is not a whole number > 0", "step_time_ms"),
     ),
     (is_empty("step_time_ms"), invalid(lambda row: f"no time of a step: {row['what_was_measured']}")),
 )
@@ -500,7 +500,7 @@ def _lucid_pair_doubts(members: Sequence[Columns]) -> None:
         speeds[member["model"]].append(member["slowdown"])
     odd = {model for model, ratios in speeds.items() if len(ratios) >= _FEWEST and set(ratios) == {1.0}}
     for member, partner in _with_partners(members):
-        sizes = [one["solo_memory_mib"] for one in (member, partner) if one.get("solo_memory_mib") is not None]
+        sizes = [job["solo_memory_mib"] for job in (member, partner) if job.get("solo_memory_mib") is not None]
         joint = member["joint_memory_mib"]
         # Each has a context of its own.
         known = joint is not None and len(sizes) == 2
@@ -566,9 +566,9 @@ def _differ(figures: Sequence[float]) -> bool:
 
 
 def _with_partners(members: Sequence[Columns]) -> Iterator[tuple[Columns, Columns]]:
-    for one, other in zip(members[::2], members[1::2], strict=True):
-        yield one, other
-        yield other, one
+    for first, second in zip(members[::2], members[1::2], strict=True):
+        yield first, second
+        yield second, first
 
 
 def _share(text: str | None) -> float | None:

@@ -38,13 +38,13 @@ _MOST_VALUES = 50
 class ListedTable:
     """One table that is listed.
 
-    name      of its pages, as in /runs
+    name      its pages' name, as in /runs
     row_is    what a row is
     rows_are  the same in the plural
     relation  SQL that its rows are selected from
-    row_id    column that tells rows apart; rows of equal order follow it
+    row_id    column that identifies rows; rows of equal order follow it
     facets    columns whose values can be chosen
-    order     of a first look: a column, with `-` before it for descending order
+    order     initial order: a column, with `-` before it for descending order
     keys      key of the URL -> column that must equal its value
     about     a sentence for the page
     """
@@ -233,7 +233,7 @@ class Filters:
     def toggled(self, facet: str, value: str) -> Filters:
         """Return the state with a facet's value chosen, or no longer."""
         values = self.chosen.get(facet, ())
-        changed = tuple(one for one in values if one != value) if value in values else (*values, value)
+        changed = tuple(entry for entry in values if entry != value) if value in values else (*values, value)
         chosen = {name: kept for name, kept in {**self.chosen, facet: changed}.items() if kept}
         return dataclasses.replace(self, chosen=chosen, page=1)
 
@@ -247,7 +247,7 @@ class Filters:
         return dataclasses.replace(self, page=page)
 
     def where(self, without: str | None = None) -> str:
-        """Return the condition of the chosen values, but those of the facet `without`; empty where there is none."""
+        """Return the condition of the chosen values, except those of the facet `without`; empty where there is none."""
         parts = [_condition(facet, values) for facet, values in self.chosen.items() if facet != without and values]
         parts += [f"{self.listing.keys[name]} = {sql_text(value)}" for name, value in self.equal.items()]
         return f" WHERE {' AND '.join(parts)}" if parts else ""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _PRELOADED = ["warehouse.explorer.limited_query", "warehouse.files.folder_files"]
 _THREADS = 2
-_DUCKDB_SHARE = 0.75  # of the memory limit: DuckDB's own limit has the clearer message, and comes first where it holds
+_DUCKDB_SHARE = 0.75  # DuckDB's share of the memory limit: its own limit should come first, with the clearer message
 _BASE_BYTES = 2**28  # a child's memory before its query runs
 _LOOK_S = 0.02
 _MOST_RESERVED = 4  # times the memory limit: allocators reserve more than they use
@@ -74,7 +74,7 @@ class ExplorerReader:
 
     Args:
         source: A connection that has a data folder's views; it is closed with the reader.
-        seconds: That each query may take.
+        seconds: Longest time of each query.
     """
 
     def __init__(self, source: WarehouseConnection | duckdb.DuckDBPyConnection, seconds: float) -> None:
@@ -141,7 +141,7 @@ def run_limited(
         folder: The data folder.
         sql: The query as typed.
         kind: `PAGE`, `CSV` or `PARQUET`; values that it cannot hold come as DuckDB's own text.
-        limits: At which the query ends.
+        limits: Limits at which the query ends.
         ends: Gets a function that ends the query from another thread.
 
     Returns:
@@ -222,11 +222,11 @@ def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryL
     statement = only_statement(connection, sql).strip().rstrip(";")
     if not statement.lstrip("( \n").upper().startswith(("SELECT", "WITH", "FROM", "VALUES")):
         raise UsageError("a query begins with SELECT, WITH, FROM or VALUES")
-    statement = f"({statement}\n)"  # a comment at its end takes nothing after it along
+    statement = f"({statement}\n)"  # so that a trailing comment cannot swallow the closing parenthesis
     relation = connection.sql(f"FROM {statement}")
     places = [f"c{place}" for place in range(len(relation.columns))]
     columns = [
-        f"{f'CAST({place} AS VARCHAR)' if _is_text_in(kind, type_) else place} AS {_quoted(name)}"
+        f"{f'CAST({place} AS VARCHAR)' if _is_text_in(kind, type_) else place} AS {_quote(name)}"
         for place, name, type_ in zip(places, relation.columns, relation.types, strict=True)
     ]
     query = f"SELECT {', '.join(columns)} FROM {statement} AS t({', '.join(places)}) LIMIT {limits.rows + 1}"
@@ -238,7 +238,7 @@ def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryL
                 raise
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 

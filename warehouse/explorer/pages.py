@@ -31,7 +31,7 @@ RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
 COUNTED = ("attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 _FACET_VALUES = 12  # shown of a facet, the most frequent ones
-_POINTS = 400  # of a plot
+_POINTS = 400  # points of a plot
 _PLOTTED = (
     "process_memory_mib",
     "memory_used_mib",
@@ -49,19 +49,19 @@ _PLOTTED = (
     "step_time_ms",
 )
 _KERNELS = 20
-_FAMILIES = 20  # of a picture, the most frequent ones
+_FAMILIES = 20  # families of a picture, the most frequent ones
 _MARGINS = Margins(height=170, right=14, top=14, bottom=30)
-_LINES = 3  # of the grid, at least
+_LINES = 3  # lines of the grid, at least
 SOURCE_COLOURS = {"measured": "k4", "simulated": "k5", "imported": "k1"}
 _NIGHT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NIGHTS_SHOWN = 400  # nights, the newest
 _NIGHTS_DRAWN = 60
-_MOST_REPORT_BYTES = 64 * 2**20  # of a report
+_MOST_REPORT_BYTES = 64 * 2**20  # largest report that is shown
 _LATEST_REPORT = "latest"
 # Inline style sheets and data pictures only; forms stay on the service.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'"
 Link: TypeAlias = Callable[..., "str | None"]
-SAMPLED_RUNS = 300  # of one device page: their estimates take a good tenth of a second
+SAMPLED_RUNS = 300  # runs of one device page: their estimates take a good tenth of a second
 BOUND = "upper_mib"
 _TARGETS = ("peak_memory_mib", "step_time_ms", "smact", "smocc", "drama")  # errors of ratios are in points
 _ORDER = ("measured", "imported", "simulated")  # the first that a device has is shown first
@@ -71,7 +71,7 @@ Estimates = Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, float 
 
 @dataclass(frozen=True)
 class FacetValue:
-    """A value that can be chosen. query: of the URL that chooses it, or no longer."""
+    """A value that can be chosen. query: the URL query that selects this value, or deselects it."""
 
     value: str
     rows: int
@@ -195,7 +195,7 @@ def _nulls(names: Sequence[str], known: Sequence[int], total: int) -> list[tuple
 
 
 def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
-    """Return one run, or None where there is none of this id."""
+    """Return one run, or None where no run has this id."""
     answer = reader.rows("SELECT * FROM runs WHERE run_id = ?", [run_id])
     if not answer.rows:
         return None
@@ -213,7 +213,7 @@ def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
             "SELECT * EXCLUDE (run_id) FROM collocations WHERE run_id = ?", [run_id], most=_KERNELS
         ),
     }
-    return RunPage(run, _indented(run["config"]), _sections(run), plots, {k: v for k, v in tables.items() if v.rows})
+    return RunPage(run, _indent(run["config"]), _sections(run), plots, {k: v for k, v in tables.items() if v.rows})
 
 
 def _facets(reader: ExplorerReader, filters: Filters) -> dict[str, list[FacetValue]]:
@@ -224,7 +224,7 @@ def _facets(reader: ExplorerReader, filters: Filters) -> dict[str, list[FacetVal
     facets = {}
     for facet, values in counted.items():
         chosen = filters.chosen.get(facet, ())
-        visible = [pair for at, pair in enumerate(values) if at < _FACET_VALUES or pair[0] in chosen]
+        visible = [pair for place, pair in enumerate(values) if place < _FACET_VALUES or pair[0] in chosen]
         visible += [(value, 0) for value in chosen if value not in [name for name, _ in values]]
         facets[facet] = [
             FacetValue(value, rows, filters.toggled(facet, value).query(), value in chosen) for value, rows in visible
@@ -243,8 +243,12 @@ def _plots(reader: ExplorerReader, run_id: str, window: tuple[float, float] | No
         [run_id],
     )
     plots = {}
-    for at, name in enumerate(_PLOTTED, start=1):
-        points = [(row[0], float(row[at])) for row in answer.rows if row[at] is not None and math.isfinite(row[at])]
+    for column, name in enumerate(_PLOTTED, start=1):
+        points = [
+            (row[0], float(row[column]))
+            for row in answer.rows
+            if row[column] is not None and math.isfinite(row[column])
+        ]
         if (picture := over_time(name, points, window)) is not None:
             plots[name] = picture
     return plots
@@ -287,7 +291,7 @@ def _sections(run: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
     }
 
 
-def _indented(config: object) -> str:
+def _indent(config: object) -> str:
     try:
         return json.dumps(json.loads(str(config)), indent=1)
     except (ValueError, RecursionError):
@@ -295,7 +299,7 @@ def _indented(config: object) -> str:
 
 
 def require_run_id(text: str) -> str:
-    """Return the id of a run as a URL holds it. Raises `UsageError` for what is none."""
+    """Return the id of a run as a URL holds it. Raises `UsageError` for anything else."""
     if not text or len(text) > 300 or "\0" in text:
         raise UsageError("a run's id is wanted")
     return text
@@ -337,14 +341,16 @@ def histogram(name: str, counts: Mapping[str, Mapping[int, int]], *, is_log: boo
     Args:
         name: The label, with its unit.
         counts: Source -> place of a bin -> runs, binned by `LOG_BIN` or `RATIO_BIN`; at least one run.
-        is_log: Which of the two.
+        is_log: Whether the axis is logarithmic.
     """
     places = sorted({place for by_place in counts.values() for place in by_place})
     first, last = (places[0], places[-1]) if is_log else (0, _RATIO_BINS - 1)
     missing = max(0, _FEWEST_BINS - (last - first + 1))
     first, last = first - missing // 2, last + missing - missing // 2
     per = max(1, math.ceil((last - first + 1) / _MOST_BINS))  # bins that are drawn as one
-    edges = [10 ** (at / _BINS_OF_A_DECADE) if is_log else at / _RATIO_BINS for at in range(first, last + per + 1, per)]
+    edges = [
+        10 ** (step / _BINS_OF_A_DECADE) if is_log else step / _RATIO_BINS for step in range(first, last + per + 1, per)
+    ]
     runs_of: Counter[tuple[int, str]] = Counter()
     for source, by_place in counts.items():
         for place, runs in by_place.items():
@@ -410,7 +416,7 @@ def nights_page(folder: DataFolder) -> NightsPage:
 
 
 def night_report(folder: DataFolder, name: str) -> bytes | None:
-    """Return the page that a night's report is; None where there is none. Raises `UsageError` for no night's name."""
+    """Return the page that a night's report is; None where there is none. Raises `UsageError` for any other name."""
     if not _NIGHT_NAME.fullmatch(name):
         raise UsageError("a night's name is wanted, as in 2026-11-20")
     path = folder.reports / f"{name}.html"
@@ -456,7 +462,7 @@ def rendered(template: str, link: Link = served_link, **values: Any) -> str:
 
     Args:
         template: Its name.
-        link: Gives the address of a page by its path and query; None where there is no such page.
+        link: Returns the address of a page by its path and query; None where there is no such page.
         **values: What the template shows.
     """
     links = {"link": link, "is_served": link is served_link}
@@ -468,7 +474,7 @@ class Residuals:
     """How far the estimates of one target are off.
 
     errors   family -> runs, median and 90th percentile of the absolute error; `all` is first
-    unit     of the errors
+    unit     unit of the errors
     above    share of the runs whose measurement is above the estimated bound; None without one
     """
 
@@ -489,7 +495,7 @@ class DevicePage:
     families: QueryRows
     nulls: Sequence[tuple[str, float]]
     sampled: int
-    without: int  # of the sample: no estimate
+    without: int  # runs of the sample without an estimate
     residuals: Sequence[Residuals] = field(default_factory=tuple)
     note: str | None = None
 
@@ -513,9 +519,9 @@ def device_page(
     """Return a device model's page; None where no run has it.
 
     Args:
-        reader: Of the warehouse.
+        reader: Reads the warehouse.
         name: As runs have it in `device_name`.
-        source: Whose runs; default the first that there is of measured, imported, simulated.
+        source: Source of the runs; default the first of measured, imported, simulated that has some.
         estimates: Estimates runs; None shows no residuals.
 
     Raises:
@@ -525,7 +531,7 @@ def device_page(
     by_source = dict(reader.rows(f"SELECT source, count(*) {where} GROUP BY source ORDER BY 2 DESC, 1").rows)
     if not by_source:
         return None
-    chosen = source if source is not None else next(one for one in (*_ORDER, *by_source) if one in by_source)
+    chosen = source if source is not None else next(label for label in (*_ORDER, *by_source) if label in by_source)
     if chosen not in by_source:
         raise UsageError(f"{name} has no runs of source {chosen!r}; it has {', '.join(by_source)}")
     where += f" AND source = {sql_text(chosen)}"
@@ -550,11 +556,11 @@ def _with_residuals(reader: ExplorerReader, page: DevicePage, where: str, estima
     )
     runs = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
     try:
-        done = estimates(runs)
+        estimated = estimates(runs)
     except UsageError as error:
         return DevicePage(**{**vars(page), "sampled": len(runs), "without": len(runs), "note": str(error)})
-    pairs = [(run, one) for run, one in zip(runs, done, strict=True) if one is not None]
-    residuals = [one for target in _TARGETS if (one := residuals_of(target, pairs)) is not None]
+    pairs = [(run, estimate) for run, estimate in zip(runs, estimated, strict=True) if estimate is not None]
+    residuals = [residual for target in _TARGETS if (residual := residuals_of(target, pairs)) is not None]
     without = len(runs) - len(pairs)
     return DevicePage(**{**vars(page), "sampled": len(runs), "without": without, "residuals": tuple(residuals)})
 

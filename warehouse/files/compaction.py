@@ -66,10 +66,10 @@ SORT_KEYS = {
     "collocations": ["run_id", "member_row"],
 }
 ROW_GROUP_ROWS = 100_000
-_OWN_BYTES = 14 * 2**10  # of a small file are its columns' names, statistics and page headers, not rows
+_OWN_BYTES = 14 * 2**10  # a small file's column names, statistics and page headers: everything but rows
 _ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this old
 _probes: dict[Path, tuple[int, int]] = {}  # path -> inode, descriptor
-REDUNDANT = ""  # of a merged file whose runs intact files that count hold, too
+REDUNDANT = ""  # the reason when every run of a merged file is also in an intact file that counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +87,10 @@ class CompactionSettings(Checked):
         3600, "seconds before a later compaction deletes the files that were merged", "number 0 to 1e9"
     )
     force_after_s: float = key(
-        86400, "seconds after which it deletes them also while somebody has the warehouse open", "number 0 to 1e9"
+        86400, "seconds after which it deletes them even while the warehouse is open", "number 0 to 1e9"
     )
     target_mib: float = key(64, "size that merged files grow to, MiB; larger ones are left alone", "number > 0 to 1e9")
-    target_rows: int = key(
-        1000000, "rows that merged files grow to; bounds the memory that a merge takes", "int 1 to 1000000000"
-    )
+    target_rows: int = key(1000000, "rows that merged files grow to; bounds a merge's memory", "int 1 to 1000000000")
     min_files: int = key(8, "fewer small files of a family are left as they are", "int >= 2")
     data: str | None = data_key()
 
@@ -179,7 +177,7 @@ def _merge_family(work: Compaction, kind: str, family: str) -> None:
         if not isinstance(error, FileNotFoundError):
             report.left_alone(path, first_line(error))
 
-    for paths in _plan(work, kind, family, unreadable):
+    for paths in _merge_groups(work, kind, family, unreadable):
         for files, rows in read_files(paths, TABLES[kind], settings.target_rows, unreadable):
             if len(files) < settings.min_files and (len(files) < 2 or files[-1] == paths[-1]):
                 continue
@@ -205,7 +203,7 @@ def _in_order(table: pa.Table, keys: Sequence[str]) -> pa.Table:
     return table.sort_by([(key, "ascending") for key in keys])
 
 
-def _plan(
+def _merge_groups(
     work: Compaction, kind: str, family: str, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[list[Path]]:
     """Return the groups of small files that are worth a merge.
@@ -220,7 +218,7 @@ def _plan(
         report.left_alone(path, why)
     rows = {file.path: file.rows for file in files.merged}
     landed = _landed_files(folder, family) if kind in OF_RUNS else set()  # read later, so none is missed
-    # Not among them: the file of a run that landed twice, as after the queue was lost. Merged, it would be there twice.
+    # Without the file of a run that landed twice, as after the queue was lost: merged, it would be there twice.
     for path in [*(files.partition / name for name in files.own), *rows]:
         try:
             status = path.stat()
@@ -229,7 +227,7 @@ def _plan(
                 unreadable(path, NoPlainFile("it is a link to a file that does not exist"))
             continue
         if not stat.S_ISREG(status.st_mode):
-            unreadable(path, NoPlainFile("it is no plain file"))
+            unreadable(path, NoPlainFile("it is not a plain file"))
             continue
         size = status.st_size
         if size > target_bytes / 2 or path in report.left or path in files.doubled:
@@ -241,7 +239,7 @@ def _plan(
         ):
             continue  # its run is being written, or was lost and will come again with other rows
         small.append((max(size - _OWN_BYTES, size // 8), path))
-    # A merged file joins only when the rest is worth rewriting it, so each row is rewritten few times.
+    # A merged file joins only when the others are worth rewriting it, so each row is rewritten few times.
     small.sort(key=lambda entry: (entry[0], entry[1].name))
     total = sum(size for size, _ in small)
     while small and is_merged_name(small[-1][1].name) and small[-1][0] > 4 * (total - small[-1][0]):
@@ -262,7 +260,7 @@ def _plan(
 
 
 def _landed_files(folder: DataFolder, family: str) -> set[str]:
-    """The names of the files of runs, one of which says that its run has landed."""
+    """Return the names of the files of runs, one of which says that its run has landed."""
     try:
         return set(os.listdir(folder.partition("runs", family)))
     except FileNotFoundError:

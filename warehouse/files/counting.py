@@ -42,9 +42,9 @@ from warehouse.files.merged import (
 )
 from warehouse.files.plain_file import file_key, plain, remembered, remembered_by
 
-SNAPSHOT_LISTING = "snapshot.parquet"  # of a snapshot, which has one for all its merged files
+SNAPSHOT_LISTING = "snapshot.parquet"  # a snapshot has one for all its merged files
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
-_NO_FAMILY = "family=_"  # of files without rows
+_NO_FAMILY = "family=_"  # the partition of files without rows
 _LOOKS = 100  # at a folder that compactions change meanwhile
 _LAST = "\U0010ffff"  # no run_id is greater
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class MergedFile:
 
     @functools.cached_property
     def run_ids(self) -> pa.StringArray:
-        """The runs in the file, sorted. Raises as `run_ids_of` does."""
+        """Return the runs in the file, sorted. Raises as `run_ids_of` does."""
         return pa.array(sorted(run_ids_of(self.path, verified=False)), pa.string())
 
     def may_hold(self, run_id: str) -> bool:
@@ -89,7 +89,7 @@ class FamilyFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """The files that count, and listed ones that would if they could be read."""
+        """Return the files that count, and listed ones that would if they could be read."""
         return [*(self.partition / name for name in self.own), *(file.path for file in self.merged), *self.damaged]
 
 
@@ -257,7 +257,7 @@ def _whole(partition: Path, names: Collection[str]) -> list[MergedFile]:
     for name in names:
         try:
             file = _read(partition / name)
-        except OSError:  # of another family, or of the disk or its load
+        except OSError:  # another family's, or an error of the disk or its load
             continue
         if isinstance(file, MergedFile):
             files.append(file)

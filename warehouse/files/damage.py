@@ -107,7 +107,7 @@ def damage_for_duckdb(path: Path) -> str | None:
 def damaged_among(
     paths: Iterable[Path], *, pages: bool = False, judge: Callable[[Path], str | None] | None = None
 ) -> list[DamagedFile]:
-    """Return the unreadable files of `paths`, in order. Files that vanish meanwhile are left out.
+    """Return the unreadable files of `paths`, in order. Files that vanish while they are read are left out.
 
     `judge` returns why a file cannot be read, None if it can be; the default is `damage_of`.
     """
@@ -159,7 +159,7 @@ def _frame_damage(path: Path) -> str | None:
         footer_bytes = int.from_bytes(file.read(4), "little")
         tail = file.read(len(_MAGIC))
     if head != _MAGIC:
-        return "it is no Parquet file: the first bytes are not PAR1"
+        return "it is not a Parquet file: the first bytes are not PAR1"
     if tail != _MAGIC:
         return "it is cut short, or no Parquet file: the last bytes are not PAR1"
     if footer_bytes + _LEAST_BYTES > file_bytes:
@@ -184,18 +184,18 @@ def _schema_damage(path: Path, schema: pa.Schema) -> str | None:
     return "; ".join(wrong) or None
 
 
-def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
+def _fits(stored: pa.DataType, wanted: pa.DataType) -> bool:
     """Return whether a column of an older or foreign writer can be read as `wanted`."""
-    if pa.types.is_dictionary(own):
-        own = own.value_type
-    if pa.types.is_null(own) or own == wanted:
+    if pa.types.is_dictionary(stored):
+        stored = stored.value_type
+    if pa.types.is_null(stored) or stored == wanted:
         return True
     if pa.types.is_floating(wanted):
-        return bool(pa.types.is_floating(own) or pa.types.is_integer(own))
+        return bool(pa.types.is_floating(stored) or pa.types.is_integer(stored))
     for is_alike in (pa.types.is_integer, pa.types.is_timestamp, pa.types.is_boolean):
         if is_alike(wanted):
-            return bool(is_alike(own))
-    return bool(pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own))
+            return bool(is_alike(stored))
+    return bool(pa.types.is_string(stored) or pa.types.is_large_string(stored) or pa.types.is_string_view(stored))
 
 
 def set_aside(folder: FolderLayout, path: Path, reason: str) -> Path:

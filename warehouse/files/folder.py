@@ -65,7 +65,7 @@ class DataFolder(FolderLayout):
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"data={self.root} is a file, not a folder")
         if self._read_version() is None:
-            problem = "has no format.json, so it is no data folder" if self.root.exists() else "does not exist"
+            problem = "has no format.json, so it is not a data folder" if self.root.exists() else "does not exist"
             raise UsageError(
                 f"data={self.root} {problem}; make one with `python -m farm.submit +arch=cnn n=10 data=PATH`, "
                 "or name another with data=PATH or $GPUFARM_DATA"

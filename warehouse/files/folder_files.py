@@ -37,10 +37,10 @@ from warehouse.files.plain_file import identity, identity_of, is_out_of_descript
 from warehouse.tables.schema import TABLES
 
 SCHEME = "gpufarm"
-_PINNED = 256  # files that a connection keeps open for each view of a query that has begun, at most
+_PINNED = 256  # most files that a connection keeps open for each view of a query that has begun
 _PATHS = 16 * _PINNED  # names that a connection remembers for such queries
-_VIEWS_OF_A_QUERY = 32  # so many that views named earlier are of a query that has ended, as good as always
-_ATTEMPTS = 100  # at a list of files that all stay until they are opened
+_VIEWS_OF_A_QUERY = 32  # views that are remembered; older ones almost always belong to a finished query
+_ATTEMPTS = 100  # attempts at a list of files that all stay until they are opened
 _NO_ROWS = "no-rows.parquet"
 _PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/((?:family=[^/]+/)?[^/]+\.parquet)")
 
@@ -56,7 +56,7 @@ class FolderFiles(AbstractFileSystem):
     A query's globs are answered with the files that count at that moment. As many as `_PINNED` of them are opened
     then, so that compaction may delete them; a larger folder's small files are opened by name, and those that are gone
     by then are counted in `lost`. What queries open is in `opened`. All of it takes up to a quarter of the descriptors
-    that the process may have, files that are open by name up to half; beyond that each read opens the file anew.
+    that the process may have, files that are open by name up to half; beyond that each read reopens the file.
     """
 
     protocol = SCHEME
@@ -256,7 +256,7 @@ class FolderFiles(AbstractFileSystem):
         return shared
 
     def _counting(self, kind: str) -> Iterator[tuple[str, frozenset[str]]]:
-        """(name below `kind`, runs that another file holds) of each file that counts."""
+        """Yield (name below `kind`, runs that another file holds) of each file that counts."""
         if kind in KINDS:
             for family in counting_plan(self._folder, kind, self._is_left_out):
                 damage.report(DamagedFile(path, why) for path, why in family.damaged.items())
@@ -277,7 +277,7 @@ class FolderFiles(AbstractFileSystem):
         return known is not None and known == identity(path)
 
     def _place(self, path: str) -> tuple[str, str]:
-        """(kind, name below it) of a file of an earlier answer."""
+        """Return (kind, name below it) of a file of an earlier answer."""
         match = _PATH.fullmatch(path)
         if match is None or match[1] not in TABLES:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -313,7 +313,7 @@ class _SharedFile:
 
 
 class _NamedFile(_SharedFile):
-    """A file that is opened anew for each read, because the process has no spare descriptors."""
+    """A file that is reopened for each read, because the process has no spare descriptors."""
 
     def __init__(self, path: Path, files: FolderFiles) -> None:
         file = _SharedFile(open_plain(path))
@@ -352,9 +352,9 @@ class _OpenFile:
         return self._places.get(threading.get_ident(), 0)
 
     def read(self, size: int = -1) -> bytes:
-        at = self.tell()
-        content = self._open_file().read(at, self.size - at if size < 0 else size)
-        self._places[threading.get_ident()] = at + len(content)
+        position = self.tell()
+        content = self._open_file().read(position, self.size - position if size < 0 else size)
+        self._places[threading.get_ident()] = position + len(content)
         return content
 
     def write(self, content: bytes) -> NoReturn:

@@ -38,7 +38,7 @@ class IntegrityReport:
     """Result of a verification: counts and problems."""
 
     files: int = 0
-    without_checksum: int = 0  # of older versions: read in full instead
+    without_checksum: int = 0  # files of older versions: read in full instead
     damaged: list[DamagedFile] = field(default_factory=list)
     lost: list[tuple[str, Listing]] = field(default_factory=list)  # kind and listing of merged files that are gone
     lost_lines: list[str] = field(default_factory=list)
@@ -81,12 +81,12 @@ class IntegrityReport:
 def examine(folder: DataFolder, *, workers: int | None = None, progress: Progress | None = None) -> IntegrityReport:
     """Verify every file of the folder in `workers` threads (default: the CPUs this process may use).
 
-    Files that a compaction deletes meanwhile are left out. Raises `UsageError` if there is no such data folder.
+    Files that a compaction deletes in the meantime are left out. Raises `UsageError` if there is no such data folder.
     """
     folder.open()
     report = IntegrityReport()
     paths = list(parquet_files(folder))
-    chunks = [paths[at : at + _CHUNK_FILES] for at in range(0, len(paths), _CHUNK_FILES)]
+    chunks = [paths[start : start + _CHUNK_FILES] for start in range(0, len(paths), _CHUNK_FILES)]
     jobs: list[Callable[[], list[_Verified]]] = [partial(_verified_parquet, chunk) for chunk in chunks]
     jobs += [partial(_verified_snapshot, path) for path in sorted(folder.snapshots.glob(f"[!.]*/{MANIFEST}"))]
     jobs += [partial(_verified_artifact, path) for path in sorted(folder.models.glob("*/*/*.json"))]
@@ -122,11 +122,11 @@ class _Verified:
 
 
 def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
-    for one in verified:
-        report.files += one.files
-        report.without_checksum += not one.has_checksum and one.problem is None
-        if one.problem is not None:
-            report.damaged.append(DamagedFile(one.path, one.problem))
+    for check in verified:
+        report.files += check.files
+        report.without_checksum += not check.has_checksum and check.problem is None
+        if check.problem is not None:
+            report.damaged.append(DamagedFile(check.path, check.problem))
 
 
 def _verified_parquet(paths: Sequence[Path]) -> list[_Verified]:
@@ -152,12 +152,12 @@ def _verified_snapshot(manifest: Path) -> list[_Verified]:
 
 
 def _verified_artifact(path: Path) -> list[_Verified]:
-    """An artifact's JSON names its files under `files`, as `{path: {"sha256": hex, "bytes": n}}`, and its own SHA-256
-    without that key as `own_sha256`. Versions that were written before have neither."""
+    """Verify an artifact, whose JSON names its files under `files`, as `{path: {"sha256": hex, "bytes": n}}`, and its
+    own SHA-256 without that key as `own_sha256`. Versions that were written before have neither."""
     try:
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict) or not isinstance(described.get("files"), dict):
-            return []  # of an older version, or a further file that the artifact's own JSON names
+            return []  # a file of an older version, or a further one that the artifact's own JSON names
         if OWN_SHA256 in described and described[OWN_SHA256] != own_sha256(described):
             return [_Verified(path, True, "it is not what was written: its SHA-256 is another")]
         verified = [_Verified(path, True, None)]
@@ -165,7 +165,7 @@ def _verified_artifact(path: Path) -> list[_Verified]:
             named = path.parent / name
             problem = None
             if not named.resolve().is_relative_to(path.parent.resolve()) or not isinstance(about, dict):
-                problem = f"it names {name!r}, which is no file of it"
+                problem = f"it names {name!r}, which is not a file of it"
             elif not named.is_file():
                 problem = "it is not there"
             elif named.stat().st_size != about.get("bytes") or sha256_of(named) != about.get("sha256"):

@@ -55,12 +55,12 @@ class Unreadable(Exception):
 class Listing:
     """A merged file that counts, and the files it replaces. Paths are relative to `runs/` or `telemetry/`."""
 
-    file: Path  # of the listing itself
+    file: Path  # the listing's own file
     merged: str
     hidden: tuple[str, ...]  # still on disk, or were when the listing was written
     published_at_s: float  # seconds since the epoch
-    checksum: str | None = None  # of the merged file; None in listings of older versions
-    rows: int | None = None  # of the merged file
+    checksum: str | None = None  # the merged file's; None in listings of older versions
+    rows: int | None = None  # the merged file's
 
     @classmethod
     def read(cls, file: Path) -> Listing:
@@ -84,7 +84,7 @@ class Listing:
                 rows=int(metadata[_ROWS]) if _ROWS in metadata else None,
             )
         except (pa.ArrowException, KeyError, TypeError) as error:
-            raise ValueError(f"it is no listing: {first_line(error)}") from error
+            raise ValueError(f"it is not a listing: {first_line(error)}") from error
 
     def write(self) -> None:
         """Write the listing atomically; from this moment `merged` counts, and `hidden` no longer does."""
@@ -113,7 +113,7 @@ def is_merged_name(name: str) -> bool:
 
 
 def has_own_name(name: str) -> bool:
-    """Return whether the name of a merged file or listing is of the form that `new_merged_name` gives."""
+    """Return whether the name of a merged file or listing is of the form that `new_merged_name` makes."""
     return _OWN_NAME.fullmatch(name) is not None
 
 

@@ -25,7 +25,7 @@ from warehouse.files.plain_file import plain
 from warehouse.files.queue_copy import queue_copy
 
 _TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
-_FOREIGN = ("import-", "dataset-")  # of the job_id of rows that no queue has run
+_FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no queue has run
 _IN_FLIGHT = ("leased", "exhausted")
 _PRIME = 1_000_003  # squares of indexes are summed modulo this one, which fits 64 bits
 _BUSY_S = 10.0  # waits for who holds the file
@@ -45,7 +45,7 @@ class Presence:
         if not self.gone:
             return None
         return (
-            f"{_counted(self.gone)} marked done in the queue have no file in {root}; "
+            f"{_count(self.gone)} marked done in the queue have no file in {root}; "
             "`python -m farm.doctor repair=true` queues them again"
         )
 
@@ -54,7 +54,7 @@ class Presence:
         if not self.unknown:
             return None
         return (
-            f"{_counted(self.unknown)} in {root} are not in its queue. The queue was lost or restored from an older "
+            f"{_count(self.unknown)} in {root} are not in its queue. The queue was lost or restored from an older "
             "copy; submit the jobs again to run only the missing tasks."
         )
 
@@ -75,10 +75,10 @@ def compare(folder: DataFolder, *, quick: bool = False) -> Presence:
         if done_sums == {job_id: _sums(indexes) for job_id, indexes in landed_tasks(folder).items()}:
             return Presence()
     # Before the files: a task is done only after its run is durable.
-    done = queue_tasks(folder, "= 'done'")
+    finished = queue_tasks(folder, "= 'done'")
     landed = landed_tasks(folder)
-    gone = _minus(done, landed)
-    unknown = _minus(landed, done)
+    gone = _minus(finished, landed)
+    unknown = _minus(landed, finished)
     if unknown:  # what landed since the queue was read
         unknown = _minus(_minus(unknown, queue_tasks(folder, "= 'done'")), queue_tasks(folder, f"IN {_IN_FLIGHT}"))
     return Presence(gone=gone, unknown=unknown)
@@ -141,7 +141,8 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
 
 
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:
-    """The tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is gone."""
+    """Return the tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is
+    gone."""
     try:
         return _tasks_read_from(path)
     except FileNotFoundError:
@@ -232,6 +233,6 @@ def _minus(tasks: Tasks, others: Tasks) -> dict[str, np.ndarray]:
     return {job_id: indexes for job_id, indexes in left.items() if len(indexes)}
 
 
-def _counted(tasks: Tasks) -> str:
+def _count(tasks: Tasks) -> str:
     runs = sum(map(len, tasks.values()))
     return f"{runs:,} run{'s' if runs != 1 else ''} of {len(tasks):,} job{'s' if len(tasks) != 1 else ''}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from conf.errors import EnvironmentProblem
 
 _COPY_TRIES = 5
-_PARTS = ("", "-wal")  # the shared memory beside them is made anew from these
+_PARTS = ("", "-wal")  # the shared memory beside them is made again from these
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def queue_copy(path: Path) -> Iterator[Path]:
 
 
 def _copy(path: Path, copy: Path) -> None:
-    """Copy the database and its log of changes; repeat if another process wrote meanwhile."""
+    """Copy the database and its log of changes; repeat if another process wrote in the meantime."""
     for _ in range(_COPY_TRIES):
         before = _state(path)
         for suffix in _PARTS:

@@ -23,8 +23,8 @@ from warehouse.files.plain_file import NoPlainFile, open_binary
 from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.sql_text import escaped_glob, sql_text
 
-_BATCH_FILES = 500  # DuckDB holds their footers meanwhile, some 50 KiB each
-_BATCH_BYTES = 8 * 2**20  # of compressed data, which may be a million rows
+_BATCH_FILES = 500  # DuckDB holds their footers while it reads them, some 50 KiB each
+_BATCH_BYTES = 8 * 2**20  # compressed bytes, which may be a million rows
 _FEW_FILES = 8  # which pyarrow reads in less time than DuckDB takes to start
 _MOST_READERS = 2  # threads, each of which holds a batch
 _WHOLE_BYTES = 2**20  # a file up to this size is read at once to verify its checksum
@@ -52,17 +52,17 @@ def read_files(
     for batch_files, batch in _read_batches(paths, most_rows, unreadable):
         batch_rows = sum(table.num_rows for table in batch)
         if files and rows + batch_rows > most_rows:
-            yield files, _united(schema, tables)
+            yield files, _unite(schema, tables)
             files, rows = [], 0
         files += batch_files
         tables += batch
         rows += batch_rows
         del batch
     if files:
-        yield files, _united(schema, tables)
+        yield files, _unite(schema, tables)
 
 
-def _united(schema: pa.Schema, tables: list[pa.Table]) -> pa.Table:
+def _unite(schema: pa.Schema, tables: list[pa.Table]) -> pa.Table:
     """Return the concatenated table and empty `tables`, so that the rows are in memory once."""
     united = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive")
     tables.clear()

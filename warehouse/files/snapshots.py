@@ -67,11 +67,11 @@ class SnapshotFile:
 class Snapshot:
     """The warehouse at one moment: files that nobody changes, and their manifest."""
 
-    folder: DataFolder  # laid out as a data folder, but none: nothing can be added to it
+    folder: DataFolder  # laid out like a data folder, but read-only
     name: str
     taken_at: datetime.datetime  # UTC
     schema_version: int
-    rows: Mapping[str, int]  # of each view
+    rows: Mapping[str, int]  # view -> rows
     columns: Mapping[str, Mapping[str, str]]  # table -> column -> Arrow type
     files: tuple[SnapshotFile, ...]
     left_out: tuple[str, ...] = ()  # files of the folder that were damaged then, and why
@@ -100,7 +100,7 @@ class Snapshot:
                 problems.append(f"{file.path} is gone")
                 continue
             if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be foreign
-                problems.append(f"{file.path} is no plain file of the snapshot")
+                problems.append(f"{file.path} is not a plain file of the snapshot")
                 continue
             if status.st_size != file.bytes:
                 problems.append(f"{file.path} has {status.st_size:,} bytes, had {file.bytes:,}")
@@ -109,7 +109,7 @@ class Snapshot:
         known = {file.path for file in self.files}
         for path in _parquet_files(root):
             if str(path.relative_to(root)) not in known:
-                problems.append(f"{path.relative_to(root)} is no file of the snapshot")
+                problems.append(f"{path.relative_to(root)} is not a file of the snapshot")
         return problems
 
 
@@ -125,9 +125,9 @@ def take_snapshot(
     """Freeze the rows that the views show now under `name`, or the UTC day (`2026-11-20`, then `2026-11-20.2`).
 
     Files are linked, not copied, so they cost no disk until compaction has replaced them; a compaction before the
-    snapshot makes them few. Waits for a compaction that is at work (`tell` says so), and none begins meanwhile; runs
-    may land. May be killed at any point: the snapshot is there whole or not at all. A damaged file is left out and
-    named, on stderr and in the manifest. Raises `UsageError` for a name that is taken or is none, and where a merged
+    snapshot makes them few. Waits for a compaction that is at work (`tell` says so), and none begins in the meantime;
+    runs may land. May be killed at any point: the snapshot is there whole or not at all. A damaged file is left out and
+    named, on stderr and in the manifest. Raises `UsageError` for a name that is taken or invalid, and where a merged
     file is gone.
     """
     folder.open()
@@ -135,7 +135,7 @@ def take_snapshot(
         _check_new_name(folder, name)
     with _lock(folder, tell), disk_errors_named():
         folder.snapshots.mkdir(exist_ok=True)
-        for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # of one that was killed
+        for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # left by a killed process
             shutil.rmtree(abandoned)
         taken_at = datetime.datetime.now(datetime.UTC)
         chosen = name or next(name for name in _day_names(taken_at) if not (folder.snapshots / name).exists())

@@ -33,7 +33,7 @@ class Mark:
 
     environment  columns of `warehouse.tables.schema.ENVIRONMENT` in which it is stale
     operators    operator families of the run that moved
-    shift        of the canaries that moved, the median: relative, for ratios the difference; `said`: in words
+    shift        median shift of the canaries that moved: relative, for ratios the difference; `said`: in words
     """
 
     run_id: str
@@ -49,7 +49,7 @@ class Mark:
 def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked_at: datetime.datetime) -> Path:
     """Write the marks of one growth cycle durably, all or none, in place of its earlier ones.
 
-    Equal calls write equal files. Raises `ValueError` if the cycle's name is no valid file name.
+    Equal calls write equal files. Raises `ValueError` if the cycle's name is not a valid file name.
     """
     folder.create()
     ordered = sorted(marks, key=lambda mark: (mark.run_id, mark.label))

@@ -31,7 +31,7 @@ VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "j
 
 # By path: the file's state when it was read or written, and the fingerprint in it.
 _FINGERPRINTS: dict[Path, tuple[tuple[int, ...], str | None]] = {}
-_FIRST_KINDS = ("runs", "telemetry")  # of which every data folder has a file
+_FIRST_KINDS = ("runs", "telemetry")  # every data folder has a file of these
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
     pa.bool_(): "BOOLEAN",
@@ -121,7 +121,7 @@ def _stale_view(marks: str) -> str:
 
 
 def _partitioned_view(folder: FolderLayout, kind: str, schema: pa.Schema) -> str:
-    """Every row of the files that count: merged files that are listed, others that no listing hides.
+    """Return every row of the files that count: merged files that are listed, others that no listing hides.
 
     DuckDB expands globs from left to right, the listings' before the data's, once a query. So a merged file that
     this query finds listed is among its data files too, as it was there before its listing. One query thus sees
@@ -153,12 +153,12 @@ def _partitioned_columns(schema: pa.Schema) -> str:
     columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
     if not any(detail.imported and detail.row_id in schema.names for detail in DETAILS.values()):
         return columns
-    # Compaction needs an id of every row; that of an imported batch is no run's.
+    # Compaction needs an id of every row; that of an imported batch is not a run's.
     return columns.replace("file.run_id", "CASE WHEN file.source <> 'imported' THEN file.run_id END AS run_id", 1)
 
 
 def _with_every_column(schema: pa.Schema, files: str) -> str:
-    """The rows of `files`, with the schema's columns that none of them has as NULL.
+    """Return the rows of `files`, with the schema's columns that none of them has as NULL.
 
     A column that was added lately is in no file of an older folder, and such a folder may only be read. DuckDB drops
     the side without rows when it plans a query, so this costs nothing.
@@ -230,5 +230,5 @@ def _read_fingerprint(path: Path) -> str | None:
         with existing_database(path) as connection:
             row = connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()
             return None if row is None else str(row[0])
-    except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made anew
+    except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made again
         return None

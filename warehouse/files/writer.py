@@ -36,7 +36,7 @@ from warehouse.tables.schema import (
 REQUIRED = ("run_id", "family", "status", "source")
 RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
 TELEMETRY_RATIOS = tuple(name for name, (unit, _) in METRICS.items() if unit == "ratio")
-WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # of telemetry
+WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # closed lists of telemetry's text columns
 
 
 class RunWriter:
@@ -88,7 +88,7 @@ class RunWriter:
             path = self._folder.partition(kind, family) / name
             if own_rows is not None and own_rows.num_rows:
                 write_parquet(path, own_rows)
-            else:  # of an earlier execution, which was killed before its run landed
+            else:  # left by an earlier execution, which was killed before its run landed
                 path.unlink(missing_ok=True)
         write_parquet(runs / name, run_row)
         return runs / name
@@ -156,10 +156,10 @@ def run_problems(run: Mapping[str, Any]) -> list[str]:
 def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
     """Return the samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL. Raises as `run_table`."""
     problems: list[str] = []
-    samples = _conformed(telemetry, "telemetry", TELEMETRY_SCHEMA, {"run_id": run_id}, WORDS, problems)
+    samples = _conform(telemetry, "telemetry", TELEMETRY_SCHEMA, {"run_id": run_id}, WORDS, problems)
     if telemetry.num_rows and "t_ms" not in telemetry.column_names:
         problems.append("t_ms is required")
-    return _accepted(samples, "telemetry", problems)
+    return _accept(samples, "telemetry", problems)
 
 
 def rows_of_run(kind: str, run: Mapping[str, Any], rows: pa.Table) -> pa.Table:
@@ -169,29 +169,29 @@ def rows_of_run(kind: str, run: Mapping[str, Any], rows: pa.Table) -> pa.Table:
         raise ValueError(f"{kind} must be a pyarrow.Table, got {type(rows).__name__}")
     run_id = run["run_id"]
     of_run = (detail.row_id, "run_id", *detail.of_run)
-    own = rows.drop_columns([name for name in of_run if name in rows.column_names])
-    names = pa.array([f"{run_id}-{detail.letter}{index:05d}" for index in range(own.num_rows)], pa.string())
+    detail_rows = rows.drop_columns([name for name in of_run if name in rows.column_names])
+    names = pa.array([f"{run_id}-{detail.letter}{index:05d}" for index in range(detail_rows.num_rows)], pa.string())
     same = {"run_id": run_id, **{name: run.get(name) for name in detail.of_run}}
-    return detail_table(kind, own.append_column(detail.row_id, names), same)
+    return detail_table(kind, detail_rows.append_column(detail.row_id, names), same)
 
 
 def detail_table(kind: str, rows: pa.Table, same: Mapping[str, Any]) -> pa.Table:
     """Return rows of `kernels` or `ranks` with every column; `same` fills absent ones. Raises `ValueError`."""
     detail = DETAILS[kind]
     problems: list[str] = []
-    table = _conformed(rows, kind, detail.schema, same, detail.words, problems)
+    table = _conform(rows, kind, detail.schema, same, detail.words, problems)
     if not problems:
         problems += [f"{name} is required" for name in ("run_id", *detail.required) if table.column(name).null_count]
-    return _accepted(table, kind, problems)
+    return _accept(table, kind, problems)
 
 
-def _accepted(table: pa.Table, table_name: str, problems: Sequence[str]) -> pa.Table:
+def _accept(table: pa.Table, table_name: str, problems: Sequence[str]) -> pa.Table:
     if problems:
         raise ValueError(f"{table_name} breaks the schema: " + "; ".join(problems))
     return table
 
 
-def _conformed(
+def _conform(
     table: pa.Table,
     table_name: str,
     schema: pa.Schema,

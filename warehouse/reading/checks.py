@@ -42,7 +42,7 @@ _SHOWN = 80  # characters of a value
 _MIB = 1.0
 _RATIO = 0.02
 _CARD = 1.01  # drivers round the card's size
-_IDS = {kind: detail.row_id for kind, detail in DETAILS.items()}  # by which examples name a row, where not by run_id
+_IDS = {kind: detail.row_id for kind, detail in DETAILS.items()}  # column that names a row in examples, if not run_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class _Rule:
     severity: str
     sentence: str
     broken: str
-    shown: str = ""  # column whose value the examples tell
+    shown: str = ""  # column whose value the examples show
     table: str = "attempts"
 
 
@@ -77,18 +77,18 @@ def check(warehouse: DataFolder | duckdb.DuckDBPyConnection | WarehouseConnectio
 
     A data folder's files are looked at too, and where one cannot be read, only they; a connection (also of a
     snapshot) is asked through its views. Runs that were not their task's last are checked as well. Raises
-    `UsageError` for a folder that is none.
+    `UsageError` for a folder that is not a data folder.
     """
     if not isinstance(warehouse, DataFolder):
-        return _sorted(_findings(warehouse))
+        return _sort(_findings(warehouse))
     findings = list(_files(warehouse.open()))
     if not any(finding.rule == "schema.unreadable_file" for finding in findings):
         with contextlib.closing(connect(warehouse)) as connection:
             findings += _findings(connection)
-    return _sorted(findings)
+    return _sort(findings)
 
 
-def _sorted(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
+def _sort(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
@@ -117,7 +117,7 @@ def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> It
                     examples=tuple(text for (text,) in rows),
                 )
     for name, severity, sentence, query in _GROUPED:
-        # `query` gives one text for each row that breaks the rule
+        # `query` selects one text for each row that breaks the rule
         ((count, examples),) = connection.execute(
             f"SELECT count(*), list(said ORDER BY said)[:{_EXAMPLES}] FROM ({query}) AS found(said)"
         ).fetchall()
@@ -493,6 +493,6 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
             )
 
 
-def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
-    both_times = pa.types.is_timestamp(own) and pa.types.is_timestamp(wanted)
-    return bool(own == wanted or pa.types.is_null(own) or both_times)
+def _fits(stored: pa.DataType, wanted: pa.DataType) -> bool:
+    both_times = pa.types.is_timestamp(stored) and pa.types.is_timestamp(wanted)
+    return bool(stored == wanted or pa.types.is_null(stored) or both_times)

@@ -96,7 +96,7 @@ def connect(
         from warehouse.files.snapshots import checked_snapshot
 
         folder = checked_snapshot(folder, snapshot).folder
-    with contextlib.suppress(OSError):  # of a folder that may only be read: the file is for other DuckDB clients
+    with contextlib.suppress(OSError):  # the folder may be read-only: the file is for other DuckDB clients
         views.refresh(folder)
     lock = _reader_lock(folder)
     try:
@@ -167,7 +167,7 @@ def _scratch() -> str:
 def _spill_folder() -> Path:
     """Make a folder where queries spill rows; no other user may read it."""
     spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    with contextlib.suppress(OSError):  # of a full disk, where no query that has to spill succeeds anyway
+    with contextlib.suppress(OSError):  # the disk may be full, where no query that has to spill succeeds anyway
         spill.mkdir(mode=0o700)
     return spill
 
@@ -243,7 +243,7 @@ class _Opened:
         self.files = files
         self.renew = renew
         self._lock = lock
-        self._remove_spill = weakref.finalize(self, _removed, spill, os.getpid())
+        self._remove_spill = weakref.finalize(self, _remove, spill, os.getpid())
 
     def close(self) -> None:
         self.files.close()
@@ -257,7 +257,7 @@ class _Opened:
             self.close()
 
 
-def _removed(spill: Path | None, pid: int) -> None:
+def _remove(spill: Path | None, pid: int) -> None:
     if spill is not None and os.getpid() == pid:  # not in a child, which inherits the object
         shutil.rmtree(spill, ignore_errors=True)
 
@@ -377,7 +377,7 @@ class WarehouseConnection(_Planned):
     ) -> Self:
         """Open a connection that reads `files`; the descriptor `lock` and the folder `spill` go with it.
 
-        `renew` opens it, and opens it anew where a damaged file has made DuckDB give up its database. Tables that were
+        `renew` opens it, and reopens it where a damaged file has made DuckDB give up its database. Tables that were
         registered are gone then.
         """
         return cls(renew(), _Opened(files, lock, spill, renew))
@@ -444,7 +444,7 @@ class WarehouseConnection(_Planned):
         return self._own(result)
 
     def _buffered(self, name: str, size: int = 1) -> Any:
-        """Rows that were fetched all at once, handed out as DuckDB would."""
+        """Return rows that were fetched all at once, as DuckDB would."""
         assert self._rows is not None
         if name == "fetchone":
             return self._rows.popleft() if self._rows else None

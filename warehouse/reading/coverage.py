@@ -50,7 +50,7 @@ def memory_grid(execute: Execute, relation: str, families: Sequence[str]) -> Gri
 
 
 def filled_grid(execute: Execute, name: str, rows: Sequence[str], columns: Sequence[str], query: str) -> Grid:
-    """Return the grid of a query that gives (index of the row, index of the column, rows, rows of tonight)."""
+    """Return the grid of a query that selects (index of the row, index of the column, rows, rows of tonight)."""
     counts = [[0] * len(columns) for _ in rows]
     new = [[0] * len(columns) for _ in rows]
     for row, column, count, gain in execute(query):

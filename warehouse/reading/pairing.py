@@ -1,7 +1,7 @@
 """Pairs what two sets of rows measured alike, sums up by how much it differs, and compares snapshots by it.
 
 Start reading at `paired`. Snapshots, kernels and releases are compared with it, and measured runs with their estimates;
-canaries take `shift_of`. `diff` gives the changes of runs, labels, kernels and schema between two snapshots.
+canaries take `shift_of`. `diff` returns the changes of runs, labels, kernels and schema between two snapshots.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Shift:
     largest: float
     beyond: int
     equal: int
-    examples: tuple[str, ...]  # of the first column of the key, the largest differences first
+    examples: tuple[str, ...]  # values of the key's first column, the largest differences first
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the shift as JSON has it, the group's columns beside the others."""
-        own = dict(vars(self))
-        return {"label": own.pop("label"), **own.pop("group"), **own}
+        values = dict(vars(self))
+        return {"label": values.pop("label"), **values.pop("group"), **values}
 
 
 def paired(
@@ -116,7 +116,7 @@ def paired(
     side = f"(SELECT {keys}, true AS present, {shown} FROM {{}} GROUP BY {keys})"
     matched = " AND ".join(f"old.{name} IS NOT DISTINCT FROM new.{name}" for name in key)
     fields = [f"coalesce(old.{name}, new.{name})" for name in key]
-    fields += [f"{one}.{name}" for one in ("old", "new") for name in ("present", *columns)]
+    fields += [f"{when}.{name}" for when in ("old", "new") for name in ("present", *columns)]
     rows = connection.execute(
         f"SELECT {', '.join(fields)} FROM {side.format(before)} AS old {'FULL ' if alone else ''}JOIN "
         f"{side.format(after)} AS new ON {matched} ORDER BY ALL"
@@ -208,14 +208,14 @@ class Difference:
 
     before: str
     after: str
-    rows_before: Mapping[str, int]  # of each view
+    rows_before: Mapping[str, int]  # view -> rows
     rows_after: Mapping[str, int]
     added: tuple[RunCount, ...]
     removed: tuple[RunCount, ...]
     changed: tuple[RunCount, ...]  # same run_id, other content
     changed_columns: Mapping[str, int]  # column -> runs in which it changed
-    shifts: tuple[Shift, ...]  # of labels that were measured again, by family and device
-    kernel_shifts: tuple[Shift, ...]  # of kernels that were timed again, by operator and device
+    shifts: tuple[Shift, ...]  # shifts of labels that were measured again, by family and device
+    kernel_shifts: tuple[Shift, ...]  # shifts of kernels that were timed again, by operator and device
     tolerance: float
     schema: tuple[SchemaChange, ...]
 
@@ -234,7 +234,7 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
     """
     data.open()
     with contextlib.ExitStack() as stack:
-        sides = [stack.enter_context(_opened(data, name)) for name in (before, after)]
+        sides = [stack.enter_context(_open(data, name)) for name in (before, after)]
         joined = stack.enter_context(contextlib.closing(duckdb.connect()))
         for name, side in zip(("before", "after"), sides, strict=True):
             joined.register(name, _runs(side))
@@ -261,7 +261,7 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
         )
 
 
-def _opened(data: DataFolder, name: str) -> contextlib.closing[WarehouseConnection]:
+def _open(data: DataFolder, name: str) -> contextlib.closing[WarehouseConnection]:
     return contextlib.closing(connect(data, snapshot=None if name == NOW else name))
 
 

@@ -30,7 +30,7 @@ def has_setting(name: str) -> bool:
 
 @functools.cache
 def _settings() -> frozenset[str]:
-    """All names, asked once: the list takes DuckDB as long as opening a small file."""
+    """Return the names of all settings, asked once: the list takes DuckDB as long as opening a small file."""
     with duckdb.connect() as connection:
         return frozenset(name for (name,) in connection.execute("SELECT name FROM duckdb_settings()").fetchall())
 
@@ -42,7 +42,7 @@ def scratch_cursor() -> duckdb.DuckDBPyConnection:
         cursor = _INSTANCES[process].cursor()
         cursor.execute("SELECT 1")
         return cursor
-    except (KeyError, duckdb.Error):  # after an internal error, as of a torn file, DuckDB wants to be started anew
+    except (KeyError, duckdb.Error):  # after an internal error, as of a torn file, DuckDB wants to be restarted
         _INSTANCES[process] = _new_instance()
         return _INSTANCES[process].cursor()
 
@@ -58,7 +58,7 @@ def new_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 @contextlib.contextmanager
 def existing_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a database file to read it. Raises `duckdb.Error` where it is none."""
+    """Open a database file to read it. Raises `duckdb.Error` where it is not one."""
     with _attached(path, " (READ_ONLY)") as cursor:
         yield cursor
 
@@ -83,7 +83,7 @@ def _attached(path: Path, mode: str) -> Iterator[duckdb.DuckDBPyConnection]:
 
 def _new_instance() -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect()
-    connection.execute("SET GLOBAL TimeZone = 'UTC'")  # of the timestamps that Arrow gets
+    connection.execute("SET GLOBAL TimeZone = 'UTC'")  # time zone of the timestamps that Arrow gets
     # DuckDB's own threads cost a fifth on small files and gain nothing there; and no thread is lost in a fork.
     connection.execute("SET threads = 1")
     if has_setting("async_threads"):  # since DuckDB 2.0

@@ -17,7 +17,7 @@ SCHEMA_VERSION = 6
 
 STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
-DATASET_JOB_PREFIX = "dataset-"  # of the job_id of rows that were loaded: they are not of this folder's own jobs
+DATASET_JOB_PREFIX = "dataset-"  # prefix of the job_id of rows that were loaded: they are not of this folder's own jobs
 # The doubt about an imported group whose members did not share the GPU.
 NOT_TOGETHER = "the joint memory is that of one member alone: they did not train at the same time"
 OOM_KINDS = ("device", "host")  # which memory ran out; only `device` bounds the GPU-memory label from below
@@ -30,7 +30,7 @@ SAMPLE_QUALITIES = ("measured", "repeated", "unavailable", "suspect")
 
 _PEAKS = ("peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib")
 _FIGURES = ("smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
-LABELS = (*_PEAKS, *_FIGURES)  # of a run: what is learned and compared
+LABELS = (*_PEAKS, *_FIGURES)  # a run's figures that are learned and compared
 RANK_LABELS = (*_PEAKS, "peak_rss_mib", *_FIGURES, "steps", "quality")  # columns of `ranks` that are as in `runs`
 
 _TIME = pa.timestamp("us", tz="UTC")
@@ -43,7 +43,10 @@ RUN_SCHEMA = pa.schema(
         ("task_index", pa.int64()),
         ("attempt", pa.int32()),  # 1 for the first execution
         ("family", pa.string()),
-        ("config", pa.string()),  # trial config as JSON, with "family"; featurize.config_from_mapping reads it
+        (
+            "config",
+            pa.string(),
+        ),  # trial config as JSON, with "family"; featurize.configs.trial.config_from_mapping reads it
         ("config_hash", pa.string()),
         # outcome
         ("status", pa.string()),
@@ -96,7 +99,7 @@ RUN_SCHEMA = pa.schema(
         ("finished_at", _TIME),
         # telemetry
         ("telemetry_rows", pa.int64()),
-        ("telemetry_missing", pa.string()),  # JSON: sensor -> why it gave nothing
+        ("telemetry_missing", pa.string()),  # JSON: sensor -> why it read nothing
         # added in version 2
         ("quality", pa.string()),  # trusted | suspect | untrusted
         ("quality_reasons", pa.string()),  # JSON: reason -> what was seen, in words
@@ -118,15 +121,15 @@ RUN_SCHEMA = pa.schema(
         # added in version 4
         ("kernel_rows", pa.int64()),  # rows of the run in `kernels`; NULL: its kernels were not asked for
         # added in version 5
-        ("parallel", pa.string()),  # of the trial config, as in ddp=2; NULL: one device
+        ("parallel", pa.string()),  # the trial config's, as in ddp=2; NULL: one device
         ("ranks", pa.int64()),  # processes, a device each, and the run's rows in `ranks`; NULL: one
-        ("worst_rank", pa.int64()),  # whose labels these are: the one with most memory, or the one that failed
+        ("worst_rank", pa.int64()),  # the rank whose labels these are: the one with most memory, or the one that failed
         # added in version 6
         ("collocation_rows", pa.int64()),  # rows of the run in `collocations`; NULL: it had the device to itself
         (
             "group_id",
             pa.string(),
-        ),  # of the group that it ran in, beside other trials; NULL: it had the device to itself
+        ),  # the group that it ran in, beside other trials; NULL: it had the device to itself
     ]
 )
 
@@ -201,9 +204,9 @@ RANK_SCHEMA = pa.schema(
         ("status", pa.string()),
         *((name, RUN_SCHEMA.field(name).type) for name in RANK_LABELS),
         # of a simulated step
-        ("exposed_ms", pa.float64()),  # of step_time_ms: waiting for other ranks
+        ("exposed_ms", pa.float64()),  # part of step_time_ms: waiting for other ranks
         ("communication_ms", pa.float64()),  # all collectives of a step
-        ("sent_mib", pa.float64()),  # that the rank sends in a step
+        ("sent_mib", pa.float64()),  # what the rank sends in a step
     ]
 )
 
@@ -227,7 +230,7 @@ KERNEL_SCHEMA = pa.schema(
         ("phase", pa.string()),
         ("operator", pa.string()),  # aten name, as in aten::addmm
         ("dims", pa.string()),  # JSON: `shapes` of the inputs ([]: no tensor), and `arguments`, as stride
-        ("dtype", pa.string()),  # of the first tensor, as in float32
+        ("dtype", pa.string()),  # the first tensor's, as in float32
         ("kernel", pa.string()),  # name on the device
         ("grid_x", pa.int64()),  # blocks
         ("grid_y", pa.int64()),
@@ -238,9 +241,9 @@ KERNEL_SCHEMA = pa.schema(
         ("blocks_per_sm", pa.float64()),
         ("warps_per_sm", pa.float64()),
         ("registers_per_thread", pa.int64()),
-        ("shared_memory_bytes", pa.int64()),  # of a block, static and dynamic
+        ("shared_memory_bytes", pa.int64()),  # a block's, static and dynamic
         ("stream", pa.int64()),
-        ("duration_us", pa.float64()),  # of one launch: median
+        ("duration_us", pa.float64()),  # median of one launch
         ("count", pa.int64()),  # launches that the row stands for
         ("steps", pa.int64()),  # training steps that they were seen in; NULL outside a training step
         ("timing", pa.string()),
@@ -285,7 +288,7 @@ COLLOCATION_RATIOS = (
 COLLOCATION_SCHEMA = pa.schema(
     [
         # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
-        ("run_id", pa.string()),  # of the member beside the others
+        ("run_id", pa.string()),  # the run of the member beside the others
         ("member_row", pa.string()),  # id of the row, the same whenever the same content is imported
         ("group_id", pa.string()),
         ("member", pa.int64()),  # number in the group, from 0
@@ -294,10 +297,10 @@ COLLOCATION_SCHEMA = pa.schema(
         ("series", pa.string()),  # which of several tables or campaigns of one source; solo figures are of the same one
         ("device_name", pa.string()),
         ("sharing", pa.string()),
-        ("devices", pa.int64()),  # of the member; NULL: one
+        ("devices", pa.int64()),  # the member's devices; NULL: one
         # what the member is
-        ("model", pa.string()),  # by which a model is held out; a family's topology, or a published name
-        ("name", pa.string()),  # of the job: the same for the same job in all groups of a source
+        ("model", pa.string()),  # name by which a model is held out: a family's topology, or a published name
+        ("name", pa.string()),  # the job's name: the same for the same job in all groups of a source
         ("config", pa.string()),  # trial config as JSON; NULL where none describes the job
         ("batch_size", pa.int64()),
         ("precision", pa.string()),
@@ -358,8 +361,8 @@ STALE_SCHEMA = pa.schema(
         ("operators", pa.string()),  # operator families of the run that moved, with commas; `everything`
         ("device_name", pa.string()),
         ("source", pa.string()),
-        *((name, pa.string()) for name in ENVIRONMENT),  # in which the label is stale
-        ("shift", pa.float64()),  # of the canaries that moved, the median: relative, for ratios the difference
+        *((name, pa.string()) for name in ENVIRONMENT),  # the environment in which the label is stale
+        ("shift", pa.float64()),  # median of the canaries that moved: relative, for ratios the difference
         ("said", pa.string()),  # the shift in words
         ("marked_at", _TIME),
         ("cycle", pa.string()),

@@ -55,7 +55,7 @@ class Together:
         member: Its own number.
         size: Members of the group.
         sharing: How they share: a word of `workers.settings.SHARING`.
-        alone: Of each member, for simulated devices; None: it has no figures alone, as it ran out of memory.
+        alone: Each member's figures alone, for simulated devices; None where it ran out of memory.
     """
 
     member: int
@@ -83,7 +83,7 @@ class Link(Protocol):
         ...
 
     def labels_taken(self) -> bool:
-        """Wait until the worker has taken its last sample, after `result`. Return False if it never says so."""
+        """Wait until the worker has taken its last sample, after `result`. Return False if the worker goes away."""
         ...
 
     def wait_for_go(self) -> bool:
@@ -105,7 +105,7 @@ class DeviceChoice(Checked, section="device"):
     """
 
     backend: str = key("auto", choices=BACKENDS)
-    count: int | None = key(None, "devices that are simulated, or trials at a time on the CPU", "int 1 to 1024")
+    count: int | None = key(None, "simulated devices, or trials at a time on the CPU", "int 1 to 1024")
     spec: Mapping[str, Any] | None = None
     memory_limit_mib: float | None = key(
         None, "host memory a trial may take; default: 90 % of the machine's / count", "number >= 1"
@@ -139,7 +139,7 @@ class Slot:
     device_memory_mib: float | None
     driver_version: str | None = None
     memory_fraction: float | None = None  # share of its memory that trials are allowed; None: all of it
-    mig_profile: str | None = None  # of a MIG slice, such as 1g.5gb
+    mig_profile: str | None = None  # a MIG slice's profile, such as 1g.5gb
     mps: bool | None = None  # whether CUDA's multi-process service runs on it
 
 
@@ -157,7 +157,7 @@ class Device(Protocol):
     """A device backend. The worker calls `slots` and `environment`; `measure` runs in the trial's child process."""
 
     backend: str
-    source: str  # warehouse.tables.schema.SOURCES: what its rows say of themselves
+    source: str  # warehouse.tables.schema.SOURCES: what its rows have as their source
     sampled: bool  # whether the worker samples telemetry while the trial runs; otherwise the trial reports its own
     prepares: bool  # whether the next trial's process can be made ready on the host without touching what is measured
 

@@ -70,7 +70,7 @@ class CudaDevice:
 
         if place is not None and slot.mig_profile is not None:
             raise UsageError(f"ranks cannot talk between MIG slices ({slot.mig_profile}); run the trial on whole GPUs")
-        number = 0 if place is None else place.rank  # of the GPUs that the trial's server was pinned to
+        number = 0 if place is None else place.rank  # index among the GPUs that the trial's server was pinned to
 
         def open_meter() -> CudaMeter:
             torch.cuda.init()

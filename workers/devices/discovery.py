@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from workers.telemetry.base import SensorUnavailable
-from workers.telemetry.nvml import Nvml, as_text, initialise, open_nvml
+from workers.telemetry.nvml import Nvml, as_text, open_nvml
 
 _BYTES_PER_MIB = 1024**2
-_MUCH_SMALLER = 0.25  # of the main model's memory: a display adapter next to compute GPUs, not another compute GPU
+_MUCH_SMALLER = 0.25  # share of the main model's memory: a display adapter beside compute GPUs, not another of these
 _MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service, without CUDA_MPS_PIPE_DIRECTORY
 _PROFILE = re.compile(r"\bMIG\s+(\S+)")
 
@@ -68,17 +68,18 @@ class _Facts:
 def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | None = None) -> Discovery:
     """Return every GPU of this machine and its MIG slices, with the reason for each that cannot be a worker.
 
-    Never raises for missing hardware. Excluded: a GPU that drives a display (unless CUDA_VISIBLE_DEVICES names its
-    whole UUID), a much smaller model than the machine's main one (a DGX Station's display GPU sits between the A100s in
-    every numbering), one in MIG mode (its slices that CUDA_VISIBLE_DEVICES names are workers instead), one whose
-    compute mode is `prohibited`, and what CUDA_VISIBLE_DEVICES leaves out.
+    Never raises for missing hardware. Excluded are GPUs that
+
+    - CUDA_VISIBLE_DEVICES leaves out;
+    - drive a display, unless CUDA_VISIBLE_DEVICES names their whole UUID;
+    - are much smaller than the machine's main model: a DGX Station's display GPU sits between the A100s in every
+      numbering;
+    - are in MIG mode: those of their slices that CUDA_VISIBLE_DEVICES names are workers instead;
+    - have the compute mode `prohibited`.
     """
     environment = os.environ if environment is None else environment
     try:
-        if nvml is None:
-            nvml = open_nvml()
-        else:
-            initialise(nvml)
+        nvml = open_nvml(nvml)
     except SensorUnavailable as reason:
         return Discovery(reason=str(reason))
     try:
@@ -156,7 +157,7 @@ def _describe(nvml: Nvml, index: int, handle: Any, mps_service: bool) -> GpuInfo
 
 
 def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
-    """Return the MIG devices of a GPU in MIG mode, with the facts that NVML gives."""
+    """Return the MIG devices of a GPU in MIG mode, with NVML's facts."""
     slices = []
     for place in range(_ask(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         device = _ask(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
@@ -300,7 +301,8 @@ def cuda_visible_devices(gpus: Sequence[GpuInfo], environment: Mapping[str, str]
 
     As CUDA reads it: entries are indices or (beginnings of) UUIDs, of GPUs or MIG slices, and the first one that names
     nothing ends the list. CUDA counts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, while NVML counts by PCI
-    bus; which is fastest is judged by compute capability and memory, which tells a display adapter from compute GPUs.
+    bus; which is fastest is judged by compute capability and memory, which sets a display adapter apart from compute
+    GPUs.
     """
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return None

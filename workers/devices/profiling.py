@@ -18,7 +18,7 @@ from typing import Any
 
 from workers.devices import Link
 
-_BUDGET_MS = 10_000.0  # of profiled steps; the worker waits for half a minute after the labels
+_BUDGET_MS = 10_000.0  # time of profiled steps; the worker waits for half a minute after the labels
 _ROWS_A_REPORT = 100
 _MOST_ROWS = 20_000
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
@@ -81,8 +81,8 @@ def report_rows(rows: list[dict[str, Any]], problem: str | None, link: Link) -> 
     """Report rows of `kernels` in parts, and that these are all; too many are a problem, and none are reported."""
     if len(rows) > _MOST_ROWS:
         problem, rows = f"{len(rows):,} different kernels, more than {_MOST_ROWS:,}", []
-    for at in range(0, len(rows), _ROWS_A_REPORT):
-        link.report("kernels", rows=rows[at : at + _ROWS_A_REPORT])
+    for start in range(0, len(rows), _ROWS_A_REPORT):
+        link.report("kernels", rows=rows[start : start + _ROWS_A_REPORT])
     link.report("profiled", problem=problem)
 
 
@@ -111,7 +111,7 @@ def kernels_of_trace(events: Iterable[Event], steps: int) -> list[dict[str, Any]
     """Return rows of `kernels`: one for each kernel, operator and shapes, with the median duration and the count.
 
     A kernel belongs to the operator that PyTorch dispatches: `aten::convolution`, not `aten::conv2d` around it nor
-    `aten::cudnn_convolution` below it. A trace without kernels, of the CPU, gives the operators themselves.
+    `aten::cudnn_convolution` below it. A trace without kernels, of the CPU, has the operators themselves.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     calls = list(_calls([event for event in complete if event.get("cat") in ("cpu_op", "user_annotation")]))
@@ -157,10 +157,10 @@ def _calls(spans: list[Event]) -> Iterator[tuple[Event, Event | None, str]]:
                 outer.pop()
             outer.append(span)
             if span.get("cat") == "cpu_op":
-                yield span, _dispatched(outer), _phase(outer)
+                yield span, _find_dispatched(outer), _phase(outer)
 
 
-def _dispatched(outer: Sequence[Event]) -> Event | None:
+def _find_dispatched(outer: Sequence[Event]) -> Event | None:
     """Return the outermost of nested calls that PyTorch's dispatcher knows as one operator; None without any."""
     for call in outer:
         if call["name"].startswith("aten::") and not _is_composite(call["name"]):

@@ -17,10 +17,12 @@ from workers.devices import TRACES_ONLY, DeviceChoice, Link, MemberAlone, Place,
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
     from featurize.job.training_settings import TrialConfig
+    from featurize.memory.replay import MemoryProfile
     from featurize.recording.step_trace import StepTrace
     from featurize.timing.overlap import RankStep, SimulatedStep
+    from workers.settings import TrialSettings
 
-_SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
+_SAMPLE_PERIOD_S = 0.1  # virtual time, as a real device is sampled by default
 
 
 class SimulatedDevice:
@@ -54,7 +56,13 @@ class SimulatedDevice:
         return {"CUDA_VISIBLE_DEVICES": "", TRACES_ONLY: "1"}
 
     def measure(
-        self, config: TrialConfig, slot: Slot, settings, seed: int, link: Link, place: Place | None = None
+        self,
+        config: TrialConfig,
+        slot: Slot,
+        settings: TrialSettings,
+        seed: int,
+        link: Link,
+        place: Place | None = None,
     ) -> None:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
@@ -65,15 +73,17 @@ class SimulatedDevice:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         trace = trace_config(config, device=self.spec)
-        memory = _limited(trace, self.spec, config, slot.memory_fraction)
+        memory = _replay_limited(trace, self.spec, config, slot.memory_fraction)
         layout, ranks = config.layout, dict[int, RankStep]()
         if layout is None:
             step = simulate(trace, self.spec, config, memory=memory)
         else:
             for stage, of_rank in ranks_of_stages(trace).items():
-                own = memory if of_rank is trace else _limited(of_rank, self.spec, config, slot.memory_fraction)
-                ranks[stage * layout.of_stage] = simulate_rank(of_rank, self.spec, config, layout, memory=own)
-            step = max((one.step for one in ranks.values()), key=lambda one: one.peak_memory_mib)
+                replayed = (
+                    memory if of_rank is trace else _replay_limited(of_rank, self.spec, config, slot.memory_fraction)
+                )
+                ranks[stage * layout.of_stage] = simulate_rank(of_rank, self.spec, config, layout, memory=replayed)
+            step = max((rank_step.step for rank_step in ranks.values()), key=lambda step: step.peak_memory_mib)
         link.wait_for_go()
         link.report("built", parameters=step.parameters)
         shown = step
@@ -97,8 +107,8 @@ class SimulatedDevice:
         link.report("window", t_ns=round(warmup_s * 1e9))
         if not ranks:
             self._report_samples(step, shown, warmup_s, window_s, link, rank={})
-        for rank, one in ranks.items():
-            self._report_samples(one.step, one.step, warmup_s, window_s, link, rank={"rank": rank})
+        for rank, rank_step in ranks.items():
+            self._report_samples(rank_step.step, rank_step.step, warmup_s, window_s, link, rank={"rank": rank})
         if layout is not None:
             _report_ranks(layout.of_stage, ranks, steps, window_s, link)
         values = _labels(step, steps, window_s)
@@ -143,9 +153,9 @@ class SimulatedDevice:
         link: Link,
         rank: Mapping[str, int],
     ) -> None:
-        """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean.
+        """Report a sample every 100 ms of virtual time. The model computes means only, so every sample holds the mean.
 
-        `shown` is what the device shows, to which the partners of a trial beside others add.
+        `step` has the trial's own figures, `shown` those of the whole device, partners included.
         """
         steady = {
             "memory_used_mib": shown.peak_memory_mib,
@@ -173,7 +183,7 @@ def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[S
     Raises:
         SimulatedOutOfMemoryError: The memory that is left does not suffice for this one.
     """
-    own = MemberAlone(
+    alone = MemberAlone(
         memory_mib=step.peak_memory_mib,
         gpu_util=step.gpu_util,
         smact=step.smact,
@@ -181,27 +191,28 @@ def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[S
         drama=step.drama,
         power_w=step.power_w,
     )
-    members = [own if place == together.member else one for place, one in enumerate(together.alone)]
+    members = [alone if place == together.member else member for place, member in enumerate(together.alone)]
     staying: dict[int, MemberAlone] = {}
     used_mib = 0.0
-    for place, one in enumerate(members):
-        if one is None or used_mib + one.memory_mib > spec.memory_mib:
+    for place, member in enumerate(members):
+        if member is None or used_mib + member.memory_mib > spec.memory_mib:
             if place == together.member:
                 raise SimulatedOutOfMemoryError(
-                    f"{spec.name} (simulated): the step needs {own.memory_mib:.0f} MiB, and beside its partners "
+                    f"{spec.name} (simulated): the step needs {alone.memory_mib:.0f} MiB, and beside its partners "
                     f"{spec.memory_mib - used_mib:.0f} of {spec.memory_mib:.0f} MiB are left"
                 )
             continue
-        staying[place] = one
-        used_mib += one.memory_mib
-    loads = [GpuLoad(one.gpu_util, one.smact, one.drama) for one in staying.values()]
+        staying[place] = member
+        used_mib += member.memory_mib
+    loads = [GpuLoad(member.gpu_util, member.smact, member.drama) for member in staying.values()]
     speeds = dict(zip(staying, speeds_of_loads(loads, together.sharing), strict=True))
 
     def shared(figure: str) -> float:
-        return min(1.0, sum(getattr(one, figure) * speeds[place] for place, one in staying.items()))
+        total: float = sum(getattr(member, figure) * speeds[place] for place, member in staying.items())
+        return min(1.0, total)
 
     power_w = spec.idle_power_w + sum(
-        (one.power_w - spec.idle_power_w) * speeds[place] for place, one in staying.items()
+        (member.power_w - spec.idle_power_w) * speeds[place] for place, member in staying.items()
     )
     slower = dataclasses.replace(step, step_time_ms=step.step_time_ms / speeds[together.member])
     shown = dataclasses.replace(
@@ -229,18 +240,20 @@ def _labels(step: SimulatedStep, steps: int, window_s: float) -> dict[str, float
 
 def _report_ranks(of_stage: int, traced: Mapping[int, RankStep], steps: int, window_s: float, link: Link) -> None:
     """Report each rank's labels, which are those of the traced one of its stage: all of them do the same."""
-    for first, one in traced.items():
-        talk = one.talk
+    for first, rank_step in traced.items():
+        talk = rank_step.talk
         waiting = {
             "exposed_ms": talk.exposed_ms,
             "communication_ms": talk.busy_ms,
             "sent_mib": sum(talk.sent_mib.values()),
         }
         for rank in range(first, first + of_stage):
-            link.report("rank", rank=rank, values={**_labels(one.step, steps, window_s), **waiting})
+            link.report("rank", rank=rank, values={**_labels(rank_step.step, steps, window_s), **waiting})
 
 
-def _limited(trace, spec, config, fraction: float | None):
+def _replay_limited(
+    trace: StepTrace, spec: DeviceSpec, config: TrialConfig, fraction: float | None
+) -> MemoryProfile | None:
     """Replay in an allocator that may take `fraction` of the device, as on a real one; None: no limit."""
     if fraction is None:
         return None

@@ -15,7 +15,7 @@ from itertools import pairwise
 from workers.settings import WindowSettings
 from workers.telemetry.base import Sample, spoken_from_ns
 
-# target -> (sensor, metric) that may give it, the preferred one first, as `workers.labels.run_labels` chooses for the
+# target -> (sensor, metric) that may read it, the preferred one first, as `workers.labels.run_labels` chooses for the
 # label. Power comes from the energy counter where there is one: NVIDIA's power reading covers only a part of the time.
 TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
     **{name: (("gpm", name), ("dcgm", name)) for name in ("smact", "smocc", "drama")},
@@ -28,7 +28,7 @@ _MIN_BLOCKS = 4
 _SURE_BLOCKS = 5  # with fewer the half-width must be inside half of the tolerance
 _MANY_BLOCKS = 8  # fewer may agree by chance: their half-width counts as half of the tolerance at least
 _MAX_BLOCKS = 12
-_BLOCK_READINGS = 2  # a block lasts at least so many sampling periods of its source
+_BLOCK_READINGS = 2  # shortest block, in sampling periods of its source
 _CONSTANT_READINGS = 3
 _PATIENCE = 3  # sampling periods without a reading after which a source is not waited for ...
 _LAG_NS = 500_000_000  # ... and the time by which an exporter's values may come late
@@ -106,7 +106,7 @@ class _Series:
     last_value: float = 0.0
     gaps_ns: list[int] = field(default_factory=list)
     knots: list[tuple[int, float]] = field(default_factory=list)  # (time, integral) at the ends of readings
-    values: list[float] = field(default_factory=list)  # of the readings between the knots
+    values: list[float] = field(default_factory=list)  # readings between the knots
     # step ends: (time, integral there, how far inside a reading, as a share of it)
     cuts: list[tuple[int, float, float]] = field(default_factory=list)
     next_step: int = 0  # the first step end that has not been looked at
@@ -124,9 +124,9 @@ class _Series:
         if previous_ns is not None and end_ns <= previous_ns:
             return
         if self.is_counter and previous_ns is not None and value <= previous:
-            if value < previous:  # the driver was reloaded: count anew from here
+            if value < previous:  # the driver was reloaded: count again from here
                 self.last_ns, self.last_value = end_ns, value
-            return  # a counter that has not moved is no reading of its own
+            return  # a counter that has not moved is not a reading of its own
         self.last_ns, self.last_value = end_ns, value
         if previous_ns is not None and len(self.gaps_ns) < 32:
             self.gaps_ns.append(end_ns - previous_ns)
@@ -205,9 +205,9 @@ class TargetFollower:
     """Follows a run's sampled targets and says when the confidence interval of each is inside its tolerance.
 
     What a GPU does repeats with the training step, so the window is cut at step ends into blocks of whole steps (at
-    least two sampling periods long, or one step): their means scatter little, where single readings tell which part of
-    a step they met. A block's mean comes from the integral of the readings, interpolated at its ends. Readings that a
-    source repeated or could not take do not count, nor do profiling figures in a stall of the profiler.
+    least two sampling periods long, or one step): their means scatter little, where single readings depend on which
+    part of a step they met. A block's mean comes from the integral of the readings, interpolated at its ends. Readings
+    that a source repeated or could not take do not count, nor do profiling figures in a stall of the profiler.
 
     A source that has been silent for three of its own periods, or is too slow for the window's `max_seconds`, is not
     waited for. Use from one thread.
@@ -292,7 +292,7 @@ class TargetFollower:
         if series is None:
             return False  # its first reading may still come
         if series not in waiting:
-            return True  # the source ended: what it gave is what there will be
+            return True  # the source ended: there will be no more readings
         interval = self._interval(target)
         if interval is None:
             return False

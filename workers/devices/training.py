@@ -40,11 +40,11 @@ _MEMORY_PERIOD_NS = 50_000_000  # reading the allocator's figures costs a tenth 
 _FIRST_STEPS = 5  # after each of which memory is read
 _GROWTH = 1.002  # more than this is growth, less is the noise of a process's resident set
 _LONG_NS = 1_000_000_000
-_GROUP_NS = 100_000_000  # warm-up compares two groups of steps, each so long
+_GROUP_NS = 100_000_000  # length of each of the two groups of steps that warm-up compares
 _CHECK_NS = 25_000_000
 _SURE_STEPS = 4  # a group of fewer steps is compared coarsely
 _OPTIMIZER_STEPS = 32  # a loss scale of 2**16 is 1 after 16 overflows; then the optimizer never steps
-_BATCH_MS = 50.0  # step times are looked at in batches, each so long
+_BATCH_MS = 50.0  # length of the batches in which step times are looked at
 _MIN_BATCHES = 4
 _OUTLIER_BATCHES = 7  # with fewer, a slow stretch cannot be distinguished from a slow step
 _ASK_NS = 10_000_000
@@ -174,7 +174,7 @@ def _decided_window(
     optimizer_ready: Callable[[], bool],
     ranks: Lockstep | None,
 ) -> MeasuredWindow:
-    """Warm up and measure, deciding when either ends; tell it to the other `ranks`, if there are some."""
+    """Warm up and measure, deciding when either ends, and tell the other `ranks`, if any."""
     run = run_step if ranks is None else ranks.leading(run_step)
     warm_up(run, memory, rules, optimizer_ready)
     if link.together is not None:  # windows open when all are warm
@@ -227,7 +227,7 @@ class _StepReporter:
 class MemoryWatch:
     """Reads an allocator rarely enough not to disturb the steps, and tracks when it last grew.
 
-    `read` gives `reserved_mib` and, where the device has them, `peak_reserved_mib` or `peak_memory_mib`.
+    `read` returns `reserved_mib` and, where the device has them, `peak_reserved_mib` or `peak_memory_mib`.
     """
 
     def __init__(self, read: Callable[[], dict[str, float]]) -> None:
@@ -428,8 +428,8 @@ class Lockstep:
     """Joins the trial's process group, which needs all of its ranks.
 
     Args:
-        place: Of this rank.
-        device: On which it trains: nccl joins the ranks on GPUs, gloo those on the CPU.
+        place: This rank's place.
+        device: The device that it trains on: nccl joins the ranks on GPUs, gloo those on the CPU.
     """
 
     def __init__(self, place: Place, device: torch.device) -> None:

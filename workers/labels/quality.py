@@ -15,7 +15,7 @@ from typing import Any
 
 from warehouse.tables.schema import SAMPLE_QUALITIES
 from workers.telemetry.base import REACH, Sample, WindowMean, share, usual_interval_ns
-from workers.trial.outcome import Observed
+from workers.trial.reports import Observed
 
 Samples = Sequence[tuple[str, Sample]]  # (sensor, sample)
 
@@ -34,13 +34,13 @@ PROFILING = (
     "tensor_dfma_active",
 )
 
-BUSY = 0.9  # gpu_util from which on a GPU that shows no activity, or another clock, is odd
-CLOCK_JUMP = 0.10  # of the window's median SM clock
-CONTEXT_MIB = 1024.0  # what a CUDA context and its libraries take at most
-CONTEXT_LEAST_MIB = 64.0  # ... and at least: a process with less cannot compute (an X server on every GPU of a machine)
-HOST_CLOCK_S = 1.0  # by which the wall clock and the monotonic one may differ over a run
-_MIN_PERIODS = 3  # of a source: a shorter window need not hold a reading
-_MIN_READINGS = 5  # of each of two sources before their means are compared
+BUSY = 0.9  # from this gpu_util on, showing no activity or another clock is suspicious
+CLOCK_JUMP = 0.10  # ratio to the window's median SM clock
+CONTEXT_MIB = 1024.0  # the most that a CUDA context and its libraries take
+CONTEXT_LEAST_MIB = 64.0  # the least: a process with less cannot compute (an X server on every GPU of a machine)
+HOST_CLOCK_S = 1.0  # how far the wall clock and the monotonic one may differ over a run
+_MIN_PERIODS = 3  # periods of a source: a shorter window need not hold a reading
+_MIN_READINGS = 5  # readings of each of two sources before their means are compared
 _ENERGY_TOLERANCE = 0.10
 _POWER_CHECK_S = (
     5.0  # the power sensor averages up to a second, so that in a short window it still shows the time before
@@ -132,7 +132,7 @@ def judge(
             mark(sample, "clock_jump")
     first_errors = None
     for sample in by_sensor.get("nvml", ()):
-        for reason in _throttled(int(sample.values.get("throttle_reasons", 0))):
+        for reason in _list_throttled(int(sample.values.get("throttle_reasons", 0))):
             mark(sample, reason)
         if sample.values.get("other_processes", 0) > 0:
             mark(sample, "other_process")
@@ -144,7 +144,7 @@ def judge(
     for sensor in ("nvml", "gpm", "process"):  # those of the common thread: they stop together, or not at all
         for sample, _ in gaps_in(by_sensor.get(sensor, ()), period_s, window_ns, window_end_ns):
             mark(sample, "sampler_gap")
-    return [(sensor, _marked(sample, reasons_of.get(id(sample)))) for sensor, sample in samples]
+    return [(sensor, _mark(sample, reasons_of.get(id(sample)))) for sensor, sample in samples]
 
 
 def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int | None) -> dict[str, int]:
@@ -197,7 +197,7 @@ def _clock_jumps(
     return [sample for sample in busy if abs(sample.values["sm_clock_mhz"] - median) > CLOCK_JUMP * median]
 
 
-def _throttled(bits: int) -> list[str]:
+def _list_throttled(bits: int) -> list[str]:
     reasons = []
     if bits & _POWER_CAP:
         reasons.append("power_cap")
@@ -241,7 +241,7 @@ def own_readings(samples: Iterable[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.quality in ("measured", "suspect")]
 
 
-def _marked(sample: Sample, reasons: list[str] | None) -> Sample:
+def _mark(sample: Sample, reasons: list[str] | None) -> Sample:
     if not reasons:
         return sample
     together = tuple(dict.fromkeys((*sample.reasons, *reasons)))
@@ -284,7 +284,7 @@ def judge_run(
     out-of-memory untrusted, and one that computes a timeout. Memory errors make any run untrusted.
 
     Args:
-        samples: As `workers.labels.quality.judge` returned them.
+        samples: As `judge` returned them.
         observed: The ended trial.
         label_sensors: Metric of a label -> the sensor that it is from; None: no sensor has one.
         means: Metric -> sensor -> its mean over the window, from these samples.
@@ -426,7 +426,7 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
         first, second = (judged.means.get(metric, {}).get(sensor) for sensor in sensors)
         if first is None or first.mean is None or second is None or second.mean is None:
             continue
-        if any(one.readings < _MIN_READINGS or one.coverage < 0.5 for one in (first, second)):
+        if any(reading.readings < _MIN_READINGS or reading.coverage < 0.5 for reading in (first, second)):
             continue
         # Readings scatter: only a difference that chance does not explain is one.
         chance = 2 * (first.standard_error**2 + second.standard_error**2) ** 0.5

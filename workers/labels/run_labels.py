@@ -1,6 +1,6 @@
 """Labels of a run: means over its window, peaks, energy, and their quality; also of ranks and of groups.
 
-Start reading at `label_run`; `label_ranks` labels each rank of a run and gives the run the labels of the worst one.
+Start reading at `label_run`; `label_ranks` labels each rank of a run, and the run as its worst rank.
 `labelled_group` is for trials that ran together: what is each one's own, and the rows of `collocations`.
 """
 
@@ -19,24 +19,25 @@ from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
 from workers.task import AloneRun, RunResult, Task
 from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean
-from workers.trial.outcome import Observed, failed_rank
+from workers.trial.outcome import failed_rank
+from workers.trial.reports import Observed
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# metric -> sensors that give it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
+# metric -> sensors that read it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
 MEANS = {
     **dict.fromkeys(("smact", "smocc", "drama"), ("gpm", "dcgm", "simulated")),
     **dict.fromkeys(("gpu_util", "power_w"), ("nvml", "dcgm", "simulated")),
 }
 _ENERGY_SENSORS = ("nvml", "dcgm")
 _GROWTH = "growth of the device's memory in use, as NVML charges none to the trial"
-_SHOWN = 0.98  # of what the allocator holds that such growth must show, or it is not the trial's
-_COUNTER_STEPS = 8  # of the energy counter that a window must hold for its mean power to be taken from there
+_SHOWN = 0.98  # share of what the allocator holds that such growth must show, or it is not the trial's
+_COUNTER_STEPS = 8  # steps of the energy counter that a window must hold for its mean power to be taken from there
 _STOPPED = "stopped"
 _PARTNER_ENDED = "partner_ended"
-_OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # the writer's to give
+_OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # set by the writer
 
 
 def label_run(observed: Observed) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
@@ -181,7 +182,7 @@ def peak_memory_mib(
 def _growth_mib(samples: Samples) -> list[float]:
     """Return the device memory in use, at each of NVML's readings, above the least until then.
 
-    So memory that an earlier trial still gives back is not charged to this one."""
+    So memory that an earlier trial is still freeing is not charged to this one."""
     used = [s.values["memory_used_mib"] for sensor, s in samples if sensor == "nvml" and "memory_used_mib" in s.values]
     return [now - least for now, least in zip(used, itertools.accumulate(used, min), strict=True)]
 
@@ -216,8 +217,8 @@ def label_ranks(
         samples += of_rank
         slot = slots[rank] if len(slots) == ranks else None
         status = observed.status if failed in (None, rank) else _STOPPED
-        own = {"rank": rank, "status": status, "device_uuid": slot.device_uuid if slot else None}
-        rows.append({**observed.rank_values.get(rank, {}), **labels, **own})
+        rank_columns = {"rank": rank, "status": status, "device_uuid": slot.device_uuid if slot else None}
+        rows.append({**observed.rank_values.get(rank, {}), **labels, **rank_columns})
     columns |= _common_quality([labels for labels, _ in by_rank.values()])
     return columns, samples, _rank_table(rows)
 
@@ -226,15 +227,15 @@ def _rank_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return rows of `ranks` as a table of the columns that are not their run's."""
     import pyarrow as pa
 
-    own = [field for field in RANK_SCHEMA if field.name not in ("run_id", "rank_row", *RANK_OF_RUN)]
-    return pa.table({field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in own})
+    fields = [field for field in RANK_SCHEMA if field.name not in ("run_id", "rank_row", *RANK_OF_RUN)]
+    return pa.table({field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in fields})
 
 
 def _label_rank(observed: Observed, rank: int) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
     samples = [pair for pair in observed.samples if pair[1].rank == rank]
     reported = observed.rank_values.get(rank, {})
-    own = {name: value for name, value in reported.items() if name in RUN_SCHEMA.names}
-    return label_run(replace(observed, samples=samples, values={**observed.values, **own}))
+    known = {name: value for name, value in reported.items() if name in RUN_SCHEMA.names}
+    return label_run(replace(observed, samples=samples, values={**observed.values, **known}))
 
 
 def _rank_memory_mib(labels: Mapping[str, Any]) -> float:
@@ -243,10 +244,10 @@ def _rank_memory_mib(labels: Mapping[str, Any]) -> float:
 
 def _common_quality(labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the ranks' common quality: the lowest, with the reasons of all."""
-    quality = max((one["quality"] for one in labels), key=QUALITIES.index)
+    quality = max((label["quality"] for label in labels), key=QUALITIES.index)
     reasons: dict[str, str] = {}
-    for rank, one in enumerate(labels):
-        for name, words in (one["quality_reasons"] or {}).items():
+    for rank, label in enumerate(labels):
+        for name, words in (label["quality_reasons"] or {}).items():
             reasons[name] = f"{reasons[name]}; rank {rank}: {words}" if name in reasons else f"rank {rank}: {words}"
     return {"quality": quality, "quality_reasons": reasons or None}
 
@@ -274,7 +275,7 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
 
     Args:
         group_id: The task's own run id.
-        members: In the order of their numbers.
+        members: The members in the order of their numbers.
         sharing: time_slicing, mps or mig.
     """
     ended = [place for place, member in enumerate(members) if not member.ok]
@@ -339,7 +340,7 @@ def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[
     alone_ms = None if member.alone is None else member.alone.step_ms
     values: dict[str, Any] = {"status": run.status}
     if run.status == "oom" and run.oom_kind == "device":
-        values["died_of"] = _died_of(members, place)
+        values["died_of"] = _memory_culprit(members, place)
     if ended:
         values["doubt"] = "; ".join(_how_ended(members, other) for other in ended)
     elif not alone_ms or not run.step_time_ms:
@@ -352,9 +353,9 @@ def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[
     return values
 
 
-def _died_of(members: Sequence[EndedMember], place: int) -> int:
-    """Return the member whose allocation exhausted the memory: the one itself where it ran out alone as well, else the
-    partner that held the most."""
+def _memory_culprit(members: Sequence[EndedMember], place: int) -> int:
+    """Return the member whose allocations exhausted the memory: the member itself if it ran out alone as well, else
+    the partner that held the most."""
     alone = members[place].alone
     if alone is not None and alone.status == "oom":
         return place
@@ -381,7 +382,7 @@ def _joint(members: Sequence[EndedMember]) -> dict[str, Any]:
     if len(begins) < len(members) or len(ends) < len(members):
         return {}
     start_ns, end_ns = max(begins), max(ends)
-    if backend == "simulated":  # of virtual time, in which each has its own
+    if backend == "simulated":  # virtual time, in which each has its own
         start_ns, end_ns = begins[0], ends[0]
     samples: Samples = first.samples
     if backend != "simulated":
@@ -414,7 +415,9 @@ def _joint_memory_mib(members: Sequence[EndedMember], backend: str, start_ns: in
 
 
 def _series(samples: Samples, sensor: str, metric: str) -> list[tuple[int, float]]:
-    return [(one.t_ns, one.values[metric]) for name, one in samples if name == sensor and metric in one.values]
+    return [
+        (sample.t_ns, sample.values[metric]) for name, sample in samples if name == sensor and metric in sample.values
+    ]
 
 
 def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, end_ns: int) -> float | None:
@@ -422,12 +425,12 @@ def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, e
 
     A window may be shorter than the time between two readings; what was read last before it then counts.
     """
-    times = [[t_ns for t_ns, _ in one] for one in series]
+    times = [[t_ns for t_ns, _ in points] for points in series]
     peak: float | None = None
     for t_ns in (start_ns, *(t_ns for t_ns in itertools.chain(*times) if start_ns < t_ns <= end_ns)):
-        places = [bisect.bisect_right(own, t_ns) - 1 for own in times]
+        places = [bisect.bisect_right(instants, t_ns) - 1 for instants in times]
         if min(places) >= 0:
-            total = sum(one[place][1] for one, place in zip(series, places, strict=True))
+            total = sum(points[place][1] for points, place in zip(series, places, strict=True))
             peak = total if peak is None else max(peak, total)
     return peak
 
@@ -435,5 +438,5 @@ def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, e
 def _collocation_table(row: Mapping[str, Any]) -> pa.Table:
     import pyarrow as pa
 
-    own = [column for column in COLLOCATION_SCHEMA if column.name not in _OF_RUN]
-    return pa.table({column.name: pa.array([row.get(column.name)], column.type) for column in own})
+    columns = [column for column in COLLOCATION_SCHEMA if column.name not in _OF_RUN]
+    return pa.table({column.name: pa.array([row.get(column.name)], column.type) for column in columns})

@@ -1,4 +1,4 @@
-"""Runs each measurement in a process of its own and keeps what it gives, so that a killed call goes on where it was.
+"""Runs each measurement in a process of its own and keeps its rows, so that a killed call continues where it was.
 
 Start reading at `measure_all`; `child.py` is the program of the process.
 """
@@ -20,9 +20,9 @@ from conf.plain_text import exception_line, one_line
 from workers.devices import DeviceChoice, DeviceUnavailable, Slot, make_device
 
 _CHILD = Path(__file__).with_name("child.py")
-_MOST_S = 60.0  # of one measurement
+_MOST_S = 60.0  # longest measurement
 _LEAST_S = 15.0  # with less left, none begins
-_HOST_SHARE = 0.5  # of the machine's memory, for one child
+_HOST_SHARE = 0.5  # share of the machine's memory for one child
 DEVICES = ("cuda", "cpu")
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -34,9 +34,9 @@ class Measurement:
     """One child process.
 
     Args:
-        name: Of it, unique within a probe; its rows carry it.
+        name: Its name, unique within a probe; its rows carry it.
         function: `module:function` that the child calls; it yields rows.
-        arguments: Of the function.
+        arguments: Arguments of the function.
         environment: Variables on top of this process's.
     """
 
@@ -53,7 +53,7 @@ class ProbeResult:
     Args:
         measured: Names that were measured in this call; what failed is not among them.
         kept: Names that an earlier call had measured.
-        failed: Name -> why it gives no figures.
+        failed: Name -> why it has no figures.
         left: Names for which no time was left.
         no_device: Why what is missing cannot be measured on this machine; None where it can.
     """
@@ -88,14 +88,14 @@ def measure_all(
 
     Args:
         measurements: What to measure, in order.
-        device: `cuda`, or `cpu`, on which everything gives its reason at once.
-        seconds_left: Says how many seconds remain.
+        device: `cuda`, or `cpu`, on which everything has its reason at once.
+        seconds_left: Returns how many seconds remain.
         kept: Returns name -> reason (None: it has figures) of what is kept already. What failed is measured again.
-        keep: Keeps a measurement's rows, and the reason why they are none, or not all.
+        keep: Keeps a measurement's rows, and the reason why there are none, or not all.
     """
     slot, variables, problem = gpu_of(device)
     before = {name for name, reason in kept().items() if reason is None}
-    missing = [one for one in measurements if one.name not in before]
+    missing = [candidate for candidate in measurements if candidate.name not in before]
     begun, left = [], []
     for measurement in missing:
         if problem is not None:
@@ -110,7 +110,7 @@ def measure_all(
     failed = {name: reason for name, reason in kept().items() if reason is not None}
     return ProbeResult(
         measured=tuple(name for name in begun if name not in failed),
-        kept=tuple(one.name for one in measurements if one.name in before),
+        kept=tuple(candidate.name for candidate in measurements if candidate.name in before),
         failed=failed,
         left=tuple(left),
         no_device=problem if missing else None,
@@ -179,7 +179,7 @@ def keep_rows(path: Path, columns: Sequence[str]) -> tuple[Callable[[], dict[str
         before = read_json(path, [])
         others = [row for row in before if row["name"] != measurement.name]
         if reason is not None and len(rows) < len(before) - len(others) - 1:
-            return  # an earlier attempt, which ended early as well, gave more
+            return  # an earlier attempt, which ended early as well, had more
         rows = [{**row, "is_cut": False} for row in rows]
         if reason is not None:
             rows.append({**measurement.arguments, "reason": reason, "is_cut": True})

@@ -121,7 +121,7 @@ def stage(device_uuid: str, stage: str, module_loading: str) -> Iterator[Row]:
 
 
 def _numbers(rows: list[Row], loading: str) -> list[tuple[Any, ...]]:
-    """Return the lines of `_CSV_COLUMNS` that one way of loading gives; none before it was measured.
+    """Return the lines of `_CSV_COLUMNS` of one way of loading; none before it was measured.
 
     Where NVML does not list the process, the card's growth stands for it.
     """

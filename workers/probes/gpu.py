@@ -1,7 +1,7 @@
 """Parts that the probes' processes share: readings of memory, training as a trial of the farm does it, histories.
 
 Start reading at `trial_step`. `start_recording` records every request of the allocator from its first on, and
-`featurize.memory.replay` replays what `recorded_history` gives.
+`featurize.memory.replay` replays the result of `recorded_history`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def trial_step(
 
     Args:
         config: The trial's.
-        device: On which it trains.
+        device: Device on which it trains.
         on_phase: Is called as `forward`, `backward` and `optimizer` begin.
     """
     import torch
@@ -105,12 +105,12 @@ def recorded_entries() -> list[dict[str, Any]]:
 def _plain(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
     plain = []
     for entry in snapshot["device_traces"][0]:
-        one = {"action": entry["action"], "size": entry["size"], "stream": entry["stream"]}
+        plain_entry = {"action": entry["action"], "size": entry["size"], "stream": entry["stream"]}
         if "addr" in entry:  # an out-of-memory has none
-            one["addr"] = entry["addr"]
+            plain_entry["addr"] = entry["addr"]
         if entry["action"] == "alloc" and entry.get("user_metadata"):
-            one["where"] = entry["user_metadata"]
-        plain.append(one)
+            plain_entry["where"] = entry["user_metadata"]
+        plain.append(plain_entry)
     return plain
 
 

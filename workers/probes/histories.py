@@ -23,7 +23,7 @@ from workers.probes.gpu import (
 )
 
 STEPS = 3
-_MOST_BYTES = 2**20  # of a history, packed; beyond it the job is recorded again with fewer steps
+_MOST_BYTES = 2**20  # largest history, packed; beyond it the job is recorded again with fewer steps
 _LEAST_STEPS = 2  # the first one makes the optimizer's state
 
 _TEXTS = {"vocabulary_size": 16000, "sequence_length": 256, "embedding_size": 512, "heads": 8, "feed_forward": 2048}

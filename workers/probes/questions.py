@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _HELD_MIB = 2048
-_FREED_WITHIN_MIB = 8.0  # of what the card held before
+_FREED_WITHIN_MIB = 8.0  # memory that the card may hold more than before
 _PATIENCE_S = 10.0
 _CLIENTS_MIB = (1024, 2048)
 _CLIENT_S = 40.0
-_EQUAL_SHARE = 0.05  # of a time; below, two are the same
+_EQUAL_SHARE = 0.05  # share of a time; below, two are the same
 _TIMED = 20  # repetitions
 _UNKNOWN = "unknown"  # name of a program whose pid is not here
 _KERNELS = 4  # names of an operator's
@@ -104,7 +104,7 @@ def _short(dtype: Any) -> str:
 def _time_ms(call: Callable[[], Any]) -> float:
     import torch
 
-    times = []
+    times: list[float] = []
     for number in range(_TIMED + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -117,7 +117,7 @@ def _time_ms(call: Callable[[], Any]) -> float:
 
 
 def _kernels(call: Callable[[], Any]) -> list[str]:
-    """Return the names of the kernels, the longest first; none where CUPTI gives none."""
+    """Return the names of the kernels, the longest first; none where CUPTI has none."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -256,7 +256,7 @@ def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
 
     daemon = MpsDaemon({"CUDA_VISIBLE_DEVICES": device_uuid})
     try:
-        os.environ.update(daemon.environment)  # of the clients, which are started from here
+        os.environ.update(daemon.environment)  # for the clients, which are started from here
         with _holding(device_uuid, _CLIENTS_MIB) as clients:
             yield from clients
     finally:

@@ -97,12 +97,12 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
                 "dtype": precision,
                 "config": {**arguments, "cudnn_benchmark": benchmark},
             }
-            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread: each case takes it anew
+            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread: each case takes a new one
             torch.cuda.empty_cache()
             try:
-                measured = _measured(layer, arguments, shape, getattr(torch, dtype))
+                measured = _measure(layer, arguments, shape, getattr(torch, dtype))
                 assumed = {} if spec is None else assumed_bytes(layer, arguments, shape, precision, spec)
-            except RuntimeError as error:  # the device's own, out of memory included: the other cases go on
+            except RuntimeError as error:  # the device's own, out of memory included: the other cases continue
                 reason = first_line(error)
                 yield {**case, "reason": reason}
                 continue
@@ -143,7 +143,7 @@ def _inputs(layer: str) -> int:
     return 3 if layer == "attention" else 1
 
 
-def _measured(
+def _measure(
     layer: str, arguments: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
     import torch
@@ -164,7 +164,7 @@ def _measured(
     begin, given = requested[before], requested[between]  # the first one of the forward pass, and `gradient`
     return {
         "forward": requests_beside(entries[begin:given], [_nbytes(out)]),
-        "backward": requests_beside(entries[given + 1 :], [_nbytes(one) for one in gradients]),
+        "backward": requests_beside(entries[given + 1 :], [_nbytes(tensor) for tensor in gradients]),
     }
 
 
@@ -184,7 +184,7 @@ def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]
 
     Returns:
         `measured_bytes`, the most that was taken and given back during the call; `kept_bytes`, requests that outlive it
-        and are no result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
+        and are not a result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
     """
     live: dict[int, int] = {}  # address -> number of its request
     requests: list[list[Any]] = []

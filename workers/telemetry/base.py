@@ -16,11 +16,11 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
-# A reading without the start of its interval stands for the time since the one before it, but for no more than this
+# A reading without the start of its interval stands for the time since the one before it, but at most for this
 # many usual intervals: longer gaps are unknown.
 REACH = 5
-# NVML's own averages, which DCGM passes on: a reading may tell of as much time before it (utilization of 1/6 to 1 s,
-# power of up to 1 s, by product), so that in a window's first second it may tell of the time before the first step.
+# NVML's own averages, which DCGM passes on: a reading may cover as much time before it (utilization of 1/6 to 1 s,
+# power of up to 1 s, by product), so that in a window's first second it may cover the time before the first step.
 LOOKBACK_NS: Mapping[str, int] = {"gpu_util": 1_000_000_000, "power_w": 1_000_000_000}
 Spoils = Mapping[str, Collection[str]]  # reason of a sample -> the metrics that it makes unusable
 
@@ -44,7 +44,7 @@ class Sample:
     quality: str = "measured"
     reasons: tuple[str, ...] = ()
     since_ns: int | None = None
-    rank: int | None = None  # of a trial of several that the reading is of; None: of the whole trial
+    rank: int | None = None  # the rank that the reading is of, in a trial of several; None: the whole trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Sensor(Protocol):
     period_s: float  # the fastest useful period; the sampler never asks more often
     slow: bool = False  # whether a reading may wait for a network: the sampler gives it a thread of its own
     lag_s: float = 0.0  # age of its readings when they become available
-    dropped: Mapping[str, str] = MappingProxyType({})  # metric -> why this device does not give it
+    dropped: Mapping[str, str] = MappingProxyType({})  # metric -> why this device does not read it
 
     def watch(self, target: WatchTarget) -> None:
         """Point the sensor at a device and process. Raises `SensorUnavailable`."""
@@ -86,7 +86,7 @@ class WindowMean:
 
     mean: float | None = None
     coverage: float = 0.0  # share of the window's time that readings stand for
-    readings: int = 0  # that the mean is made of
+    readings: int = 0  # number of readings in the mean
     largest_gap_s: float = 0.0  # the longest stretch of the window that no reading stands for
     outside: float = 0.0  # share of those readings' own time that lies outside of the window
     deviation: float = 0.0  # standard deviation among the readings' values, each weighted with its time
@@ -109,7 +109,7 @@ def window_mean(
 
     A reading counts with the part of its time that lies inside. Where readings are long (one averages more than a
     quarter of the window) and those that lie wholly inside cover half of it, the mean is of these alone: the others
-    tell mostly of the time around. Short ones stay, since without the window's edges a mean would miss parts of the
+    are mostly about the time around. Short ones stay, since without the window's edges a mean would miss parts of the
     first and the last step. None unless a reading ends in the window, or names an interval of which the most lies in
     it: what was read around a window that is shorter than the sensor's period says little about it.
     """
@@ -144,7 +144,7 @@ def window_mean(
     long = 4 * max(length_ns for _, length_ns, _ in touching) > window_ns
     used = inside if long and 2 * inside_ns >= window_ns else touching
     weight = sum(weight_ns for weight_ns, _, _ in used)
-    own = sum(length_ns for _, length_ns, _ in used)
+    seen_ns = sum(length_ns for _, length_ns, _ in used)
     mean = sum(weight_ns * value for weight_ns, _, value in used) / weight
     variance = sum(weight_ns * (value - mean) ** 2 for weight_ns, _, value in used) / weight
     return WindowMean(
@@ -152,7 +152,7 @@ def window_mean(
         coverage=coverage,
         readings=len(used),
         largest_gap_s=largest_gap_ns / 1e9,
-        outside=1 - weight / own,
+        outside=1 - weight / seen_ns,
         deviation=math.sqrt(variance),
     )
 

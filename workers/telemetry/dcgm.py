@@ -19,7 +19,7 @@ from typing import Any
 
 from conf.errors import UsageError
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
-from workers.telemetry.nvml import Nvml, as_text, find_gpu, initialise, open_nvml, ratio, refuse_shared
+from workers.telemetry.nvml import Nvml, as_text, find_gpu, open_nvml, ratio, refuse_shared
 
 # DCGM's "blank" numbers (dcgm_structs.h) mean not measured; some exporter versions print them. Those of 64-bit integers
 # lie above the one of floating-point numbers.
@@ -137,13 +137,13 @@ class PageReader:
         """Return our fields as the exporter prints them, by today's names. Torn and foreign lines are skipped."""
         fields: dict[str, float] = {}
         self.seen = self.sliced = False
-        at = 0
-        while (hit := page.find(self.uuid, at)) >= 0:
+        position = 0
+        while (hit := page.find(self.uuid, position)) >= 0:
             start = page.rfind("\n", 0, hit) + 1
-            at = page.find("\n", hit)
-            if at < 0:
-                at = len(page)
-            head, brace, tail = page[start:at].rpartition("}")
+            position = page.find("\n", hit)
+            if position < 0:
+                position = len(page)
+            head, brace, tail = page[start:position].rpartition("}")
             if not brace:
                 continue
             meaning = self._heads.get(head)
@@ -182,13 +182,13 @@ class PageReader:
 
 def _labels(text: str) -> dict[str, str] | None:
     """Return the labels by lower-case name; None if the text holds no labels."""
-    labels, at = {}, 0
-    while at < len(text):
-        match = _LABEL.match(text, at)
+    labels, position = {}, 0
+    while position < len(text):
+        match = _LABEL.match(text, position)
         if match is None:
             return None
         labels[match[1].lower()] = match[2]
-        at = match.end()
+        position = match.end()
     return labels
 
 
@@ -226,7 +226,7 @@ class DcgmSensor(Sensor):
     the time before the trial, and is not given.
 
     A scrape that failed comes as `unavailable`, with the reason `exporter_timeout` or `exporter_error`. DCGM's
-    profiling sometimes stalls and gives zeros everywhere: a reading in which every activity is exactly 0 while the GPU
+    profiling sometimes stalls and reads zeros everywhere: a reading in which every activity is exactly 0 while the GPU
     is at least 90 % busy is `suspect`, with the reason `profiling_zero`.
 
     Of a MIG slice the exporter knows activity and memory; see `dropped` for what it has of the whole GPU only.
@@ -367,11 +367,7 @@ class DcgmSensor(Sensor):
             return PageReader(uuid)
         if old := _OLD_SLICE.fullmatch(uuid):
             return PageReader(old[1], int(old[2]))
-        nvml = self._nvml
-        if nvml is None:
-            nvml = open_nvml()
-        else:
-            initialise(nvml)
+        nvml = open_nvml(self._nvml)
         try:
             handles = find_gpu(nvml, uuid)
             refuse_shared(handles, uuid)
@@ -386,7 +382,7 @@ class DcgmSensor(Sensor):
         fields = reader.read(self._scrape())
         if not fields and reader.sliced:
             raise SensorUnavailable(
-                f"{reader.uuid} is split by MIG; the exporter at {self._url} tells of its slices only"
+                f"{reader.uuid} is split by MIG; the exporter at {self._url} reports its slices only"
             )
         if not reader.seen:
             of_slice = "" if reader.instance_id is None else f" with a MIG instance {reader.instance_id}"
@@ -407,7 +403,7 @@ class DcgmSensor(Sensor):
                 status, reason, body = self._get()
             except (http.client.RemoteDisconnected, ConnectionError):
                 self._connection.close()
-                if not kept:  # only a kept connection may have been closed meanwhile
+                if not kept:  # only a kept connection may have been closed since
                     raise
                 status, reason, body = self._get()
         except TimeoutError as error:
@@ -480,11 +476,11 @@ class _TimedReader(io.RawIOBase):
 
 
 def checked_url(url: str) -> str:
-    """Return `url` unchanged. Raises `UsageError` if it is no URL of an exporter."""
+    """Return `url` unchanged. Raises `UsageError` if it is not a URL of an exporter."""
     try:
         parts = urllib.parse.urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (ValueError, AttributeError, TypeError):  # a port that is no number, a value that is no text
+    except (ValueError, AttributeError, TypeError):  # a port that is not a number, a value that is not text
         valid = False
     if not valid or any(character.isspace() for character in url):
         raise UsageError(f"telemetry.dcgm_url must be like {DEFAULT_URL}, got {url!r}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
-from workers.telemetry.nvml import GONE, GpuHandles, Nvml, find_gpu, initialise, open_nvml, ratio, refuse_shared
+from workers.telemetry.nvml import GONE, GpuHandles, Nvml, find_gpu, open_nvml, ratio, refuse_shared
 
 _MIN_INTERVAL_NS = 100_000_000  # NVIDIA: figures from two samples closer than 100 ms are not reliable
 _FAILURES_ALLOWED = 10  # in a row, before GPM counts as gone
@@ -38,24 +38,20 @@ _METRICS = {
 
 
 class GpmSensor(Sensor):
-    """One GPU or MIG slice by UUID. A reading averages the time between two GPM samples, so the first call gives none.
+    """One GPU or MIG slice by UUID. A reading averages the time between two GPM samples, so the first call has none.
 
-    A reading's time is that of its second sample, `since_ns` that of its first. A sample that GPM failed to give comes
+    A reading's time is that of its second sample, `since_ns` that of its first. A sample that GPM failed to take comes
     as `unavailable`, with the reason `nvml_error`, and the next reading spans it. The figures of a MIG slice are those
     of its GPU instance.
     """
 
     name = "gpm"
     metrics = tuple(_METRICS.values())
-    period_s = 0.11  # a little over the least interval: a call that comes early by a hair would give nothing
+    period_s = 0.11  # a little over the least interval: a call that comes early by a hair would read nothing
 
     def __init__(self, nvml: Nvml | Any | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        if nvml is None:
-            nvml = open_nvml()
-        else:
-            initialise(nvml)
-        self._nvml: Any = nvml
+        self._nvml: Any = open_nvml(nvml)
         self._found: GpuHandles | None = None
         self._older: Any = None  # two GPM sample buffers that change places
         self._newer: Any = None
@@ -63,7 +59,7 @@ class GpmSensor(Sensor):
         self._failures = 0
         self._question: Any = None  # one struct for all readings: it holds room for hundreds of metrics
         self._entries: list[tuple[str, bool, Any]] = []  # (column, whether a percentage, its place in the struct)
-        self.dropped: dict[str, str] = {}  # metric -> why this device does not give it
+        self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> GpmSensor:

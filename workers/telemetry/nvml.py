@@ -24,8 +24,8 @@ NO_HOST_PIDS = (
     "(--pid=host)"
 )
 _BYTES_PER_MIB = 1024**2
-_SLOW_PERIOD_NS = 1_000_000_000  # of what rarely changes: ECC counts, processes that draw
-_MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer give more noise than figure
+_SLOW_PERIOD_NS = 1_000_000_000  # period of what rarely changes: ECC counts, processes that draw
+_MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer are more noise than figure
 # NVML's return codes (nvml.h). What a device or driver cannot do it never will: asking again only costs time.
 _NEVER = {
     3: "not supported by this device",
@@ -73,16 +73,16 @@ class GpuProcesses:
         by_kind: dict[str, list[int | None]] = {}
         for pid, kind in kinds.items():
             by_kind.setdefault(kind, []).append(listed[pid])
-        own, others = by_kind.get("own", []), by_kind.get("other", [])
+        own_processes, others = by_kind.get("own", []), by_kind.get("other", [])
         self.mps = "service" in by_kind
-        self.seen_own = self.seen_own or bool(own)
+        self.seen_own = self.seen_own or bool(own_processes)
         if in_initial_pid_namespace():  # a pid that is not there has just ended
             countable = self.seen_own or not others
         else:
             countable = self.seen_own and "unknown" not in by_kind
         return Share(
-            own_bytes=_sum(own) if own else None,
-            own_seen=bool(own),
+            own_bytes=_sum(own_processes) if own_processes else None,
+            own_seen=bool(own_processes),
             others=len(others) if countable else None,
             other_bytes=_sum(others) if countable else None,
             reason=None if countable else NO_HOST_PIDS,
@@ -146,27 +146,28 @@ def _sum(charged: list[int | None]) -> int | None:
     return sum(known) if len(known) == len(charged) else None
 
 
-def open_nvml() -> Nvml:
-    """Return `pynvml`, initialised; pair each success with `nvmlShutdown`. Raises `SensorUnavailable`."""
-    try:
-        import pynvml
-    except ModuleNotFoundError as error:
-        if error.name != "pynvml":
-            raise
-        raise SensorUnavailable("the package nvidia-ml-py is not installed") from error
-    initialise(pynvml)
-    return pynvml
+def open_nvml(given: Nvml | None = None) -> Nvml:
+    """Return `pynvml` or the `given` NVML, initialised; pair each success with `nvmlShutdown`.
 
-
-def initialise(nvml: Nvml) -> None:
-    """Call `nvmlInit`. Raises `SensorUnavailable` if it fails. NVML counts initialisations, so calls may nest."""
+    NVML counts initialisations, so calls may nest. Raises `SensorUnavailable`.
+    """
+    nvml: Any = given
+    if nvml is None:
+        try:
+            import pynvml
+        except ModuleNotFoundError as error:
+            if error.name != "pynvml":
+                raise
+            raise SensorUnavailable("the package nvidia-ml-py is not installed") from error
+        nvml = pynvml
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise SensorUnavailable(f"{_said(error)}; is the NVIDIA driver installed and loaded?") from error
+        raise SensorUnavailable(f"{_text_of(error)}; is the NVIDIA driver installed and loaded?") from error
+    return nvml
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     text = str(error)
     return text if text.startswith("NVML") else f"NVML: {text}"
 
@@ -182,7 +183,7 @@ class GpuHandles:
 
     device: Any
     gpu: Any
-    instance_id: int | None = None  # of the MIG GPU instance; None: a whole GPU
+    instance_id: int | None = None  # id of the MIG GPU instance; None: a whole GPU
     shares_instance: bool = False  # with other compute instances: what is counted per GPU instance is not its alone
 
 
@@ -218,7 +219,7 @@ def memory_before(nvml: Nvml, uuid: str | None, *, clock_ns: Callable[[], int] =
 
 
 def ratio(value: float, full: float = 100.0) -> float | None:
-    """Return `value / full` in [0, 1], None if it is no share. Rounding may lift a reading slightly above full."""
+    """Return `value / full` in [0, 1], None if it is not a share. Rounding may lift a reading slightly above full."""
     share = value / full
     if not math.isfinite(share) or share < 0 or share > 1.05:
         return None
@@ -267,12 +268,8 @@ class NvmlSensor(Sensor):
         known_pids: frozenset[int] = frozenset(),
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`known_pids`: processes of the farm that may be on the GPU besides the trial's; see `ignore`."""
-        if nvml is None:
-            nvml = open_nvml()
-        else:
-            initialise(nvml)
-        self._opened: Nvml | None = nvml
+        """`known_pids`: processes of the farm that may be on the GPU beside the trial's; see `ignore`."""
+        self._opened: Nvml | None = open_nvml(nvml)
         self._clock_ns = clock_ns
         self._device: Any = None  # the GPU or the MIG slice
         self._gpu: Any = None  # the GPU that it is part of
@@ -283,7 +280,7 @@ class NvmlSensor(Sensor):
         self._slow_due_ns = 0
         self._slow = False
         self._pcie: tuple[int, tuple[int, int]] | None = None
-        self.dropped: dict[str, str] = {}  # metric -> why this device does not give it
+        self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> NvmlSensor:
@@ -356,7 +353,7 @@ class NvmlSensor(Sensor):
         """Drop a query that can never work, end the sensor for a lost device, and ignore any other error."""
         code = getattr(error, "value", None)  # pynvml's version-mismatch error carries none
         if code in GONE:
-            raise SensorUnavailable(_said(error)) from error
+            raise SensorUnavailable(_text_of(error)) from error
         if code is None or code in _NEVER:
             del self._readers[metric]
             self._drop(metric, str(error) if code is None else _NEVER[code])

@@ -55,7 +55,7 @@ class ProcessSensor(Sensor):
     """CPU cores used since the last reading, and resident memory, of the trial's process tree.
 
     `rss_mib` of one process is its resident set; of several it is what they use together, pages that they share counted
-    once (`conf.children.containment.TreeMemory`). A tree that has ended gives no readings.
+    once (`conf.children.containment.TreeMemory`). A tree that has ended has no readings.
     """
 
     name = "process"

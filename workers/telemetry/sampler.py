@@ -37,7 +37,7 @@ SENSORS = {
 SOURCES = (*SENSORS, "torch")  # torch: reported by the trial itself, so there is no sensor to make
 _JOIN_S = 2.0
 _START_S = 5.0  # for a driver or an exporter to be opened, or to be pointed at a trial
-_READ_ON_S = 1.0  # at most, for a source that lags
+_READ_ON_S = 1.0  # longest wait for a source that lags
 
 
 class _Call(threading.Thread):
@@ -132,14 +132,14 @@ class TelemetrySampler:
 
     Each sensor is read every `max(period_s, sensor.period_s)`, all from one thread, but those that wait for a network
     (`slow = True`) from one each. A reading that is late is taken once, not caught up on. `missing` says, once
-    for each, which sensor (`dcgm`) or single metric (`nvml.energy_j`) gave nothing and why.
+    for each, which sensor (`dcgm`) or single metric (`nvml.energy_j`) read nothing and why.
     """
 
     def __init__(self, sensors: Sequence[Sensor], period_s: float = 0.1) -> None:
         self._sensors = tuple(sensors)
         self._period_s = period_s
         self._threads: list[threading.Thread] = []
-        self._common: threading.Thread | None = None  # of the sensors that do not wait for a network
+        self._common: threading.Thread | None = None  # thread of the sensors that do not wait for a network
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._samples: list[tuple[str, Sample]] = []
@@ -191,7 +191,7 @@ class TelemetrySampler:
     def wind_up(self, until_ns: int | None = None) -> None:
         """Read each sensor of the common thread a last time. Call it while the trial still holds its memory.
 
-        A source that lags (`lag_s`) is read on in its own thread until it has spoken of `until_ns`, the window's end,
+        A source that lags (`lag_s`) is read on in its own thread until it has covered `until_ns`, the window's end,
         for its lag and two of its intervals and never more than a second; not at all where it cannot be done by then.
         """
         if not self._stopping.is_set():
@@ -277,7 +277,7 @@ class TelemetrySampler:
 
 
 def _numbers_only(sample: Sample) -> Sample:
-    """Return the sample without values that are no finite numbers, which would spoil a mean."""
+    """Return the sample without values that are not finite numbers, which would spoil a mean."""
     if all(map(math.isfinite, sample.values.values())):
         return sample
     return dataclasses.replace(

@@ -15,8 +15,8 @@ this process's own children, in its process group and its control group, and die
 talks to its worker, over a socket of its own. This process runs no operator. Where a rank fails or ends, the whole
 trial does: the report names the rank, and the others are killed.
 
-`classify` tells from a trial's exception which memory ran out; the worker checks with `is_device_fault` what the trial
-reports of its device. Torch is imported on use.
+`classify` derives from a trial's exception which memory ran out; the worker checks with `is_device_fault` what the
+trial reports of its device. Torch is imported on use.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from conf.errors import CommandError
 from conf.plain_text import shortened
 from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
 
-LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
+LINE_BYTES = 1 << 20  # longest report; an error's text is cut to far less before it is sent
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
 _WORD_BYTES = 256
-_SETTLE_S = 1.0  # for the other ranks to say why, where one says that it lost them
+_SETTLE_S = 1.0  # when one rank reports losing its peers, wait this long for a peer to report the cause
 _GOODBYE_S = 5.0
 _PAUSE_S = 0.005
 _RECEIVE_BYTES = 1 << 16
@@ -59,7 +59,7 @@ _DEVICE_OOM_MARKS = (
 # What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
 _FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
 _FULL_CARD_FREE_MIB = 512.0
-_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # in which torch raises them
+_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # types in which torch raises them
 _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
@@ -77,7 +77,7 @@ class TrialLink:
         self.ended = False  # the worker has closed its end: no more words will come
 
     def report(self, event: str, **values: Any) -> None:
-        """Send one event. A process that the trial's model has forked exits here, since it is no trial."""
+        """Send one event. A process that the trial's model has forked exits here, since it is not a trial."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
@@ -149,7 +149,7 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
     try:
         _measure(trial, link, place)
     except BaseException as error:
-        if link.reported_result:  # what comes after it is none of the run's business
+        if link.reported_result:  # what comes after it does not concern the run
             return
         backend, error_type = trial["device"]["backend"], type(error).__name__
         status, oom_kind = classify(error, backend == "cpu", _free_device_mib(trial, place))
@@ -177,6 +177,7 @@ def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> Non
     device = make_device(DeviceChoice(**trial["device"]))
     slots = [Slot(**slot) for slot in trial["slots"]]
     if place is None and config.ranks > 1 and device.sampled:
+        # Each rank enters `run_trial` again, with its place.
         run_ranks(config.ranks, link, lambda its_place, channel: run_trial(trial, channel, its_place))
         return
     device.measure(config, slots[slot_of(place, slots)], settings, trial["seed"], link, place)
@@ -186,7 +187,7 @@ def together_of(mapping: dict[str, Any] | None) -> Together | None:
     """Return the group that a worker's message describes; None of a trial that has the device to itself."""
     if mapping is None:
         return None
-    alone = tuple(None if one is None else MemberAlone(**one) for one in mapping["alone"])
+    alone = tuple(None if member is None else MemberAlone(**member) for member in mapping["alone"])
     return Together(member=mapping["member"], size=mapping["size"], sharing=mapping["sharing"], alone=alone)
 
 
@@ -282,7 +283,7 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         finally:
             os.close(store)
         link.report("ranks", pids=[rank.pid for rank in ranks])
-        _Chorus(ranks, link).listen()
+        _RankMonitor(ranks, link).listen()
         link.labels_taken()  # until then they hold their memory, so that a last sample sees it
         _dismiss(ranks)
     finally:
@@ -308,8 +309,8 @@ def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank
 
         def body(place: Place = place, channel: socket.socket = theirs, unused: Sequence[Any] = (ours, link)) -> None:
             die_with_parent(parent)
-            for one in (*unused, *(rank.channel for rank in ranks)):
-                one.close()
+            for pipe in (*unused, *(rank.channel for rank in ranks)):
+                pipe.close()
             os.environ.update(_surroundings(place))
             with channel:
                 run_rank(place, channel)
@@ -324,7 +325,7 @@ def _surroundings(place: Place) -> dict[str, str]:
 
 
 @dataclass
-class _Chorus:
+class _RankMonitor:
     """Listens to the ranks until all have a result, or one fails."""
 
     ranks: list[_Rank]
@@ -349,7 +350,7 @@ class _Chorus:
                     self._hear(rank)
 
     def _over(self) -> bool:
-        """Return whether all is reported that will be."""
+        """Return whether everything that will be reported has been."""
         for rank in self.ranks:
             if rank.silent:  # it said goodbye, and takes its time to end
                 _reap(rank, 0)
@@ -420,8 +421,8 @@ class _Chorus:
 
 def _root_of(failed: Iterable[_Rank]) -> _Rank | None:
     """Return the rank that failed by itself, not because it lost another one; None if none did."""
-    own = [rank for rank in failed if rank.failure is None or not _lost_another(rank.failure)]
-    return min(own, key=lambda rank: (rank.failure is not None, rank.number)) if own else None
+    causes = [rank for rank in failed if rank.failure is None or not _lost_another(rank.failure)]
+    return min(causes, key=lambda rank: (rank.failure is not None, rank.number)) if causes else None
 
 
 def _lost_another(failure: Mapping[str, Any]) -> bool:

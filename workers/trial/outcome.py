@@ -1,7 +1,7 @@
 """A trial under way and how it ended: its reports, the sensors on its process and on each of its ranks, its status.
 
-Start reading at `TrialRun`, which listens to one trial; `TrialWatch` has the sensors, `Observed` is the record of both,
-and `outcome_of` derives the status.
+Start reading at `TrialRun`, which listens to one trial; `TrialWatch` has the sensors, `Observed` (of `reports`) is the
+record of both, and `outcome_of` derives the status.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from conf.children.containment import descendants_of
@@ -22,70 +21,10 @@ from workers.telemetry.base import Sample, Sensor, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
 from workers.telemetry.sampler import TelemetrySampler, make_sensors
 from workers.trial.body import is_device_fault
-from workers.trial.reports import (
-    READINGS_KEPT,
-    BrokenReport,
-    Built,
-    DeviceOpened,
-    Failure,
-    KernelsSeen,
-    Profiled,
-    RankEnded,
-    RankResult,
-    RanksStarted,
-    Reading,
-    Report,
-    TrialResult,
-    Warm,
-    WarmupBegun,
-    WindowBegun,
-)
-from workers.trial.server_client import RunningTrial, TrialExit, TrialServer
+from workers.trial.reports import ENDINGS, READINGS_KEPT, Observed, TrialExit
+from workers.trial.server_client import RunningTrial, TrialServer
 
 _OF_TREE = "process"  # the source that reads a trial of several ranks as a whole
-
-
-@dataclass
-class Observed:
-    """Reports and samples of one trial. Times are of `time.monotonic_ns`, or virtual ones that begin at 0.
-
-    backend     cuda, cpu or simulated
-    t0_ns       when the trial began
-    period_s    of the sampling
-    samples     as the sensors gave them
-    values      what the trial itself reported: column -> figure
-    shared      other trials of its group were on the device: what that shows is not this trial's alone
-    oom_kills   by the kernel since boot, before the trial was started
-    status, oom_kind, clock_drift_s: known once it has ended; the last is by how much the wall clock ran ahead of the
-                monotonic one
-    """
-
-    backend: str = "cuda"
-    t0_ns: int = 0
-    period_s: float = 0.1
-    device_memory_mib: float | None = None
-    status: str = "ok"
-    oom_kind: str | None = None
-    clock_drift_s: float = 0.0
-    samples: list[tuple[str, Sample]] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    half_widths: dict[str, float] = field(default_factory=dict)  # label -> of its 95 % confidence interval
-    kernels: list[dict[str, Any]] = field(default_factory=list)  # rows of `kernels`
-    profiled: Profiled | None = None
-    rank_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # labels that each rank reported
-    rank_ended: RankEnded | None = None
-    failure: Failure | None = None
-    broken: BrokenReport | None = None
-    finished: bool = False
-    prepared: bool = False
-    shared: bool = False
-    oom_kills: int = 0
-    warm: bool = False  # it waits until its window may open
-    warmup_ns: int | None = None
-    window_ns: int | None = None
-    window_end_ns: int | None = None
-    exit: TrialExit = field(default_factory=TrialExit)
 
 
 def startup_s(observed: Observed, t0_ns: int | None) -> float | None:
@@ -95,49 +34,12 @@ def startup_s(observed: Observed, t0_ns: int | None) -> float | None:
     return (observed.warmup_ns - t0_ns) / 1e9
 
 
-def take(report: Report, observed: Observed) -> None:
-    """Record one report of the trial."""
-    match report:
-        case Built(parameters):
-            observed.values["parameters"] = parameters
-        case DeviceOpened(cudnn_version):
-            observed.values["cudnn_version"] = cudnn_version
-        case WarmupBegun(t_ns):
-            observed.warmup_ns = t_ns
-        case Warm():
-            observed.warm = True
-        case WindowBegun(t_ns):
-            observed.window_ns = t_ns
-        case Reading(sensor, t_ns, values, rank):
-            observed.samples.append((sensor, Sample(t_ns, values, rank=rank)))
-        case RankResult(rank, values):
-            observed.rank_values[rank] = values
-        case RankEnded():
-            observed.rank_ended = report
-        case TrialResult():
-            observed.finished = True
-            observed.window_end_ns = report.window_end_ns
-            observed.half_widths |= report.half_widths
-            observed.values |= {"window_ended": report.window_ended, **report.values}
-        case KernelsSeen(rows):
-            observed.kernels += rows
-        case Profiled():
-            observed.profiled = report
-        case Failure():
-            observed.failure = report
-            observed.values |= report.values
-            if report.rank is not None:
-                observed.rank_values[report.rank] = report.values
-        case BrokenReport():
-            observed.broken = report
-
-
 def kernels_missing(observed: Observed) -> str | None:
     """Return why a finished trial that was to report its kernels has none; None if it has."""
-    if observed.profiled is not None:
-        return observed.profiled.problem
+    if observed.profiled:
+        return observed.profile_problem
     if observed.broken is not None:
-        return f"the trial reported {observed.broken.reason}"
+        return f"the trial reported {observed.broken}"
     ended = observed.exit
     if ended.signal is None and ended.code is None:
         return f"the trial was killed before it had reported them: {ended.killed_for or 'it was not done in time'}"
@@ -200,7 +102,7 @@ def outcome_of(
         faulty = failure.device_fault and is_device_fault(backend, failure.error_type, failure.error)
         return outcome(failure.status, failure.oom_kind, failure.error_type, prefix + failure.error, faulty)
     if observed.broken is not None:
-        return outcome("crashed", error_type="BrokenReport", error=f"the trial reported {observed.broken.reason}")
+        return outcome("crashed", error_type="BrokenReport", error=f"the trial reported {observed.broken}")
     if lost is not None:
         return outcome("crashed", error_type="ServerLost", error=lost, retryable=True)
     if ended.killed_for is not None:
@@ -233,7 +135,7 @@ class TrialRun:
     """Listens to one trial, and keeps what comes of it.
 
     Args:
-        server: Of the trial.
+        server: The trial's server.
         trial: Its process.
         watch: Its sensors.
         observed: Takes what it reports and what the sensors read.
@@ -251,6 +153,7 @@ class TrialRun:
         tick_s: float,
     ) -> None:
         self._server, self.trial, self._watch, self.observed = server, trial, watch, observed
+        trial.reader.observed = observed
         self._events = server.events(trial, deadline_ns, tick_s)
         self._steady_sent = self._dismissed = False
         self.living = True
@@ -261,8 +164,8 @@ class TrialRun:
         observed = self.observed
         return not self.living or observed.finished or observed.failure is not None or observed.broken is not None
 
-    def step(self) -> Report | TrialExit | None:
-        """Take the trial's next event and return it; None: there was none. Raises `ServerLost`."""
+    def step(self) -> str | TrialExit | None:
+        """Take the trial's next event and return its name; None: there was none. Raises `ServerLost`."""
         event, observed, watch = next(self._events), self.observed, self._watch
         if isinstance(event, TrialExit):
             observed.exit, self.living = event, False
@@ -270,17 +173,15 @@ class TrialRun:
             if was_killed and kernel_oom_kills() > observed.oom_kills:
                 event.killed_for = event.killed_for or "the kernel's out-of-memory killer"
             return event
-        if event is not None:
-            take(event, observed)
-        if isinstance(event, RanksStarted):
-            watch.ranks_started(event.pids)
-        elif isinstance(event, WindowBegun):
-            watch.begin_window(event.t_ns, observed.warmup_ns)
-        elif isinstance(event, Reading) and event.sensor == "torch" and not event.rank:
-            watch.mark_step(event.t_ns)
-        elif isinstance(event, TrialResult | Failure | RankEnded) and not observed.shared:
+        if event == "ranks":
+            watch.ranks_started(observed.rank_pids)
+        elif event == "window":
+            watch.begin_window(observed.window_ns or 0, observed.warmup_ns)
+        elif event == "step" and not (step := observed.samples[-1][1]).rank:
+            watch.mark_step(step.t_ns)
+        elif event in ENDINGS and not observed.shared:
             observed.half_widths |= watch.half_widths()
-        if (event is None or isinstance(event, WindowBegun)) and not self._steady_sent:
+        if event in (None, "window") and not self._steady_sent:
             self._steady_sent = watch.steady(time.monotonic_ns())
             if self._steady_sent:
                 self.tell("steady")
@@ -308,19 +209,19 @@ class TrialRun:
 
 
 class TrialWatch:
-    """Samples a trial while it runs, and tells when what it samples is steady.
+    """Samples a trial while it runs, and notes when what it samples is steady.
 
     Of several ranks each has sensors of its own, whose samples carry its number, and the whole process tree one more.
     The first rank's figures decide on the window, as it does itself.
 
     Args:
-        settings: Of the trial.
-        slots: Of the worker: one, or one for each rank.
+        settings: The trial's settings.
+        slots: The worker's slots: one, or one for each rank.
         ranks: Processes that train.
-        pid: Of the trial.
-        observed: Learns why sensors give nothing, and gets the samples in the end.
+        pid: Process of the trial.
+        observed: Takes the reasons why sensors read nothing, and in the end the samples.
         sampled: Whether the device is sampled at all.
-        partners: Processes of trials that run beside it, which are no strangers on the device.
+        partners: Processes of trials that run beside it, which do not count as strangers on the device.
     """
 
     def __init__(
@@ -346,9 +247,9 @@ class TrialWatch:
 
     def ranks_started(self, pids: Sequence[int]) -> None:
         """Watch the ranks' processes, as far as they are the trial's."""
-        own = set(descendants_of(self._pid)) if self._sampled else set()
+        descendants = set(descendants_of(self._pid)) if self._sampled else set()
         for rank, pid in enumerate(pids):
-            if pid not in own:  # it has ended, or is another's
+            if pid not in descendants:  # it has ended, or is another's
                 self._observed.missing["ranks"] = f"process {pid} of rank {rank} is not the trial's"
                 pid = self._pid
             uuid = self._slots[rank % len(self._slots)].device_uuid
@@ -385,7 +286,7 @@ class TrialWatch:
             sampler.wind_up(until_ns)
 
     def stop(self, until_ns: int | None) -> None:
-        """End all sensors, and give `observed` their samples."""
+        """End all sensors, and pass their samples to `observed`."""
         observed = self._observed
         for sampler in self._samplers:
             rank = self._of_ranks.index(sampler) if sampler in self._of_ranks else None

@@ -1,25 +1,26 @@
-"""Parses and checks everything that arrives on a trial's socket, and turns it into typed values.
+"""Parses and checks everything that arrives on a trial's socket, and records it in the trial's `Observed`.
 
-Start reading at `ReportReader`. A trial runs other people's code, so nothing that it sends is trusted: the first breach
-of the rules becomes a `BrokenReport`, and nothing more of that trial is read.
+Start reading at `ReportReader`. A trial runs third-party code, so nothing that it sends is trusted: the first breach
+of the rules is recorded as `Observed.broken`, and nothing more of that trial is read.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from conf.plain_text import ERROR_CHARACTERS, quoted, safe_text
 from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
+from workers.telemetry.base import Sample
 from workers.trial.body import LINE_BYTES as LINE_BYTES
 
-READINGS_KEPT = 100_000  # of steps and samples: three hours at the usual ten a second
+READINGS_KEPT = 100_000  # steps and samples: three hours at the usual ten a second
 KERNELS_KEPT = 20_000  # rows of `kernels` of one trial
 _NAME_CHARACTERS = 200
-_KERNEL_CHARACTERS = 4_000  # of a kernel's name or its shapes
+_KERNEL_CHARACTERS = 4_000  # characters of a kernel's name or its shapes
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_NUMBER = 1e18
 _LATEST_VIRTUAL_NS = 2**62
@@ -27,7 +28,7 @@ _LATEST_VIRTUAL_NS = 2**62
 _FAILURES = ("oom", "crashed", "invalid")  # the statuses that a trial may claim; `timeout` is the worker's to say
 _WINDOW_ENDS = ("steady", "max_seconds", "fixed")
 _STEP_METRICS = frozenset({"step_time_ms", "allocated_mib", "reserved_mib"})
-# Columns of `kernels` that a trial gives itself, with their types; the others are its run's.
+# Columns of `kernels` that a trial sets itself, with their types; the others are its run's.
 KERNEL_COLUMNS = {
     name: str(KERNEL_SCHEMA.field(name).type)
     for name in (
@@ -53,62 +54,9 @@ KERNEL_COLUMNS = {
         "timing",
     )
 }
-# Columns of `runs` that a trial gives itself.
+# Columns of `runs` that a trial sets itself.
 _LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
-_RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # of `ranks`, likewise
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    parameters: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceOpened:
-    cudnn_version: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupBegun:
-    t_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Warm:
-    """A trial beside others is warm, and trains on until the worker opens its window."""
-
-    t_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class WindowBegun:
-    t_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A reading of a training step (sensor `torch`) or of a modelled device (sensor `simulated`), of a rank if the
-    trial has several."""
-
-    sensor: str
-    t_ns: int
-    values: dict[str, float]
-    rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RanksStarted:
-    """The processes of a trial's ranks, in their order."""
-
-    pids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankResult:
-    """The labels of one rank; the trial's own result follows those of all ranks."""
-
-    rank: int
-    values: dict[str, float]
+_RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # labels of `ranks`, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,61 +69,78 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialResult:
-    window_end_ns: int
-    window_ended: str
-    values: dict[str, float]
-    half_widths: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
+    """A trial's description of its own failure; `rank`: which one of several."""
+
     status: str
     oom_kind: str | None
     error_type: str
     error: str
     device_fault: bool
     values: dict[str, float]
-    rank: int | None = None  # of a trial of several
+    rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenReport:
-    """A trial's first breach of the rules; `reason` quotes it, bounded and printable."""
+@dataclass
+class TrialExit:
+    """The end of a trial's process: `code` of a normal exit, `signal` of a kill; both None while it runs."""
 
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class KernelsSeen:
-    """Rows of `kernels`, by the names of its columns; checked."""
-
-    rows: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Profiled:
-    """The end of the kernels' reports; `problem` says why there are none."""
-
-    problem: str | None
+    code: int | None = None
+    signal: int | None = None
+    timed_out: bool = False
+    killed_for: str | None = None  # why it was killed, other than the deadline
+    output: str = ""  # its standard output and error: the beginning and the end
+    left: int = 0  # processes that it left behind and that had to be killed
+    stayed: int = 0  # those of them that could not be
 
 
-Report = (
-    Built
-    | DeviceOpened
-    | WarmupBegun
-    | Warm
-    | WindowBegun
-    | Reading
-    | RanksStarted
-    | RankResult
-    | RankEnded
-    | TrialResult
-    | Failure
-    | KernelsSeen
-    | Profiled
-    | BrokenReport
-)
+@dataclass
+class Observed:
+    """Reports and samples of one trial. Times are of `time.monotonic_ns`, or virtual ones that begin at 0.
+
+    backend     cuda, cpu or simulated
+    t0_ns       when the trial began
+    period_s    period of the sampling
+    samples     the sensors' readings
+    values      what the trial itself reported: column -> figure
+    shared      other trials of its group were on the device: what that shows is not this trial's alone
+    oom_kills   by the kernel since boot, before the trial was started
+    status, oom_kind, clock_drift_s: known once it has ended; the last is by how much the wall clock ran ahead of the
+                monotonic one
+    """
+
+    backend: str = "cuda"
+    t0_ns: int = 0
+    period_s: float = 0.1
+    device_memory_mib: float | None = None
+    status: str = "ok"
+    oom_kind: str | None = None
+    clock_drift_s: float = 0.0
+    samples: list[tuple[str, Sample]] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    half_widths: dict[str, float] = field(default_factory=dict)  # label -> of its 95 % confidence interval
+    kernels: list[dict[str, Any]] = field(default_factory=list)  # rows of `kernels`
+    profiled: bool = False  # the end of the kernels' reports came, with the problem in `profile_problem`
+    profile_problem: str | None = None
+    rank_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # labels that each rank reported
+    rank_pids: tuple[int, ...] = ()  # the processes of its ranks, in their order
+    rank_ended: RankEnded | None = None
+    failure: Failure | None = None
+    broken: str | None = None  # its first breach of the rules, quoted, bounded and printable
+    finished: bool = False
+    prepared: bool = False
+    shared: bool = False
+    oom_kills: int = 0
+    warm: bool = False  # it waits until its window may open
+    warmup_ns: int | None = None
+    window_ns: int | None = None
+    window_end_ns: int | None = None
+    exit: TrialExit = field(default_factory=TrialExit)
+
+
+BROKEN = "broken"  # the event of a trial that broke the rules
+ENDINGS = ("result", "failed", "rank_ended")  # events after which a trial waits for `bye`
 
 
 class _Broken(ValueError):
@@ -183,11 +148,11 @@ class _Broken(ValueError):
 
 
 class ReportReader:
-    """Turns the bytes that a trial sends into reports; holds `LINE_BYTES` at most. Used from one thread.
+    """Records what a trial sends in `observed`; holds `LINE_BYTES` at most. Used from one thread.
 
     Times must lie between `since_ns` and now (monotonic); those of a virtual clock (`virtual=True`) begin at 0. After a
-    `TrialResult`, a `Failure` or a `BrokenReport` everything is ignored; with `kernels`, the step's kernels follow a
-    `TrialResult`, at most `KERNELS_KEPT`. Beyond `READINGS_KEPT`, readings are only counted. Of `ranks` processes,
+    result, a failure or a breach of the rules everything is ignored; with `kernels`, the step's kernels follow the
+    result, at most `KERNELS_KEPT`. Beyond `READINGS_KEPT`, readings are only counted. Of `ranks` processes,
     the reports of a step and of a failure say which one they are of. A trial that runs `together` with others says when
     it is warm.
     """
@@ -201,6 +166,7 @@ class ReportReader:
         ranks: int = 1,
         together: bool = False,
     ) -> None:
+        self.observed = Observed()
         self.since_ns = since_ns
         self.virtual = virtual
         self.kernels = kernels
@@ -219,32 +185,35 @@ class ReportReader:
         """Return the number of readings that were counted and dropped."""
         return max(0, self.readings - READINGS_KEPT)
 
-    def feed(self, data: bytes) -> list[Report]:
-        """Return the reports that `data` completes. A rest without a line's end waits for more data."""
+    def feed(self, data: bytes) -> Iterator[str]:
+        """Yield the names of the events that `data` completes, each once it is recorded; last `BROKEN` after a breach.
+
+        A rest without a line's end waits for more data.
+        """
         if self._over:
-            return []
+            return
         self._buffer += data
         lines = []
         if b"\n" in data:
             *whole, rest = self._buffer.split(b"\n")
             lines, self._buffer = [bytes(line) for line in whole], rest
-        reports: list[Report] = []
         try:
             for line in lines:
-                report = self._read(line)
-                if report is not None:
-                    reports.append(report)
+                event, is_kept = self._read(line)
+                if is_kept:
+                    yield event
                 if self._over:
-                    return reports
+                    return
             if len(self._buffer) > LINE_BYTES:
                 raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {quoted(bytes(self._buffer))}")
         except _Broken as broken:
             self._over = True
             self._buffer.clear()
-            reports.append(BrokenReport(str(broken)))
-        return reports
+            self.observed.broken = str(broken)
+            yield BROKEN
 
-    def _read(self, line: bytes) -> Report | None:
+    def _read(self, line: bytes) -> tuple[str, bool]:
+        """Record one event; return its name, and False for a reading that is only counted."""
         if len(line) > LINE_BYTES:
             raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {quoted(line)}")
         try:
@@ -259,61 +228,69 @@ class ReportReader:
         if message.keys() != keys | named:
             raise _Broken(f"a report {event!r} must have {', '.join(sorted(keys))}: {quoted(line)}")
         try:
-            return read(self, **message)
+            return event, read(self, **message) is not False
         except _Broken as broken:
             raise _Broken(f"{broken}: {quoted(line)}") from None
 
-    def _built(self, parameters: Any) -> Report:
+    def _built(self, parameters: Any) -> None:
         self._once("built")
-        return Built(_integer("parameters", parameters))
+        self.observed.values["parameters"] = _integer("parameters", parameters)
 
-    def _environment(self, cudnn_version: Any) -> Report:
+    def _environment(self, cudnn_version: Any) -> None:
         self._once("environment")
-        return DeviceOpened(None if cudnn_version is None else _name("cudnn_version", cudnn_version))
+        version = None if cudnn_version is None else _name("cudnn_version", cudnn_version)
+        self.observed.values["cudnn_version"] = version
 
-    def _warmup(self, t_ns: Any) -> Report:
+    def _warmup(self, t_ns: Any) -> None:
         if self.ranks > 1 and not self.virtual and "ranks" not in self._said:
             raise _Broken("the ranks' processes come first")
-        return WarmupBegun(self._once("warmup", self._time("t_ns", t_ns)))
+        self.observed.warmup_ns = self._once("warmup", self._time("t_ns", t_ns))
 
-    def _warm(self, t_ns: Any) -> Report:
+    def _warm(self, t_ns: Any) -> None:
         if not self.together or self.virtual:
             raise _Broken("only a trial beside others says that it is warm")
-        return Warm(self._once("warm", self._time("t_ns", t_ns, after="warmup")))
+        self._once("warm", self._time("t_ns", t_ns, after="warmup"))
+        self.observed.warm = True
 
-    def _window(self, t_ns: Any) -> Report:
+    def _window(self, t_ns: Any) -> None:
         before = "warm" if self.together and not self.virtual else "warmup"
-        return WindowBegun(self._once("window", self._time("t_ns", t_ns, after=before)))
+        self.observed.window_ns = self._once("window", self._time("t_ns", t_ns, after=before))
 
-    def _step(self, t_ns: Any, values: Any, rank: Any = None) -> Report | None:
-        t_ns = self._time("t_ns", t_ns, after="warmup")
-        return self._kept(Reading("torch", t_ns, _numbers(values, _STEP_METRICS), self._rank_or_none(rank)))
+    def _step(self, t_ns: Any, values: Any, rank: Any = None) -> bool:
+        return self._keep("torch", t_ns, _numbers(values, _STEP_METRICS), rank)
 
-    def _sample(self, sensor: Any, t_ns: Any, values: Any, rank: Any = None) -> Report | None:
+    def _sample(self, sensor: Any, t_ns: Any, values: Any, rank: Any = None) -> bool:
         if not self.virtual or sensor != "simulated":
             raise _Broken("only a simulated device reports samples of its own")
-        t_ns = self._time("t_ns", t_ns, after="warmup")
-        return self._kept(Reading(sensor, t_ns, _numbers(values, METRICS.keys()), self._rank_or_none(rank)))
+        return self._keep(sensor, t_ns, _numbers(values, METRICS.keys()), rank)
 
-    def _ranks(self, pids: Any) -> Report:
+    def _keep(self, sensor: str, t_ns: Any, values: dict[str, float], rank: Any) -> bool:
+        """Keep a reading, of a rank if the trial has several. Return False for one that is only counted."""
+        sample = Sample(self._time("t_ns", t_ns, after="warmup"), values, rank=self._rank_or_none(rank))
+        self.readings += 1
+        if self.readings > READINGS_KEPT:
+            return False
+        self.observed.samples.append((sensor, sample))
+        return True
+
+    def _ranks(self, pids: Any) -> None:
         self._once("ranks")
         if self.virtual or not isinstance(pids, list) or len(pids) != self.ranks or self.ranks == 1:
             raise _Broken(f"pids must be a list of {self.ranks} processes, of a trial of several ranks")
-        return RanksStarted(tuple(_integer("pids", pid) for pid in pids))
+        self.observed.rank_pids = tuple(_integer("pids", pid) for pid in pids)
 
-    def _rank(self, rank: Any, values: Any) -> Report:
+    def _rank(self, rank: Any, values: Any) -> None:
         number = self._number_of_rank(rank)
         self._once(f"rank {number}")
-        return RankResult(number, _rank_labels(values))
+        self.observed.rank_values[number] = _rank_labels(values)
 
-    def _rank_ended(self, rank: Any, code: Any, signal: Any) -> Report:
-        ended = RankEnded(
+    def _rank_ended(self, rank: Any, code: Any, signal: Any) -> None:
+        self.observed.rank_ended = RankEnded(
             self._number_of_rank(rank),
             None if code is None else _integer("code", code),
             None if signal is None else _integer("signal", signal),
         )
         self._over = True
-        return ended
 
     def _rank_or_none(self, rank: Any) -> int | None:
         return None if rank is None else self._number_of_rank(rank)
@@ -324,15 +301,17 @@ class ReportReader:
             raise _Broken(f"rank must be one of the trial's {self.ranks}")
         return number
 
-    def _result(self, window_end_ns: Any, window_ended: Any, values: Any) -> Report:
+    def _result(self, window_end_ns: Any, window_ended: Any, values: Any) -> None:
+        observed = self.observed
         end_ns = self._time("window_end_ns", window_end_ns, after="window")
         if window_ended not in _WINDOW_ENDS:
             raise _Broken(f"window_ended must be one of {', '.join(_WINDOW_ENDS)}")
         values = dict(_mapping("values", values))
         half_widths = _numbers(values.pop("half_widths", {}), _STEP_METRICS)
-        labels = _labels(values)
+        observed.values |= {"window_ended": window_ended, **_labels(values)}
+        observed.half_widths |= half_widths
+        observed.window_end_ns, observed.finished = end_ns, True
         self._over, self._finished = not self.kernels, True
-        return TrialResult(end_ns, window_ended, labels, half_widths)
 
     def _failed(
         self,
@@ -343,7 +322,7 @@ class ReportReader:
         device_fault: Any,
         values: Any,
         rank: Any = None,
-    ) -> Report:
+    ) -> None:
         if status not in _FAILURES:
             raise _Broken(f"status must be one of {', '.join(_FAILURES)}")
         if oom_kind not in (OOM_KINDS if status == "oom" else (None,)):
@@ -359,22 +338,26 @@ class ReportReader:
             values=_labels(values),
             rank=self._rank_or_none(rank),
         )
+        self.observed.failure = failure
+        self.observed.values |= failure.values
+        if failure.rank is not None:
+            self.observed.rank_values[failure.rank] = failure.values
         self._over = True
-        return failure
 
-    def _kernels(self, rows: Any) -> Report:
+    def _kernels(self, rows: Any) -> None:
         if not isinstance(rows, list):
             raise _Broken("rows must be a list")
         self._kernel_rows += len(rows)
         if self._kernel_rows > KERNELS_KEPT:
             raise _Broken(f"more than {KERNELS_KEPT:,} kernels")
-        return KernelsSeen([_kernel(row) for row in rows])
+        self.observed.kernels += [_kernel(row) for row in rows]
 
-    def _profiled(self, problem: Any) -> Report:
+    def _profiled(self, problem: Any) -> None:
         self._over = True
         if problem is not None and not isinstance(problem, str):
             raise _Broken("problem must be text")
-        return Profiled(None if problem is None else safe_text(problem, _KERNEL_CHARACTERS))
+        self.observed.profile_problem = None if problem is None else safe_text(problem, _KERNEL_CHARACTERS)
+        self.observed.profiled = True
 
     def _once(self, event: str, t_ns: int = 0) -> int:
         if event in self._said:
@@ -393,13 +376,9 @@ class ReportReader:
             raise _Broken(f"{key} must lie between {earliest_ns} and {latest_ns}")
         return time_ns
 
-    def _kept(self, reading: Reading) -> Reading | None:
-        self.readings += 1
-        return reading if self.readings <= READINGS_KEPT else None
-
 
 # event -> (its parser, the keys that it must have)
-_EVENTS: dict[str, tuple[Callable[..., Report | None], frozenset[str]]] = {
+_EVENTS: dict[str, tuple[Callable[..., bool | None], frozenset[str]]] = {
     "built": (ReportReader._built, frozenset({"parameters"})),
     "environment": (ReportReader._environment, frozenset({"cudnn_version"})),
     "warmup": (ReportReader._warmup, frozenset({"t_ns"})),
@@ -429,7 +408,7 @@ def _kernel(row: Any) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for name, value in _mapping("rows", row).items():
         if name not in KERNEL_COLUMNS:
-            raise _Broken(f"{name!a} is no column that a trial gives to kernels"[:_NAME_CHARACTERS])
+            raise _Broken(f"{name!a} is not a column that a trial sets in kernels"[:_NAME_CHARACTERS])
         if value is None:
             continue
         kind = KERNEL_COLUMNS[name]
@@ -466,7 +445,7 @@ def _number(key: str, value: Any) -> float:
 def _numbers(values: Any, known: Any) -> dict[str, float]:
     for key in _mapping("values", values):
         if key not in known:
-            raise _Broken(f"{key!a} is no figure that this event has"[:_NAME_CHARACTERS])
+            raise _Broken(f"{key!a} is not a figure of this event"[:_NAME_CHARACTERS])
     return {key: _number(key, value) for key, value in values.items()}
 
 

@@ -27,10 +27,10 @@ from conf.children.keeper import MEMORY, Ended
 from conf.children.running import Child, ChildServer, ServerLost
 from conf.files.identity import OWNER_FILE, identity
 from conf.plain_text import safe_text
-from workers.trial.reports import BrokenReport, Report, ReportReader
+from workers.trial.reports import BROKEN, ReportReader, TrialExit
 from workers.trial.trial_server import modules_of_trace
 
-__all__ = ["RunningTrial", "ServerLost", "TrialExit", "TrialServer"]
+__all__ = ["RunningTrial", "ServerLost", "TrialServer"]
 
 # Key of a trial server's environment: the Python that executes it; without it, this process's own.
 PYTHON_VARIABLE = "GPUFARM_TRIAL_PYTHON"
@@ -42,19 +42,6 @@ _PROGRAM = "nvidia-cuda-mps-control"
 _PATIENCE_S = 20.0
 # Of the temporary folder, which `farm.queue.leftovers` deletes where its process is dead. Short: it holds sockets.
 FOLDER_PREFIX = "gpufarm-trial-mps-"
-
-
-@dataclass
-class TrialExit:
-    """The end of a trial's process: `code` of a normal exit, `signal` of a kill; both None while it runs."""
-
-    code: int | None = None
-    signal: int | None = None
-    timed_out: bool = False
-    killed_for: str | None = None  # why it was killed, other than the deadline
-    output: str = ""  # of its standard output and error: the beginning and the end
-    left: int = 0  # processes that it left behind and that had to be killed
-    stayed: int = 0  # those of them that could not be
 
 
 @dataclass
@@ -117,7 +104,7 @@ class TrialServer(ChildServer):
     ) -> RunningTrial:
         """Fork a child for `trial` (a JSON-able mapping, see `body.run_trial`); `reader` reads its reports.
 
-        With `trial["ahead"]` it gets itself ready and waits; `tell(trial, "go")` lets it run. Beyond `memory_limit_mib`
+        With `trial["ahead"]` it gets ready and waits; `tell(trial, "go")` lets it run. Beyond `memory_limit_mib`
         of host memory it is ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -135,11 +122,11 @@ class TrialServer(ChildServer):
             raise
         return RunningTrial(child, ours, memory_limit_mib, reader or ReportReader())
 
-    def events(self, trial: RunningTrial, deadline_ns: int, tick_s: float) -> Iterator[Report | TrialExit | None]:
-        """Yield the trial's reports as they come, None at least every `tick_s`, and last its `TrialExit`.
+    def events(self, trial: RunningTrial, deadline_ns: int, tick_s: float) -> Iterator[str | TrialExit | None]:
+        """Yield the names of the trial's recorded events, None at least every `tick_s`, and last its `TrialExit`.
 
         At `deadline_ns` or `trial.leave_by_ns` (monotonic), or when a report was broken, it is killed with all that it
-        started. So is what has not ended half a minute after it was told `bye`.
+        started. So is any that has not ended half a minute after `bye`.
         """
         channel_open, over, killed, timed_out, reads_after_exit = True, False, False, False, 0
         next_tick_ns = time.monotonic_ns()
@@ -161,13 +148,12 @@ class TrialServer(ChildServer):
             timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
             readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
             if channel_open and trial.channel in readable:
-                reports, channel_open = _read_reports(trial)
+                data = _receive(trial.channel)
                 reads_after_exit += over
-                channel_open &= reads_after_exit < _READS_AFTER_EXIT
-                for report in reports:  # the trial's reports come before its exit
-                    if isinstance(report, BrokenReport):
-                        trial.broken = True
-                    yield report
+                channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
+                for event in trial.reader.feed(data):  # the trial's reports come before its exit
+                    trial.broken = event == BROKEN
+                    yield event
             elif trial.child in readable:
                 over = self._has_ended(trial.child)
             elif over:
@@ -194,15 +180,14 @@ class TrialServer(ChildServer):
         try:
             return child.has_ended()
         except ServerLost as lost:
-            raise ServerLost(f"{lost}{self.words()}") from lost
+            raise ServerLost(f"{lost}{self.output_suffix()}") from lost
 
 
-def _read_reports(trial: RunningTrial) -> tuple[list[Report], bool]:
+def _receive(channel: socket.socket) -> bytes:
     try:
-        data = trial.channel.recv(_RECEIVE_BYTES)
+        return channel.recv(_RECEIVE_BYTES)
     except ConnectionResetError:
-        data = b""
-    return trial.reader.feed(data), bool(data)
+        return b""
 
 
 class MpsUnavailable(RuntimeError):
@@ -240,7 +225,7 @@ class MpsDaemon:
         output = Path(self._folder.name) / "control.log"  # no pipe, which a daemon would hold open
         try:
             with open(output, "wb") as log:
-                done = subprocess.run(
+                completed = subprocess.run(
                     [_PROGRAM, *arguments],
                     input=words.encode(),
                     env=self._surroundings,
@@ -254,6 +239,6 @@ class MpsDaemon:
             raise MpsUnavailable(f"{_PROGRAM} is not installed; it comes with NVIDIA's driver") from None
         except (OSError, subprocess.TimeoutExpired) as error:
             raise MpsUnavailable(f"{_PROGRAM}: {error}") from error
-        if done.returncode:
+        if completed.returncode:
             text = output.read_text(errors="replace").strip() or "no output"
-            raise MpsUnavailable(f"{_PROGRAM} ended with code {done.returncode}: {text[:500]}")
+            raise MpsUnavailable(f"{_PROGRAM} ended with code {completed.returncode}: {text[:500]}")

@@ -1,4 +1,4 @@
-"""The trial server: a server of children (`conf.children.server`) that has torch imported and forks a child per trial.
+"""The trial server: a server of children (`conf.children.keeper`) that has torch imported and forks a child per trial.
 
 Executed by a worker, never forked from one: a worker under Ray has many threads. It imports what the first training
 step needs and then runs no operator and touches no CUDA, so that a child starts within milliseconds with a clean
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from conf.children.containment import become_subreaper
-from conf.children.server import run_server
+from conf.children.keeper import run_server
 from conf.cli.own_packages import search_working_folder
 
 

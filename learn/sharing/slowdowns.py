@@ -1,4 +1,8 @@
-"""The learned slowdown of each job of a group, with a calibrated 90th percentile: rows, fit, and its artifacts.
+"""Slowdowns of jobs that share a GPU: figures of a job alone (`JobProfile`), formulas, and what is learned from groups.
+
+A slowdown is the time of a step beside partners over the time of a step alone: 1 or more. Its inverse is the normalised
+speed (Hu et al., Lucid, ASPLOS 2023). `SlowdownEstimator` returns one; `PointSlowdowns` are formulas to hold learned
+ones against.
 
 Start reading at `fitted_slowdowns`. `measured_groups` reads the rows of a data folder. `ContentionFormula` answers for
 jobs whose utilization alone is known, `KnownJobs` for jobs that were measured beside others under the same name, the
@@ -19,25 +23,140 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
-from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, models_folder, read_json, say_damaged
-from learn.rows.targets import SLOWDOWN
-from learn.sharing.profile import JobProfile, Slowdown, utilization
+from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, newest_whole, read_json, version_folders
+from learn.rows.data import SLOWDOWN
 from warehouse.tables.schema import NOT_TOGETHER
 
 if TYPE_CHECKING:
     import os
 
 
-_PROFILE = {  # of JobProfile: column of collocations
+@dataclass(frozen=True, slots=True)
+class JobProfile:
+    """Figures of one job that has a GPU to itself; None where a figure is not known. Shares lie between 0 and 1."""
+
+    name: str
+    memory_mib: float | None = None  # peak that a driver counts: reserved memory and the context
+    memory_bound_mib: float | None = None  # an estimate does not expect more
+    step_ms: float | None = None
+    gpu_util: float | None = None  # nvidia-smi's share of time with a kernel on the GPU
+    memory_util: float | None = None  # nvidia-smi's share of time with the memory being read or written
+    smact: float | None = None
+    smocc: float | None = None
+    drama: float | None = None
+    tensor: float | None = None  # share of cycles in which a tensor pipe is active
+    launches_per_s: float | None = None
+    power_w: float | None = None
+
+
+def utilization(job: JobProfile) -> float | None:
+    """Return the share of time with a kernel on the GPU: nvidia-smi's, SMACT where that is unknown; None: neither."""
+    return job.gpu_util if job.gpu_util is not None else job.smact
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """Device memory of a group at the moment when all members are at their peaks.
+
+    Args:
+        expected_mib: Sum of the members' peaks alone, a context each.
+        bound_mib: Sum of the members' bounds; None where one has none.
+    """
+
+    expected_mib: float
+    bound_mib: float | None
+
+    def fits(self, memory_mib: float) -> bool:
+        """Return whether the bound, or without one the expected memory, is at most `memory_mib`."""
+        return (self.expected_mib if self.bound_mib is None else self.bound_mib) <= memory_mib
+
+
+def group_memory(group: Sequence[JobProfile]) -> GroupMemory:
+    """Return the memory of jobs that share a GPU in processes of their own.
+
+    Peaks are those that a driver counts for each process, its context included. The bounds add as well: if each holds
+    for 99 of 100 jobs, their sum holds for at least 98 of 100 pairs, and in practice for more, as errors of two jobs
+    rarely coincide. Nothing is taken off for that: no measurement of groups with bounds says how much.
+
+    Raises:
+        UsageError: The memory of a job is not known.
+    """
+    unknown = [job.name for job in group if job.memory_mib is None]
+    if unknown:
+        raise UsageError(f"the memory of {', '.join(unknown)} is not known; pass memory_mib")
+    bounds = [job.memory_bound_mib for job in group]
+    whole = None if None in bounds else sum(bound or 0.0 for bound in bounds)
+    return GroupMemory(sum(job.memory_mib or 0.0 for job in group), whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """One job's slowdown in a group: the median and the 90th percentile of what is expected."""
+
+    median: float
+    p90: float
+
+
+class SlowdownEstimator(Protocol):
+    """Slowdowns of each job of a group on one GPU, in the group's order; the order of partners changes nothing."""
+
+    @property
+    def name(self) -> str: ...
+
+    def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]: ...
+
+
+class NoUtilization(ValueError):
+    """A job's utilization is not known, so a formula has no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PointSlowdowns:
+    """Slowdowns by a formula that knows no spread.
+
+    Args:
+        name: Name in tables.
+        slowdown_of: The formula: of a group and the place of one job in it, that job's slowdown.
+    """
+
+    name: str
+    slowdown_of: Callable[[Sequence[JobProfile], int], float]
+
+    def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
+        expected = [self.slowdown_of(group, place) for place in range(len(group))]
+        return [Slowdown(each, each) for each in expected]
+
+
+def constant_slowdown(slowdown: float) -> PointSlowdowns:
+    """Return the same slowdown for every job that has a partner."""
+    return PointSlowdowns("constant", lambda group, _: slowdown if len(group) > 1 else 1.0)
+
+
+def shared_time() -> PointSlowdowns:
+    """Return time shared by utilization: max(1, u1 + u2 + ...); u is nvidia-smi's utilization, else SMACT."""
+    return PointSlowdowns(
+        "shared_time", lambda group, _: max(1.0, sum(utilizations(group, 0))) if len(group) > 1 else 1.0
+    )
+
+
+def utilizations(group: Sequence[JobProfile], place: int) -> tuple[float, float]:
+    """Return the utilization of one job, and the sum of its partners'. Raises `NoUtilization`."""
+    busy = [utilization(job) for job in group]
+    if unknown := [job.name for job, share in zip(group, busy, strict=True) if share is None]:
+        raise NoUtilization(f"{', '.join(unknown)}: neither GPU utilization nor SMACT is known")
+    return busy[place] or 0.0, sum(share or 0.0 for other, share in enumerate(busy) if other != place)
+
+
+_PROFILE = {  # JobProfile's field: column of collocations
     "memory_mib": "solo_memory_mib",
     "step_ms": "solo_step_ms",
     "gpu_util": "solo_gpu_util",
@@ -56,15 +175,15 @@ class MeasuredGroup:
     """Jobs that trained on one GPU at the same time.
 
     Args:
-        group_id: Of `collocations`.
+        group_id: Id in `collocations`.
         title: Source of the rows, for tables: imported files by their name, else measured or simulated.
         series: Table or campaign of that source; empty where there is one.
         device: GPU model.
         jobs: Members alone, in the order of their numbers.
         models: Network of each, by which models are held out.
-        slowdowns: Of each member, as measured: noise may take them below 1.
-        joint_memory_mib: Of the whole group; None where it was not measured.
-        doubt: Why a figure may be wrong; empty: nothing speaks against them.
+        slowdowns: Each member's, as measured: noise may take them below 1.
+        joint_memory_mib: Memory of the whole group; None where it was not measured.
+        doubt: Why a figure may be wrong; empty: no reason is known.
     """
 
     group_id: str
@@ -176,6 +295,8 @@ def _group(rows: list[dict[str, Any]]) -> MeasuredGroup:
     )
 
 
+FORMAT = 1
+_FILE = "slowdown.json"
 FORMS = ("time", "time_and_bandwidth")
 
 
@@ -190,8 +311,8 @@ class ContentionFormula:
 
     def slowdown(self, loads: np.ndarray) -> np.ndarray:
         """Return the expected slowdown of each job, (n,), at least 1, by its loads, (n, 4)."""
-        own, others, own_memory, others_memory = loads.T
-        beyond = self.own * own + self.others * others - 1.0
+        own_load, others, own_memory, others_memory = loads.T
+        beyond = self.own * own_load + self.others * others - 1.0
         waits = np.logaddexp(0.0, self.sharpness * beyond) / self.sharpness
         slowdown: np.ndarray = 1.0 + waits + self.bandwidth * own_memory * others_memory
         return slowdown
@@ -216,12 +337,13 @@ def _traffic(job: JobProfile) -> float:
     return 0.0 if known is None else known
 
 
+Part = tuple[Sequence[MeasuredGroup], Sequence[MeasuredGroup]]  # what is fitted on, and what is left out
 LEAST_GROUPS = 10
 _PERCENTILE = 0.90
-_BASE = 0.1  # of the spread of slowdowns: it grows with the slowdown beyond 1, from here
+_BASE = 0.1  # base of the spread of slowdowns: it grows with the slowdown beyond 1, from here
 _START = (0.0, 0.0, 2.0, -1.5)  # logarithms of the formula's figures, where the fit begins and what it is held to
 _FIRMNESS = 3e-3
-_TOLERANCE = 0.02  # of normalised speed; what is further off counts in proportion, not squared
+_TOLERANCE = 0.02  # in normalised speed; what is further off counts in proportion, not squared
 _STEPS = 200
 _ROW_FIRMNESS = 1.0  # rows that a job's figure is held to 0 by
 _ROUNDS = 30
@@ -233,7 +355,7 @@ class KnownJobs:
 
     Args:
         middle: Logarithm of the typical slowdown.
-        suffers, costs: Name -> beyond that.
+        suffers, costs: Job name -> logarithm added to `middle`, for its own slowdown and for the slowdown it causes.
         groups: (name, names of partners, sorted) -> logarithm of the slowdown.
     """
 
@@ -254,15 +376,15 @@ class KnownJobs:
         suffers: dict[str, float] = {}
         costs: dict[str, float] = {}
         for _ in range(_ROUNDS):
-            for own in (True, False):
+            for is_own in (True, False):
                 left: dict[str, list[float]] = defaultdict(list)
                 for (name, partners), value in medians.items():
                     both = middle + suffers.get(name, 0.0) + sum(costs.get(partner, 0.0) for partner in partners)
-                    table = suffers if own else costs
-                    for job in (name,) if own else partners:
+                    table = suffers if is_own else costs
+                    for job in (name,) if is_own else partners:
                         left[job].append(value - both + table.get(job, 0.0))
                 fresh = {job: sum(values) / (len(values) + _ROW_FIRMNESS) for job, values in left.items()}
-                suffers, costs = (fresh, costs) if own else (suffers, fresh)
+                suffers, costs = (fresh, costs) if is_own else (suffers, fresh)
         return cls(middle, suffers, costs, medians)
 
     def knows(self, group: Sequence[JobProfile]) -> bool:
@@ -277,7 +399,7 @@ class KnownJobs:
 
 
 def _key(jobs: Sequence[JobProfile], place: int) -> tuple[str, tuple[str, ...]]:
-    return jobs[place].name, tuple(sorted(job.name for at, job in enumerate(jobs) if at != place))
+    return jobs[place].name, tuple(sorted(job.name for other, job in enumerate(jobs) if other != place))
 
 
 @dataclass(frozen=True)
@@ -298,6 +420,12 @@ class LearnedSlowdowns:
     spread: float
     spread_known: float
     name: str = "learned"
+
+    def save(self, folder: Path) -> None:
+        """Write the fit, as `load_slowdowns` reads it."""
+        groups = [[name, list(partners), value] for (name, partners), value in sorted(self.known.groups.items())]
+        stored = {"format": FORMAT, **asdict(self), "known": {**vars(self.known), "groups": groups}}
+        (folder / _FILE).write_text(json.dumps(stored, indent=1, sort_keys=True))
 
     def unknown(self, group: Sequence[JobProfile]) -> list[str]:
         """Return the names of jobs without a utilization, where the group is not known by its names either.
@@ -324,8 +452,8 @@ class LearnedSlowdowns:
 def _within_all_sms(group: Sequence[JobProfile], expected: Sequence[float]) -> list[float]:
     """Return the slowdowns, longer where SMs would be active for more than all of the time.
 
-    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization cannot tell, since a kernel that leaves
-    most SMs idle counts as much as any.
+    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization does not show it, since a kernel that
+    leaves most SMs idle counts as much as any.
     """
     if any(job.smact is None for job in group):
         return list(expected)
@@ -389,7 +517,7 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
     counts = Counter(models)
     weights = torch.tensor([1.0 / counts[model] for model in models], dtype=torch.float64)
     weights = weights / weights.sum()
-    own, others, own_memory, others_memory = torch.tensor(loads_of(jobs, places)).unbind(1)
+    own_load, others, own_memory, others_memory = torch.tensor(loads_of(jobs, places)).unbind(1)
     speed = torch.tensor(1.0 / measured)
     start = torch.tensor(_START, dtype=torch.float64)
     values = start.clone().requires_grad_()
@@ -399,33 +527,45 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
     def loss() -> torch.Tensor:
         search.zero_grad()
         own_share, others_share, sharpness, bandwidth = values.exp()
-        waits = torch.nn.functional.softplus(sharpness * (own_share * own + others_share * others - 1.0)) / sharpness
+        waits = (
+            torch.nn.functional.softplus(sharpness * (own_share * own_load + others_share * others - 1.0)) / sharpness
+        )
         slowdown = 1.0 + waits + has_bandwidth * bandwidth * own_memory * others_memory
         off = 1.0 / slowdown - speed
         total = (weights * (torch.sqrt(off**2 + _TOLERANCE**2) - _TOLERANCE)).sum()
         total = total + _FIRMNESS * ((values - start) ** 2).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         return total
 
-    search.step(loss)  # type: ignore[no-untyped-call]
+    search.step(loss)
     own_share, others_share, sharpness, bandwidth = values.detach().exp().tolist()
     return ContentionFormula(own_share, others_share, sharpness, bandwidth * has_bandwidth)
+
+
+def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[Part]:
+    """Return what is fitted on and what is left out: each model (`by` model) or GPU model (`by` device) in turn.
+
+    Members that did not train at the same time are never fitted on; parts with too few groups to fit on are left out.
+    """
+
+    def names(group: MeasuredGroup) -> tuple[str, ...]:
+        return group.models if by == "model" else (group.device,)
+
+    parts: list[Part] = []
+    for name in sorted({name for group in groups for name in names(group)}):
+        inside = [group for group in groups if name not in names(group) and not group.is_apart]
+        if len(inside) >= LEAST_GROUPS:
+            parts.append((inside, [group for group in groups if name in names(group)]))
+    return parts
 
 
 def _left_out(groups: Sequence[MeasuredGroup], form: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (expected, measured) slowdowns of groups whose models were left out, each model in turn."""
     expected, measured = [], []
-    for model in sorted({model for group in groups for model in group.models}):
-        inside = [group for group in groups if model not in group.models]
-        outside = [group for group in groups if model in group.models]
-        if len(inside) < LEAST_GROUPS:
-            continue
+    for inside, outside in left_out_parts(groups, "model") or [(groups, groups)]:  # where all have the same model
         jobs, places, truth, _ = _rows(outside)
         expected.append(_fit_contention(inside, form).slowdown(loads_of(jobs, places)))
         measured.append(truth)
-    if not expected:  # every group has the same model
-        jobs, places, truth, _ = _rows(groups)
-        return _fit_contention(groups, form).slowdown(loads_of(jobs, places)), truth
     return np.concatenate(expected), np.concatenate(measured)
 
 
@@ -443,31 +583,17 @@ def _spread(pair: tuple[np.ndarray, np.ndarray]) -> float:
 def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
     """Return the spread of known jobs in groups that were left out: each device in turn, of one device every second
     group."""
-    parts = [group.device for group in groups]
-    if len(set(parts)) < 2:
-        parts = [str(at % 2) for at in range(len(groups))]
+    devices = sorted({group.device for group in groups})
+    parts = [[group for group in groups if group.device == device] for device in devices]
+    if len(parts) < 2:
+        parts = [list(groups[::2]), list(groups[1::2])]
     expected, measured = [], []
-    for part in sorted(set(parts)):
-        known = KnownJobs.fitted([group for group, own in zip(groups, parts, strict=True) if own != part])
-        for group, own in zip(groups, parts, strict=True):
-            if own == part and known.knows(group.jobs):
-                expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
-                measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
+    for part in parts:
+        known = KnownJobs.fitted([group for group in groups if group not in part])
+        for group in [group for group in part if known.knows(group.jobs)]:
+            expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
+            measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
     return _spread((np.array(expected), np.array(measured))) if expected else 1.0
-
-
-FORMAT = 1
-_FILE = "slowdown.json"
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Content that `learn.fitting.artifacts.save_artifact` writes of the fitted slowdowns."""
-
-    slowdowns: LearnedSlowdowns
-
-    def save(self, folder: Path) -> None:
-        (folder / _FILE).write_text(json.dumps(_to_mapping(self.slowdowns), indent=1, sort_keys=True))
 
 
 def default_slowdowns(data: DataPlace) -> LearnedSlowdowns:
@@ -480,52 +606,19 @@ def find_slowdowns(data: DataPlace) -> LearnedSlowdowns | None:
 
     A version that is not what was written is named on standard error, and the next older one takes its place.
     """
-    home = models_folder(data) / SLOWDOWN
-    if not home.is_dir():
-        return None
-    for path in sorted(home.iterdir(), reverse=True):
-        if path.name.startswith(".") or not (path / "meta.json").is_file():
-            continue
-        try:
-            return load_slowdowns(path)
-        except DamagedArtifact as error:
-            say_damaged(error, "an older version or the packaged one takes its place")
-    return None
+    return newest_whole(version_folders(data, SLOWDOWN), load_slowdowns)
 
 
 def load_slowdowns(path: Path) -> LearnedSlowdowns:
     """Return one version, its files verified first. Raises `DamagedArtifact`."""
     checked(path, read_json(path / "meta.json"))
     try:
-        return _from_mapping(json.loads((path / "model" / _FILE).read_text()))
+        stored = json.loads((path / "model" / _FILE).read_text())
+        if (version := stored.pop("format")) != FORMAT:
+            raise EnvironmentProblem(f"slowdown models of format {version}, this code knows {FORMAT}")
+        known, contention = stored["known"], stored["contention"]
+        known["groups"] = {(name, tuple(partners)): value for name, partners, value in known["groups"]}
+        stored["contention"] = None if contention is None else ContentionFormula(**contention)
+        return LearnedSlowdowns(**{**stored, "known": KnownJobs(**known)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedArtifact(f"{path} is damaged: {type(error).__name__} in {_FILE}") from error
-
-
-def _to_mapping(model: LearnedSlowdowns) -> dict[str, Any]:
-    known = model.known
-    return {
-        "format": FORMAT,
-        "contention": None if model.contention is None else asdict(model.contention),
-        "known": {
-            **vars(known),
-            "groups": [[name, list(partners), value] for (name, partners), value in sorted(known.groups.items())],
-        },
-        "typical": model.typical,
-        "spread": model.spread,
-        "spread_known": model.spread_known,
-    }
-
-
-def _from_mapping(stored: dict[str, Any]) -> LearnedSlowdowns:
-    if stored["format"] != FORMAT:
-        raise EnvironmentProblem(f"slowdown models of format {stored['format']}, this code knows {FORMAT}")
-    known, contention = stored["known"], stored["contention"]
-    groups = {(name, tuple(partners)): value for name, partners, value in known["groups"]}
-    return LearnedSlowdowns(
-        contention=None if contention is None else ContentionFormula(**contention),
-        known=KnownJobs(**{**known, "groups": groups}),
-        typical=stored["typical"],
-        spread=stored["spread"],
-        spread_known=stored["spread_known"],
-    )

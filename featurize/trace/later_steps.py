@@ -3,9 +3,9 @@
 Start reading at `SecondStep`: the passes are repeated from the record, and the optimizer runs. A model that keeps
 something from step to step runs its second step, too: the first one changes what the model or the loss holds
 (`state_of`), draws a number, reads a value that the step computes, or leaves more memory behind than gradients and what
-a loop holds. `StepSequence.play` runs each shape of batches once. `StepsInALoop.looped` makes of steps that were traced
-without a loop's variables those of a usual loop, which copies a batch to the device while the last one's is alive, and
-holds output and loss until it assigns the next ones.
+a loop holds. `StepSequence.play` runs each shape of batches once. `StepsInALoop.looped` turns steps that were traced
+without a loop's variables into those of a usual loop. That one copies a batch to the device while the last one's is
+alive, and holds output and loss until it assigns the next ones.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Step:
 
 
 class StepsInALoop:
-    """Two steps of one recorder on one batch, which lies on the device. The steps tell of themselves as they run."""
+    """Two steps of one recorder on one batch, which lies on the device. The steps report to it as they run."""
 
     def __init__(self, recorder: BlockRecord) -> None:
         self._recorder = recorder
@@ -100,7 +100,7 @@ class StepsInALoop:
         Args:
             begins: Before the second step's batch.
             known: Block of the first step -> the second step's, where it has its own.
-            moved: Gives the moment of the second step for one of the first.
+            moved: Returns the moment of the second step for one of the first.
         """
         first = self._steps[0]
         held, given = ({known.get(block, block) for block in blocks} for blocks in (first.held, first.given))
@@ -120,7 +120,7 @@ class StepsInALoop:
             and _is_late(step, index, event.block)
         }
         batch = [event for event in events[first.begins : first.lets_go] if blocks[event.block].kind == "batch"]
-        brought = [event._replace(block=len(blocks) + at, step=2) for at, event in enumerate(batch)]
+        brought = [event._replace(block=len(blocks) + position, step=2) for position, event in enumerate(batch)]
         given_back = [event._replace(nbytes=-event.nbytes, step=2) for event in batch]
         let_go = [events[index]._replace(step=2, phase="forward") for index in sorted(late) if index < second.begins]
 
@@ -144,7 +144,7 @@ class StepsInALoop:
 
 
 def _is_late(step: _Step, index: int, block: int) -> bool:
-    """Return whether a loop gives back later what the step gives back at that moment."""
+    """Return whether a loop frees later what the step frees at that moment."""
     return block in step.held or any(begin <= index < end for begin, end in step.drops)
 
 
@@ -152,7 +152,7 @@ _MOMENTS = ("forward", "held", "optimizer", "updated", "end")
 
 
 class TraceAgain(Exception):
-    """The trace must be made anew, on a model that was not run before, with more of its request known."""
+    """The trace must be made again, on a model that was not run before, with more of its request known."""
 
     def __init__(self, **request: Any) -> None:
         super().__init__("the trace must be made anew")
@@ -165,8 +165,8 @@ class SecondStep:
     Args:
         recorder: Sees the steps.
         step: The training step. It accumulates no gradients, and frees them before it begins.
-        loop: Hears of both steps; None: they run in a loop themselves.
-        before: What `kept_by` gives as the first step begins.
+        loop: Notified of both steps; None if the steps already run in a loop.
+        before: What `kept_by` returns as the first step begins.
     """
 
     def __init__(self, recorder: Recorder, step: TrainingStep, loop: StepsInALoop | None, before: State | None) -> None:
@@ -230,24 +230,26 @@ class SecondStep:
     def _held(self) -> set[int]:
         """Return the blocks that a loop's variables hold, also within objects, as caches of keys and values are."""
         held = state_of(self._step.held)
-        tensors = () if held is None else (tensor for one in held.tensors if (tensor := one()) is not None)
+        tensors = () if held is None else (tensor for reference in held.tensors if (tensor := reference()) is not None)
         return self._recorder.memory.blocks_in(tensors)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._step.model.parameters() if p.grad is not None]
 
     def _moved(self, known: Mapping[int, int], passes: int, updated: int) -> Callable[[int], int]:
-        """Return what gives, for the number of an event of the first step, the number of the second step's.
+        """Return a function from the number of the first step's event to that of the second step's.
 
         Args:
             known: Block of the first step -> the second step's; none for those that are taken once.
             passes: Number of the event at which the second step's passes begin.
-            updated: Of the one after its update.
+            updated: Number of the event after its update.
         """
         first, after = self._marks[0].events, self._marks[-2].events
         events = (*self._stretches[0].events, *self._stretches[1].events)
         before = list(accumulate((event.block in known for event in events), initial=0))
-        return lambda at: passes + before[at - first] if at < after else updated + at - after
+        return lambda event_index: (
+            passes + before[event_index - first] if event_index < after else updated + event_index - after
+        )
 
 
 def kept_by(step: TrainingStep) -> State | None:
@@ -282,7 +284,7 @@ class StepSequence:
 
     A step runs once for each shape, after the first step, which makes the optimizer's state. It runs again only where
     the step before it leaves blocks of other kinds alive. What a step leaves alive (gradients, the held output, its
-    batch) has the sizes of its own shape, and ends when the next step gives it back.
+    batch) has the sizes of its own shape, and ends when the next step frees it.
     """
 
     def __init__(self, recorder: Recorder, run: Callable[[int, int], None]) -> None:
@@ -369,7 +371,7 @@ class StepSequence:
 
 
 def _born_bytes(stretch: Stretch) -> int:
-    """The most bytes alive at once of the blocks that a stretch takes."""
+    """Return the most bytes alive at once of the blocks that a stretch takes."""
     live = most = 0
     for event in stretch.events:
         if event.block not in stretch.entering:
@@ -406,11 +408,11 @@ def is_installed(module: types.ModuleType | None) -> bool:
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Return all names that a function and those within it look up."""
-    inner = [names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
-MOST_PARTS = 2_000_000  # of one state; a module has some 40
+MOST_PARTS = 2_000_000  # parts of one state; a module has some 40
 _LARGEST = 2**16  # bytes of a tensor or array on the host up to which its values are compared
 _VALUES = frozenset(
     {
@@ -452,12 +454,16 @@ class State:
 
     def stays(self, later: State | None) -> bool:
         """Return whether a later state is the same."""
-        # A tensor that ended meanwhile may have left its address to another one.
-        return later is not None and self.parts == later.parts and all(one() is not None for one in self.tensors)
+        # A tensor that has ended since may have left its address to another one.
+        return (
+            later is not None
+            and self.parts == later.parts
+            and all(reference() is not None for reference in self.tensors)
+        )
 
 
 def state_of(*roots: object) -> State | None:
-    """Return the state of objects and of all that they hold; None where it is too large, or cannot be told.
+    """Return the state of objects and of all that they hold; None where it is too large, or cannot be described.
 
     Of code that no library holds, the globals that it names count, too.
     """
@@ -486,14 +492,14 @@ def state_of(*roots: object) -> State | None:
             if kind in _MAPPINGS:
                 waiting += value.values()
         elif isinstance(value, nn.Module):
-            own = vars(value)
-            parts += own
+            attributes = vars(value)
+            parts += attributes
             waiting.append(kind)
-            waiting += own.values()
+            waiting += attributes.values()
         else:
             try:
                 held = _held_by(value, kind, state)
-            except Exception:  # somebody's object may raise anything as it tells what it holds
+            except Exception:  # somebody's object may raise anything when asked what it holds
                 return None
             made.append(held)
             waiting += held
@@ -517,7 +523,7 @@ def undrawn() -> Iterator[None]:
 
 
 def _held_by(value: Any, kind: type, state: State) -> list[object]:
-    """Return what an object holds, and note what it is besides."""
+    """Return what an object holds, and note what else it is."""
     parts = state.parts
     if isinstance(value, Tensor):
         return _of_tensor(value, state)
@@ -580,5 +586,9 @@ def _globals_of(function: types.FunctionType) -> list[object]:
         return []
     names, within = names_in(function.__code__), function.__globals__
     named = [within[name] for name in names if name in within]
-    modules = [vars(one) for one in named if type(one) is types.ModuleType and not is_installed(one)]
+    modules = [
+        vars(named_value)
+        for named_value in named
+        if type(named_value) is types.ModuleType and not is_installed(named_value)
+    ]
     return [*named, *(module[name] for module in modules for name in names if name in module)]

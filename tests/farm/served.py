@@ -1,0 +1,87 @@
+"""The service in a process of its own, for tests that ask it over HTTP. Start reading at `served`."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from learn.client import Client
+
+JSON = "application/json"
+MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
+SMALL_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "bos_token_id": 1,
+    "_name_or_path": "someone/model",
+}
+
+
+class Served:
+    """A service in a process of its own, on a free port."""
+
+    def __init__(self, data: Path, *arguments: str) -> None:
+        self.data, self.log = data, data.parent / "requests.jsonl"
+        command = [sys.executable, "-m", "farm.serve", "port=0", f"data={data}", f"log={self.log}", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.url = line.rpartition(" on ")[2].strip()
+        self.port = int(self.url.rpartition(":")[2])
+
+    def client(self, **options: object) -> Client:
+        return Client(self.url, **options)
+
+    def send(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None):
+        """One request as it is: (status, headers, parsed JSON or bytes)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {"content-type": JSON, **(headers or {})})
+            answer = connection.getresponse()
+            content = answer.read()
+        is_json = JSON in answer.headers.get("content-type", "") or "problem+json" in answer.headers["content-type"]
+        return answer.status, answer.headers, json.loads(content) if is_json else content
+
+    def post(self, path: str, body: object, **headers: str):
+        return self.send("POST", path, json.dumps(body).encode(), headers)
+
+    def answering(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        _, self.errors = self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def served(data: Path, *arguments: str, token: str | None = None):
+    """Yield a service that is ready, and stop it at the end."""
+    service = Served(data, *arguments)
+    try:
+        with service.client(timeout_s=60, token=token) as client:
+            wait_until_ready(client)
+        yield service
+    finally:
+        if service.process.poll() is None:
+            service.stop()
+
+
+def wait_until_ready(client: Client) -> None:
+    client.ask("GET", "/readyz")  # which the client asks again as long as it is 503
