@@ -160,7 +160,7 @@ class BlockRecord:
             self.give_back(block)
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what live blocks are."""
+        """Name the kind of live blocks."""
         for tensor in meta_tensors(tensors):
             self.see(tensor.untyped_storage(), kind)
             block = self.live[tensor.untyped_storage()._cdata][0]
@@ -193,7 +193,7 @@ class BlockRecord:
     # -- what is known of blocks
 
     def kind_of(self, block: int) -> str:
-        """Return what a block was said to be so far; empty for what nobody named."""
+        """Return the kind that a block was named so far; empty for an unnamed one."""
         return self.kinds[block] or ""
 
     def maker_of(self, block: int) -> tuple[str, str]:
@@ -213,7 +213,7 @@ class BlockRecord:
         return self._storages[block]
 
     def signature(self, block: int) -> tuple[Any, ...]:
-        """Return what is the same for blocks that stand for each other."""
+        """Return the properties that interchangeable blocks share."""
         return self._sizes[block], self.kinds[block], self._makers[block], self._streams[block]
 
     def stays(self, tensor: Tensor) -> bool:
@@ -265,7 +265,7 @@ class BlockRecord:
         return RecordMoment(len(self.events), len(self._sizes))
 
     def since(self, mark: RecordMoment) -> Stretch:
-        """Return what was noted since a moment."""
+        """Return the notes since a moment."""
         events = tuple(self.events[mark.events :])
         times = Counter(event.block for event in events)
         return Stretch(
@@ -550,7 +550,7 @@ class _Traffic(NamedTuple):
 def _traffic(
     traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
 ) -> _Traffic:
-    """Return what an operator moves: each tensor once, however often it is given.
+    """Return the bytes that an operator moves: each tensor once, however often it is given.
 
     Args:
         traits: The operator's traits.

@@ -301,7 +301,7 @@ class Tracing:
             recorder.stop()
 
     def result(self) -> StepTrace:
-        """Return what the steps showed."""
+        """Return the trace of the steps."""
         recorder, graphs = self._recorder, self._graphs
         blocks = recorder.memory.final_blocks()
         events, operators, mix = tuple(recorder.memory.events), tuple(recorder.log.operators), None

@@ -225,7 +225,7 @@ class BenchmarkSettings(Checked):
         return problems
 
     def _problems_of_paths(self) -> list[str]:
-        """Return what is wrong with the files to write: now, not after an hour."""
+        """Return the problems of the files to write: now, not after an hour."""
         from learn.estimation.requests import checked_path
 
         problems = []

@@ -190,7 +190,7 @@ def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
 
 
 def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
-    """Return what a reader of the figures has to know of the rows that are fitted on and judged."""
+    """Return remarks on the rows that are fitted on and judged, for a reader of the figures."""
     notes = []
     present = np.unique(classes_of(rows, bins))
     if len(present) == 1:
