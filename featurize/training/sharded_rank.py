@@ -118,7 +118,7 @@ class ShardedRank(ReplicatedRank):
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
         before = step.model
-        step.rewrap(lambda model: self._wrapped(model, inputs))
+        step.take(self._wrapped(step.model, inputs))
         if step.model is not before:
             self.recorder.name_modules(step.model)  # a wrapper runs operators of its own
         if self.parallel.cpu_offload:
