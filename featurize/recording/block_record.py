@@ -16,7 +16,7 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +158,21 @@ class BlockRecord:
         self._batch = list(storages)
         for block in old:
             self.give_back(block)
+
+    def await_in_batch(self) -> Callable[[Tensor], None]:
+        """Take the block of a last tensor of the batch, which is not made yet. Return what says which it is."""
+        position, block = len(self.events), self.take(0, "batch", NOBODY)
+
+        def arrived(tensor: Tensor) -> None:
+            storage = tensor.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            self._sizes[block], self._storages[block] = nbytes, key
+            self.events[position] = self.events[position]._replace(nbytes=nbytes)
+            self.live_bytes += nbytes
+            self.live[key] = block, weakref.ref(storage)
+            self._batch.append(key)
+
+        return arrived
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what live blocks are."""

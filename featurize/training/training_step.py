@@ -218,6 +218,7 @@ class TrainingStep:
         self.holds_output = holds_output and self.settings.holds_output
         self.held: tuple[Any, ...] = ()
         self.on_hold: Callable[..., None] = lambda *variables: None
+        self.make_targets: Callable[[object], Tensor | None] = lambda output: None  # where none are given
         self.on_updated: Callable[[], None] = lambda: None
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
             model.compile(mode=self.settings.compile_mode)
@@ -333,7 +334,7 @@ class TrainingStep:
             output = call(self.model, inputs)
             self.hold(output, None)
             self.on_hold(inputs)
-            loss = self.loss(output, targets)
+            loss = self.loss(output, self.make_targets(output) if targets is None else targets)
             self.hold(output, loss)
             self.on_hold(inputs, output, loss)
             del output

@@ -533,21 +533,21 @@ SIZES = {
 _TOKENS = 50_368
 
 
-def mpt_config(size: str, length: int, samples: int, *, recompute: bool) -> gpt.Config:
-    """Return the model of a size of `SIZES` with a batch of this many samples of `length` tokens; `recompute`: blocks
-    are checkpointed."""
-    width, heads, depth = SIZES[size]
+def mpt_config(cells: Mapping[str, str]) -> gpt.Config:
+    """Return the model of a row of LLM Foundry with its micro-batch, by the published file's columns. Raises `KeyError`
+    for a size that is not in `SIZES`."""
+    width, heads, depth = SIZES[cells["Model"].lower()]
     return gpt.Config(
         vocabulary_size=_TOKENS,
-        sequence_length=length,
+        sequence_length=int(cells["SeqLen (T)"]),
         embedding_size=width,
         heads=heads,
         depth=depth,
         feed_forward=4 * width,
         projection="linear",
         dropout=0.0,
-        batch_size=samples,
-        activation_checkpointing=recompute,
+        batch_size=int(cells["MicroBatchSize"]),
+        activation_checkpointing=cells["Activation Checkpointing"] == "True",
     )
 
 
