@@ -146,7 +146,7 @@ class ZeroRank(Rank, abc.ABC):
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
-        step.rewrap(self.wrapped, self.update)
+        step.take(self.wrapped(step.model), self.update)
 
     @abc.abstractmethod
     def wrapped(self, model: nn.Module) -> nn.Module:
