@@ -61,7 +61,7 @@ def token_batch(
 
 
 def rates(config: TrialConfig, *names: str) -> list[str]:
-    """Yield `dropout must be a number in [0, 1), got 1.5` for each field that is not a rate."""
+    """Return `dropout must be a number in [0, 1), got 1.5` for each field that is not a rate."""
     problems = []
     for name in names:
         value = getattr(config, name)
@@ -71,7 +71,7 @@ def rates(config: TrialConfig, *names: str) -> list[str]:
 
 
 def switches(config: TrialConfig, *names: str) -> list[str]:
-    """Yield `batch_norm must be true or false, got 1` for each field that is not a bool."""
+    """Return `batch_norm must be true or false, got 1` for each field that is not a bool."""
     return [
         f"{name} must be true or false, got {getattr(config, name)!r}"
         for name in names

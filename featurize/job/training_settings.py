@@ -151,7 +151,7 @@ TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
 
 
 def at_least(config: TrialConfig, **floors: int) -> list[str]:
-    """Yield `batch_size must be an integer >= 1, got 0` for each integer field below its floor."""
+    """Return `batch_size must be an integer >= 1, got 0` for each integer field below its floor."""
     problems = []
     for name, floor in floors.items():
         value = getattr(config, name)
@@ -161,7 +161,7 @@ def at_least(config: TrialConfig, **floors: int) -> list[str]:
 
 
 def one_of(config: TrialConfig, **choices: Collection[Any]) -> list[str]:
-    """Yield `optimizer must be one of adam, ..., got 'lion'` for each field outside its choices."""
+    """Return `optimizer must be one of adam, ..., got 'lion'` for each field outside its choices."""
     return [
         f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
         for name, known in choices.items()

@@ -150,7 +150,7 @@ class BlockRecord:
                 self.live[storage._cdata] = block, self._watched(storage)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the step's batch to the device, then free the last step's."""
+        """Record that the step's batch is copied to the device, and then the last step's is freed."""
         old = [self.live[key][0] for key in self._batch]
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.is_meta}
         for key, storage in storages.items():

@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
         self.memory.hold(held, kind)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the step's batch to the device, then free the last step's."""
+        """Record that the step's batch is copied to the device, and then the last step's is freed."""
         self.values.learn(tensors, default=1)
         self.memory.new_batch(tensors)
 
