@@ -207,11 +207,12 @@ def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> Iterator[str]
             + f"; {known}"
         )
     if doubted := int((rows.doubt != "").sum()):
-        yield f"{doubted} rows are in doubt (runs.error says why, or the rows beside them do): judged, but not fitted on"
+        why = "runs.error says why, or the rows beside them do"
+        yield f"{doubted} rows are in doubt ({why}): judged, but not fitted on"
     if "simulated" in rows.count("source"):
         yield (
-            "the labels are of simulated devices: the figures say how well their model is reproduced, nothing about real "
-            "GPUs"
+            "the labels are of simulated devices: the figures say how well their model is reproduced, "
+            "nothing about real GPUs"
         )
         if estimator.name in ("trace", PREFERRED):  # whose figures are the trace's own, corrected or not
             yield (
