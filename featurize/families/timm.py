@@ -44,7 +44,7 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what distinguishes the network from others, without building it."""
+    """Return the identity of the network, without building it."""
     return f"{config.model} {config.image_size}"
 
 

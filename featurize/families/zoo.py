@@ -211,7 +211,7 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what distinguishes the network from others, without building it."""
+    """Return the identity of the network, without building it."""
     return f"{config.model} {config.inputs} {config.arguments}"
 
 
@@ -315,7 +315,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 
 
 def _load(model: str, arguments: str) -> Callable[..., Any]:
-    """Return what the name stands for. `UsageError` for no such module or attribute, with near names, and for no
+    """Return the object of this name. `UsageError` for no such module or attribute, with near names, and for no
     callable; `NotTrusted`, before anything is imported, for code that data names."""
     from featurize.nets.vision import import_library, mending
 

@@ -16,7 +16,7 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -159,8 +159,23 @@ class BlockRecord:
         for block in old:
             self.give_back(block)
 
+    def await_in_batch(self) -> Callable[[Tensor], None]:
+        """Take the block of a last tensor of the batch, which is not made yet. Return what says which it is."""
+        position, block = len(self.events), self.take(0, "batch", NOBODY)
+
+        def arrived(tensor: Tensor) -> None:
+            storage = tensor.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            self._sizes[block], self._storages[block] = nbytes, key
+            self.events[position] = self.events[position]._replace(nbytes=nbytes)
+            self.live_bytes += nbytes
+            self.live[key] = block, weakref.ref(storage)
+            self._batch.append(key)
+
+        return arrived
+
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what live blocks are."""
+        """Name the kind of live blocks."""
         for tensor in meta_tensors(tensors):
             self.see(tensor.untyped_storage(), kind)
             block = self.live[tensor.untyped_storage()._cdata][0]
@@ -193,7 +208,7 @@ class BlockRecord:
     # -- what is known of blocks
 
     def kind_of(self, block: int) -> str:
-        """Return what a block was said to be so far; empty for what nobody named."""
+        """Return the kind that a block was named so far; empty for an unnamed one."""
         return self.kinds[block] or ""
 
     def maker_of(self, block: int) -> tuple[str, str]:
@@ -213,7 +228,7 @@ class BlockRecord:
         return self._storages[block]
 
     def signature(self, block: int) -> tuple[Any, ...]:
-        """Return what is the same for blocks that stand for each other."""
+        """Return the properties that interchangeable blocks share."""
         return self._sizes[block], self.kinds[block], self._makers[block], self._streams[block]
 
     def stays(self, tensor: Tensor) -> bool:
@@ -265,7 +280,7 @@ class BlockRecord:
         return RecordMoment(len(self.events), len(self._sizes))
 
     def since(self, mark: RecordMoment) -> Stretch:
-        """Return what was noted since a moment."""
+        """Return the notes since a moment."""
         events = tuple(self.events[mark.events :])
         times = Counter(event.block for event in events)
         return Stretch(
@@ -550,7 +565,7 @@ class _Traffic(NamedTuple):
 def _traffic(
     traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
 ) -> _Traffic:
-    """Return what an operator moves: each tensor once, however often it is given.
+    """Return the bytes that an operator moves: each tensor once, however often it is given.
 
     Args:
         traits: The operator's traits.

@@ -90,7 +90,7 @@ def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tupl
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
+    """Return the arguments that decide the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
     parts: list[Hashable] = []
     for value in values:
         kind = type(value)
@@ -212,10 +212,14 @@ class Recorder(TorchDispatchMode):
             before.remove()
             after.remove()
 
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which nothing is recorded."""
+        return replaced(self, "paused", True)
+
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Errors name their operator, and nothing is recorded."""
-        with replaced(self, "paused", True), self:
+        with self.unwatched(), self:
             yield
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -230,7 +234,7 @@ class Recorder(TorchDispatchMode):
         self.memory.new_batch(tensors)
 
     def made(self, tensor: Tensor, by: str) -> None:
-        """Note what something other than an operator made."""
+        """Note a tensor that something other than an operator made."""
         self.memory.see(tensor.untyped_storage(), None, (by, self.stack.now(), None))
 
     def begin_step(self, number: int, *, keep_operators: bool) -> None:
@@ -326,7 +330,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        """Note what an operator has read, made and taken in addition."""
+        """Note the tensors that an operator has read and made, and the memory that it took in addition."""
         outputs, inputs = meta_tensors((out,)), meta_tensors(args)
         if kwargs:
             inputs += meta_tensors(kwargs.values())

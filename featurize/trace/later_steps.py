@@ -253,7 +253,7 @@ class SecondStep:
 
 
 def kept_by(step: TrainingStep) -> State | None:
-    """Return what the model and the loss of a step keep."""
+    """Return the state that the model and the loss of a step keep."""
     return state_of(step.model, step.loss)
 
 
@@ -576,7 +576,7 @@ def _of_tensor(value: Tensor, state: State) -> list[object]:
 
 
 def _own(values: Mapping[str, object]) -> list[object]:
-    """Return what the code of a class holds."""
+    """Return the state that the code of a class holds."""
     return [value for name, value in values.items() if name not in _OF_PYTHON]
 
 

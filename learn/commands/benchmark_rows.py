@@ -218,7 +218,7 @@ class BenchmarkSettings(Checked):
             yield f"estimators must name at least one of {', '.join(ESTIMATORS)}"
 
     def _problems_of_paths(self) -> Iterator[str]:
-        """Yield what is wrong with the files to write: now, not after an hour."""
+        """Yield the problems of the files to write: now, not after an hour."""
         from learn.estimation.requests import checked_path
 
         for name, like in (("out", "report.json"), ("report", "report.html")):

@@ -116,7 +116,7 @@ def say_damaged(error: DamagedArtifact, instead: str) -> None:
 
 
 def _problems(folder: Path, named: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with the files that the JSON names, and with all below `model/`."""
+    """Yield the problems of the files that the JSON names, and of all below `model/`."""
     for name in names:
         path, about, shown = folder / name, named.get(name), printable(name)
         if ".." in path.parts or not path.resolve().is_relative_to(folder.resolve()):
@@ -365,7 +365,8 @@ def version_folders(data: DataPlace, target: str) -> list[Path]:
 
 
 def newest_whole(versions: Sequence[Version], load: Callable[[Version], Loaded]) -> Loaded | None:
-    """Return what `load` makes of the newest version that is not damaged, named on standard error if it is; or None."""
+    """Return the result of `load` on the newest version that is not damaged, named on standard error if it is; or
+    None."""
     for older, version in reversed(list(enumerate(versions))):
         try:
             return load(version)

@@ -211,7 +211,7 @@ def wave_factors(
 
 
 def _job_of(row: MeasuredTime) -> tuple[Any, ...]:
-    """Return what rows have in common that run the same kernels in the same setting."""
+    """Return a key that rows share if they run the same kernels in the same setting."""
     calls = row.calls
     columns = (calls.count, calls.pipe, calls.flops, calls.nbytes, calls.rows, calls.columns, calls.depth, calls.batch)
     return (

@@ -445,7 +445,7 @@ def _measure(place: int, label_mib: float, values: Mapping[str, float]) -> _Meas
 
 
 def _network(case: Case, device: str) -> str:
-    """Return what rows share that differ in nothing but the batch."""
+    """Return a key that rows share if they differ in nothing but the batch."""
     if case.config is None:
         return f"{device} {case.training_loop} {case.job.name}"
     settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}

@@ -280,7 +280,8 @@ def kind_of(name: str, our_name: str, implementation: str | None = None) -> type
 
 
 def maker_of(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """Return what makes an optimizer of the same kind, with the settings of the first group, for other parameters."""
+    """Return a function that makes an optimizer of the same kind, with the settings of the first group, for other
+    parameters."""
     if isinstance(optimizer, EngineOptimizer):
         return functools.partial(make_optimizer, optimizer.our_name, implementation=optimizer.implementation)
     taken = inspect.signature(type(optimizer).__init__).parameters
