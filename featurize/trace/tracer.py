@@ -414,7 +414,7 @@ class Tracing:
         return targets_for(output, self.loss)
 
     def _target_in_step(self, output: object, arrived: Callable[[Tensor], None]) -> Tensor:
-        """Make the target of the first step, of whose place in the batch `arrived` hears. Raises `TraceAgain` where
+        """Make the target of the first step, and report its place in the batch to `arrived`. Raises `TraceAgain` where
         there is none on the device."""
         if self.loss is None and own_loss(output) is not None:
             raise TraceAgain(targets=[None])

@@ -467,11 +467,11 @@ def require_current(artifact: Artifact) -> Artifact:
 
 
 def default_artifact(target: str) -> Artifact | None:
-    """Return the model that comes with the project (`learn/default_models`), or None for a target without one.
+    """Return the packaged model (`learn/default_models`), or None for a target without one.
 
-    It is used also where this code's features have moved on since it was fitted:
-    `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and whoever shows its
-    figures says so.
+    It is used also where this code's features have changed since it was fitted:
+    `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and callers that show its
+    figures say so.
     """
     path = DEFAULT_MODELS / get_target(target).name
     try:

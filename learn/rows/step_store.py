@@ -3,7 +3,7 @@ memory and in the data folder.
 
 Start reading at `StepStore`: callers that fit, predict or judge make one and pass it on. `compute` traces a case,
 and `StepRecord.to_bytes` is how a record is stored. `with_suspects` marks memory labels that neither the job's tensors
-nor assumed workspaces explain, told from the rows beside them: published figures are often the whole card's, polled
+nor assumed workspaces explain, judged by the rows beside them: published figures are often the whole card's, polled
 once a second, so that another job on the card, or a run that never trained, is in them.
 """
 

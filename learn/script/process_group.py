@@ -467,7 +467,7 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         replica.broadcast_buffers()
     if self.device_ids:
         inputs, kwargs = tree_map(on_the_gpu, inputs), tree_map(on_the_gpu, kwargs)
-    with self._inside_ddp_forward():  # which tells a compiled module whose buckets cut its graph
+    with self._inside_ddp_forward():  # a compiled module learns there whose buckets cut its graph
         output = self.module(*inputs, **kwargs)
     self.require_forward_param_sync = trains and self.require_backward_grad_sync
     if trains:

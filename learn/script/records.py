@@ -5,8 +5,8 @@ it is checked value by value when it is read.
 
 A run is known by the script's bytes and command line, its environment, the GPU model and what is installed. It is
 believed while all that the script looked at is as it was: modules of its own, files that it read, folders that it
-listed, files that it missed. `learn.script.saved_files` hears of these in Python; nobody hears of what compiled code or
-another process reads, or of the time.
+listed, files that it missed. `learn.script.saved_files` notices these in Python; nothing notices what compiled code or
+another process reads, or the time.
 """
 
 from __future__ import annotations
