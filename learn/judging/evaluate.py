@@ -189,37 +189,37 @@ def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
     return bins.classify(rows.label, rows.family)
 
 
-def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
-    """Return remarks on the rows that are fitted on and judged, for a reader of the figures."""
-    notes = []
+def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> Iterator[str]:
+    """Yield what a reader of the figures has to know of the rows that are fitted on and judged."""
     present = np.unique(classes_of(rows, bins))
     if len(present) == 1:
         exact = rows.exact.label
         span = f"{exact.min():.4g} to {exact.max():.4g} {rows.target.unit}" if exact.size else "out of memory"
-        notes.append(f"all {len(rows)} rows fall into one class, {bins.labels[present[0]]} ({span}): no accuracy")
+        yield f"all {len(rows)} rows fall into one class, {bins.labels[present[0]]} ({span}): no accuracy"
     if rows.censored.any():
         known = "they are fitted on as lower bounds"
         if not estimator.uses_out_of_memory:
             known = "they are not fitted on, so estimates near the device's memory lean low"
         shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
-        notes.append(
+        yield (
             f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}"
             + (f", {shares} of them, which had a share of the device only, of any from their own on" * bool(shares))
             + f"; {known}"
         )
     if doubted := int((rows.doubt != "").sum()):
-        notes.append(
-            f"{doubted} rows are in doubt (runs.error says why, or the rows beside them do): judged, but not fitted on"
-        )
+        why = "runs.error says why, or the rows beside them do"
+        yield f"{doubted} rows are in doubt ({why}): judged, but not fitted on"
     if "simulated" in rows.count("source"):
-        origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
-        notes.append(origin + "nothing about real GPUs")
+        yield (
+            "the labels are of simulated devices: the figures say how well their model is reproduced, "
+            "nothing about real GPUs"
+        )
         if estimator.name in ("trace", PREFERRED):  # whose figures are the trace's own, corrected or not
-            notes.append(
+            yield (
                 "the trace made these very labels, so that errors here are near zero by construction; "
                 f"estimator={OF_CONFIGS} learns them from configurations"
             )
-    return notes + rows.left_out
+    yield from rows.left_out
 
 
 SPLITS = ("cv", "holdout", "leave_one_out")
