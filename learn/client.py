@@ -20,7 +20,7 @@ from featurize.device.device_spec import DEFAULT_DEVICE
 from learn.estimation.estimating import BOUND, DeviceFit, LargestBatch
 from learn.estimation.job_estimate import Estimate
 from learn.sharing.admitting import Admission
-from learn.sharing.profile import Slowdown
+from learn.sharing.slowdowns import Slowdown
 
 _WAIT_S = 20  # how long the service may hold a question back while it is traced
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0

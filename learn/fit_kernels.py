@@ -129,11 +129,9 @@ def entry(settings: FitKernelsSettings) -> None:
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)
-    print(score_text(fitted.times))
-    if fitted.activity:
-        print(score_text(fitted.activity))
-    if fitted.power:
-        print(score_text(fitted.power, "limit"))
+    for scores, rows in ((fitted.times, "judged on"), (fitted.activity, "judged on"), (fitted.power, "limit")):
+        if scores:
+            print(score_text(scores, rows))
     for reason, number in fitted.left_out.items():
         print(f"left out: {number:,} rows: {reason}")
     print(f"written: {settings.path}")

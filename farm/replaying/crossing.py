@@ -30,8 +30,7 @@ from farm.replaying.traces import (
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.timing.shared_gpu import SHARING
 from learn.commands.estimate import described_device
-from learn.sharing.learned import default_slowdowns, packaged_slowdowns
-from learn.sharing.profile import NoUtilization, SlowdownEstimator
+from learn.sharing.slowdowns import NoUtilization, SlowdownEstimator, default_slowdowns, packaged_slowdowns
 from workers.devices.steadiness import student_t
 
 if TYPE_CHECKING:

@@ -163,7 +163,7 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
 
     @app.get("/v1/fits/{key}", response_model=FitAnswer, responses=polled, tags=["estimates"])
     async def fit_of(key: str, request: Request) -> Response:
-        """Return what fits of a traced question, or 202 while it is traced."""
+        """Return the fit of a traced question, or 202 while it is traced."""
         return await service.answer_of("fit", key, service.caller(request))
 
     @app.get("/v1/plans/{key}", response_model=PlanAnswer, responses=polled, tags=["several GPUs"])
@@ -308,7 +308,7 @@ class EstimationService:
     async def admit(self, request: AdmitRequest, caller: Caller) -> Response:
         """Return whether the job may join. Raises `Problem`, also for a job whose trace takes its time."""
         from learn.sharing.admitting import GpuState, admit
-        from learn.sharing.profile import JobProfile
+        from learn.sharing.slowdowns import JobProfile
 
         device = device_at(request.gpu.device, "/gpu/device")
         given = [request.job, *request.gpu.jobs]

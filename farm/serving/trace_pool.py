@@ -160,7 +160,7 @@ class TracePool:
             return self._server
 
     def _reply(self, child: Child, channel: socket.socket) -> tuple[bytes, str | None]:
-        """Return what the child has replied once it has ended, with all that it started, and the limit it reached."""
+        """Return the child's reply once it has ended, with all that it started, and the limit it reached."""
         reply = b""
         while not reply.endswith(b"\n") and not self._ended.is_set():
             if wait([channel], _LOOK_EVERY_S):
@@ -205,9 +205,16 @@ class TraceLimits:
 
 
 def prepare() -> None:
-    """Import what traces need, in the process that they are forked from."""
+    """Import what traces need, in the process that they are forked from. It runs no operator and starts no thread."""
     search_working_folder()
-    import learn.planning.preloaded  # noqa: F401
+    from featurize.trace.light_imports import without_compiler
+
+    without_compiler()
+    import learn.estimation.estimating
+    import learn.planning.plans  # noqa: F401
+    from featurize.training.training_step import preload
+
+    preload()
 
 
 def answer_question(limits: dict[str, Any], channel: int) -> None:

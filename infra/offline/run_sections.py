@@ -51,8 +51,7 @@ from infra.offline.estimated_runs import (
 from infra.offline.probe_sections import Absent, mib, records
 from learn.estimation.notes import RESIDENT
 from learn.sharing.command import memory_errors
-from learn.sharing.learned import measured_groups, packaged_slowdowns
-from learn.sharing.profile import NoUtilization
+from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
 from warehouse.reading.pairing import Shift
 
 MEMORY = ("allocated", "reserved", "process")

@@ -329,12 +329,7 @@ def rank_job_of(cells: Mapping[str, str]) -> RankJob:
         raise UsageError(f"{LLM_FOUNDRY}: no job is known with {', '.join(unknown)}")
     weights, gradients = _TYPES[cells["MP Mode"]]
     return RankJob(
-        config=mpt_config(
-            cells["Model"].lower(),
-            int(cells["SeqLen (T)"]),
-            int(cells["MicroBatchSize"]),
-            recompute=cells["Activation Checkpointing"] == "True",
-        ),
+        config=mpt_config(cells),
         accumulation=int(cells["GradAccum"]),
         parallel={
             "fsdp": int(cells["# GPUs"]),

@@ -165,7 +165,7 @@ def fit(
             f"estimator={name} by default: the labels of simulated rows are the trace's own figures, which {PREFERRED} "
             "repeats; choose another with estimator=NAME"
         )
-    notes += estimator.predict(rows.cases[:1], store).warnings
+    notes += estimator.predict(rows.cases[:1], store).warnings  # one case: only the model's warnings are wanted
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
     notes += remarks(kind, rows, bins)
     if settings.snapshot is not None:

@@ -783,22 +783,19 @@ def answers_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate
     key, request = _key(request)
     keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
     known_answers = _find([answer_key for answer_key in keys if answer_key is not None])
-    missing = [place for place, answer_key in enumerate(keys) if answer_key not in known_answers]
-    asked = _ask_all([replace(request, platform=platforms[place]) for place in missing], False, {}) if missing else []
-    made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
-    answers = {
-        f"answer {keys[place]}": estimate.to_mapping()
-        for place, estimate in made.items()
-        if isinstance(estimate, Estimate)
+    outcomes: dict[int, Estimate | CommandError] = {
+        place: known_answers[answer_key] for place, answer_key in enumerate(keys) if answer_key in known_answers
     }
-    keep(answers if key is not None else {})
-    outcomes = [
-        known_answers[answer_key] if answer_key in known_answers else made[place]
-        for place, answer_key in enumerate(keys)
-    ]
+    if missing := [place for place in range(len(platforms)) if place not in outcomes]:
+        asked = _ask_all([replace(request, platform=platforms[place]) for place in missing], False, {})
+        made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
+        if key is not None:
+            new = {keys[place]: estimate for place, estimate in made.items() if isinstance(estimate, Estimate)}
+            keep({f"answer {answer_key}": estimate.to_mapping() for answer_key, estimate in new.items()})
+        outcomes |= made
     return [
-        _remember(answer_key, outcome) if isinstance(outcome, Estimate) else outcome
-        for answer_key, outcome in zip(keys, outcomes, strict=True)
+        _remember(keys[place], outcome) if isinstance(outcome, Estimate) else outcome
+        for place, outcome in sorted(outcomes.items())
     ]
 
 

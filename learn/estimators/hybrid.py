@@ -319,10 +319,10 @@ class HybridEstimator(Estimator):
     the curve from traced to estimated memory is made monotone. It never falls below weights and context. Rows that ran
     out of memory count as "at least the device's memory".
 
-    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many), and
-    a conformal bound is taken over the scaled ones, by family and device where there are enough of them; what is of
-    none of these families has the bound of a family drawn at random. A case unlike anything that was fitted on gets a
-    wider one, and a warning that says why.
+    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many). A
+    conformal bound is taken over the scaled errors, by family and device where there are enough of them. Other families
+    have the bound of a family drawn at random. A case unlike anything fitted on gets a wider bound and a warning that
+    says why.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -463,7 +463,8 @@ class HybridEstimator(Estimator):
         return np.array([[row[name] for name in self._columns] for row in rows], dtype=float)
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
-        """Return what the scale is learned from: for memory nothing that the batch changes, so that bounds grow too."""
+        """Return the features that the scale is learned from: for memory nothing that the batch changes, so that bounds
+        grow too."""
         return table[:, :-1] if self.target.is_memory else table
 
     def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
@@ -626,7 +627,7 @@ def _place(case: Case) -> tuple[str, str]:
 
 
 def _units(rows: Rows) -> np.ndarray:
-    """Return what is held out together: near-copies; in a family of many modules, a module."""
+    """Return the groups that are held out together: near-copies; in a family of many modules, a module."""
     units = rows.group.astype(object).copy()
     for family in set(map(str, rows.family)):
         if _of_many_modules(rows, family):

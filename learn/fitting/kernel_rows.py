@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from featurize.device.device_spec import DeviceSpec, load_device
 from featurize.families import gpt
 from featurize.job.training_settings import Training, TrialConfig, uses_tf32
 from featurize.nets.vision import import_library
-from featurize.recording.step_trace import Operator, StepTrace
+from featurize.recording.step_trace import Operator
 from featurize.timing.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, product
 from featurize.timing.step_time import input_ms
 from featurize.trace.tracer import TraceError, trace_config, trace_step
@@ -192,7 +193,7 @@ class RowLeftOut(Exception):
 def read_each(
     rows: Sequence[Any], read: Callable[[Any], Row], progress: Progress | None = None
 ) -> tuple[list[Row], dict[str, int]]:
-    """Return what `read` makes of each row, and for each reason of its `RowLeftOut` the number of rows."""
+    """Return the result of `read` on each row, and for each reason of its `RowLeftOut` the number of rows."""
     kept: list[Row] = []
     left_out: Counter[str] = Counter()
     for done, row in enumerate(rows):
@@ -365,33 +366,30 @@ def _read_measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls])
 def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     """Return one micro-step of one GPU: sharded weights arrive while the GPU computes, so it runs as if alone."""
     cells = json.loads(row["origin"])
-    size, length, samples = cells["Model"].lower(), int(cells["SeqLen (T)"]), int(cells["MicroBatchSize"])
-    recompute = cells["Activation Checkpointing"] == "True"
+    size = cells["Model"].lower()
     if size not in SIZES or not cells["Precision"].endswith("bf16"):
         raise RowLeftOut(f"{LLM_FOUNDRY}: {size} in {cells['Precision']}")
-    key = (size, length, samples, recompute, device.architecture.attention)
+    config = mpt_config(cells)
+    key = (config, device.architecture.attention)
     if key not in traces:
-        traces[key] = _trace(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
+        step = partial(
+            trace_step,
+            lambda: gpt.build(config).to(torch.bfloat16),
+            lambda on: gpt.batch(config, on),
+            loss=mpt_loss,
+            device=device,
+            settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
+            training_loop=False,
+        )
+        traces[key] = _trace(step, "bf16", listed=True)
     return MeasuredTime(
-        name=f"MPT-{size}, {samples} x {length}",
+        name=f"MPT-{size}, {config.batch_size} x {config.sequence_length}",
         source=LLM_FOUNDRY,
         group=size,
         device=device,
         calls=traces[key],
-        measured_ms=samples * length / float(cells["Throughput (T/s/GPU)"]) * 1e3,
+        measured_ms=config.batch_size * config.sequence_length / float(cells["Throughput (T/s/GPU)"]) * 1e3,
         run_id=row["run_id"],
-    )
-
-
-def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: DeviceSpec) -> StepTrace:
-    config = mpt_config(size, length, samples, recompute=recompute)
-    return trace_step(
-        lambda: gpt.build(config).to(torch.bfloat16),
-        lambda on: gpt.batch(config, on),
-        loss=mpt_loss,
-        device=device,
-        settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
-        training_loop=False,
     )
 
 
@@ -404,7 +402,8 @@ def _trace(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
 
 
 def _group(config: TrialConfig) -> str:
-    """Return what is left out together: a family's name, or of timm the letters that its model's name begins with."""
+    """Return the group that is left out together: a family's name, or for timm the letters that its model's name begins
+    with."""
     model = getattr(config, "model", None)
     if config.family != "timm" or not model:
         return config.family

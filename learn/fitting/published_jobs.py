@@ -1,9 +1,9 @@
 """Jobs that others published measurements of, each built as its authors' scripts build it.
 
-Start reading at `workload_of` for whole jobs of published rows, at `layer_calls` for layers that were timed by
-themselves, at `zeus_calls` for the jobs whose power Zeus measured (NSDI 2023), at `megatron_step` for the GPTs that
-vTrain timed under Megatron-DeepSpeed (MICRO 2024), at `mpt_config` for LLM Foundry's MPT. Libraries of models (timm,
-torchvision, transformers) are imported when a job is built.
+Start reading at `workload_of` for whole jobs of published rows; `layer_calls` has layers that were timed alone,
+`zeus_calls` the jobs whose power Zeus measured (NSDI 2023), `megatron_step` the GPTs that vTrain timed under
+Megatron-DeepSpeed (MICRO 2024), and `mpt_config` LLM Foundry's MPT. Libraries of models (timm, torchvision,
+transformers) are imported when a job is built.
 
 Megatron's own layers compute scores, softmax and dropout one after the other, with weights in half precision
 (megatron/model/transformer.py, `CoreAttention`). PyTorch's fuse attention, under autocast.
@@ -533,21 +533,21 @@ SIZES = {
 _TOKENS = 50_368
 
 
-def mpt_config(size: str, length: int, samples: int, *, recompute: bool) -> gpt.Config:
-    """Return the model of a size of `SIZES` with a batch of this many samples of `length` tokens; `recompute`: blocks
-    are checkpointed."""
-    width, heads, depth = SIZES[size]
+def mpt_config(cells: Mapping[str, str]) -> gpt.Config:
+    """Return the model of a row of LLM Foundry with its micro-batch, by the published file's columns. Raises `KeyError`
+    for a size that is not in `SIZES`."""
+    width, heads, depth = SIZES[cells["Model"].lower()]
     return gpt.Config(
         vocabulary_size=_TOKENS,
-        sequence_length=length,
+        sequence_length=int(cells["SeqLen (T)"]),
         embedding_size=width,
         heads=heads,
         depth=depth,
         feed_forward=4 * width,
         projection="linear",
         dropout=0.0,
-        batch_size=samples,
-        activation_checkpointing=recompute,
+        batch_size=int(cells["MicroBatchSize"]),
+        activation_checkpointing=cells["Activation Checkpointing"] == "True",
     )
 
 
@@ -557,7 +557,7 @@ def mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def fused_mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return what stands for the fused cross entropy that LLM Foundry takes by default (flash-attn's): it reads the
+    """Return the replacement of the fused cross entropy that LLM Foundry takes by default (flash-attn's): it reads the
     logits once, and once more to write their gradient in their own type. The value is another."""
 
     class Fused(torch.autograd.Function):

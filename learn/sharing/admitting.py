@@ -20,8 +20,14 @@ from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec
 from learn.estimation.job_estimate import Estimate
 from learn.estimators.protocol import LEVEL
-from learn.sharing.learned import LearnedSlowdowns, default_slowdowns
-from learn.sharing.profile import JobProfile, NoUtilization, Slowdown, SlowdownEstimator
+from learn.sharing.slowdowns import (
+    JobProfile,
+    LearnedSlowdowns,
+    NoUtilization,
+    Slowdown,
+    SlowdownEstimator,
+    default_slowdowns,
+)
 
 if TYPE_CHECKING:
     from learn.fitting.artifacts import DataPlace
@@ -256,7 +262,7 @@ def admit(
         UsageError: for a limit out of range, or a job whose memory has no bound.
 
     Example:
-        >>> from learn.sharing.profile import JobProfile
+        >>> from learn.sharing.slowdowns import JobProfile
         >>> busy = JobProfile("busy", memory_mib=12_000, memory_bound_mib=13_000, smact=0.7)
         >>> new = JobProfile("new", memory_mib=9_000, memory_bound_mib=10_000, smact=0.4)
         >>> admit(new, GpuState(memory_mib=40_326, jobs=(busy,))).admitted
@@ -347,7 +353,7 @@ def slowdowns(
         device: GPU model, for trial configs.
         data: Data folder whose newest fitted slowdowns answer; None: the default folder. Where nothing was fitted, the
             packaged figures answer.
-        estimator: Another one, as `learn.sharing.profile.shared_time()`.
+        estimator: Another one, as `learn.sharing.slowdowns.shared_time()`.
 
     Returns:
         The median and the 90th percentile of each job's step time over its step time alone; 1 or more.

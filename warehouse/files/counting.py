@@ -62,7 +62,7 @@ class Judgement:
 
 
 def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
-    """Return what the valid listings of `runs` or `telemetry` state. Invalid ones are reported on stderr.
+    """Return the judgement of the valid listings of `runs` or `telemetry`. Invalid ones are reported on stderr.
 
     A damaged merged file hides nothing: what it replaces may still be there. `left_out` returns whether a file is
     damaged; by default only footers are looked at.
