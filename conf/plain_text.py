@@ -28,7 +28,7 @@ def printable(text: str) -> str:
     """Return `text` with control characters escaped, as in `\\x1b`. Line feeds stay, tabs become blanks."""
     if text.isprintable():
         return text
-    return "".join(map(_spelled, text))
+    return "".join(map(_spell, text))
 
 
 def one_line(text: str) -> str:
@@ -104,7 +104,7 @@ def _cut(text: str, limit: int, between: str) -> str:
     return f"{text[:half]}{between}{text[-half:]}"
 
 
-def _spelled(character: str) -> str:
+def _spell(character: str) -> str:
     if character == "\n" or character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     if character == "\t":

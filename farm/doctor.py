@@ -168,7 +168,7 @@ def device_rows(described: Mapping[str, Any]) -> list[tuple[str, bool | None, st
 
 
 def device_state(choice: DeviceChoice) -> dict[str, str | None]:
-    """Return what `device=...` resolves to here, as the commands that use it print it."""
+    """Return the text of what `device=...` resolves to here, as the commands that use it print it."""
     try:
         resolved, line = choose_device(choice)
     except DeviceUnavailable as reason:
@@ -381,12 +381,12 @@ def print_tables(report: dict[str, Any]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for heading, rows in _sections(report):
-        for at, (name, good, text) in enumerate(rows):
+        for place, (name, good, text) in enumerate(rows):
             mark = Text(
                 {True: "yes  ", False: "no   ", None: "     "}[good],
                 {True: "green", False: "yellow", None: ""}[good],
             )
-            table.add_row(Text(heading if at == 0 else "", "bold"), Text(name), mark + Text(text))
+            table.add_row(Text(heading if place == 0 else "", "bold"), Text(name), mark + Text(text))
         table.add_section()
     console.print(table)
 

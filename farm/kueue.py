@@ -158,15 +158,17 @@ def decide_pending(api: KueueApi, service: Client) -> None:
     for workload in api.objects(api.workload) if checks else ():
         states = value_at(workload, "status.admissionChecks", list)
         waiting = [
-            one["name"] for one in states if value_at(one, "name", str) in checks and one.get("state") == PENDING
+            state["name"]
+            for state in states
+            if value_at(state, "name", str) in checks and state.get("state") == PENDING
         ]
         if not waiting:
             continue
-        name, namespace = (value_at(workload, f"metadata.{one}", str) for one in ("name", "namespace"))
+        name, namespace = (value_at(workload, f"metadata.{key}", str) for key in ("name", "namespace"))
         if not name or not namespace:
             print(f"a workload without a name and a namespace is left alone: {shown(workload.get('metadata'))}")
         elif (decision := _decision(workload, service)) is not None:
-            _decided(api, name, namespace, waiting, decision)
+            _decide(api, name, namespace, waiting, decision)
 
 
 def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
@@ -200,9 +202,9 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
         if "estimate" not in result:
             messages.append(f"{name}: not estimated: {result.get('detail')}")
             continue
-        done = Estimate.from_mapping(result["estimate"])
-        figures = f"{name}: {figures_of(done)}, on {done.device}"
-        if done.fits_device is False:
+        estimate = Estimate.from_mapping(result["estimate"])
+        figures = f"{name}: {figures_of(estimate)}, on {estimate.device}"
+        if estimate.fits_device is False:
             return REJECTED, f"{figures}, which does not fit"
         messages.append(figures)
     messages = messages or ["no pod says which job it runs"]
@@ -211,7 +213,9 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
 
 def _mark_active(api: KueueApi, check: Mapping[str, Any], name: str) -> None:
     conditions = value_at(check, "status.conditions", list)
-    if any(value_at(one, "type", str) == "Active" and one.get("status") == "True" for one in conditions):
+    if any(
+        value_at(condition, "type", str) == "Active" and condition.get("status") == "True" for condition in conditions
+    ):
         return
     active = {
         "type": "Active",
@@ -224,7 +228,7 @@ def _mark_active(api: KueueApi, check: Mapping[str, Any], name: str) -> None:
     api.apply_status(api.check, {"name": name}, {"conditions": [active]})
 
 
-def _decided(api: KueueApi, name: str, namespace: str, checks: list[str], decision: Decision) -> None:
+def _decide(api: KueueApi, name: str, namespace: str, checks: list[str], decision: Decision) -> None:
     state, message = decision
     states = [
         {"name": check, "state": state, "message": message[:_LONGEST], "lastTransitionTime": _now()} for check in checks

@@ -20,14 +20,14 @@ def entry(settings: ReplaySettings) -> int:
         checked_report(settings.report, key="report", like="replay.html", data=[])
     home = None if settings.data is None else DataFolder.resolve(settings.data).open()
     with StepBar("replay") as bar:
-        done = run_crossing(settings, bar.update)
-    print(json.dumps(as_mapping(done), indent=1) if settings.format == "json" else "\n".join(lines(done)))
+        crossed = run_crossing(settings, bar.update)
+    print(json.dumps(as_mapping(crossed), indent=1) if settings.format == "json" else "\n".join(lines(crossed)))
     places: list[str | Path] = []
     if settings.report is not None:
-        write_page(settings.report, replay_page(done))
+        write_page(settings.report, replay_page(crossed))
         places.append(settings.report)
     if home is not None:
-        places.append(keep_in(home, done))
+        places.append(keep_in(home, crossed))
     for place in places:
         print(f"report: {place}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
 _FIRST_PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _WITH_VALUE = re.compile(r"-[A-Za-z]")  # sbatch's short options, each of which takes a value
-_SWITCHES = ("-H", "-h", "-I", "-k", "-O", "-Q", "-s", "-V", "-v", "-W")  # but for these
+_SWITCHES = ("-H", "-h", "-I", "-k", "-O", "-Q", "-s", "-V", "-v", "-W")  # except these
 _GPU_OPTIONS = ("--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "-G")
 _FEATURE_OPTIONS = ("--constraint", "-C")
 _SUBMITTED_FROM = "SLURM_SUBMIT_DIR"
@@ -92,9 +92,9 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
         print(f"note: not estimated: {one_line(truncated(str(error)))}", file=sys.stderr)
     else:
         added = added_options(estimates, settings.devices, given)
-        fitting = [name for name, done in estimates.items() if done.fits_device]
-        for name, done in estimates.items():
-            print(f"{name}: {figures_of(done)}, {'fits' if name in fitting else 'does not fit'}", file=sys.stderr)
+        fitting = [name for name, estimate in estimates.items() if estimate.fits_device]
+        for name, estimate in estimates.items():
+            print(f"{name}: {figures_of(estimate)}, {'fits' if name in fitting else 'does not fit'}", file=sys.stderr)
         if not fitting and settings.reject:
             raise UsageError(f"{script} fits none of {', '.join(estimates)}; it was not submitted")
     line = [settings.sbatch, *added, *options, script, *rest]
@@ -109,13 +109,13 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
 
 def parted(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """Return sbatch's options, the batch script, and the script's arguments. Raises `UsageError` without a script."""
-    at = 0
-    while at < len(arguments) and arguments[at].startswith("-"):
-        takes_value = _WITH_VALUE.fullmatch(arguments[at]) and arguments[at] not in _SWITCHES
-        at += 2 if takes_value else 1
-    if at >= len(arguments):
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-"):
+        takes_value = _WITH_VALUE.fullmatch(arguments[position]) and arguments[position] not in _SWITCHES
+        position += 2 if takes_value else 1
+    if position >= len(arguments):
         raise UsageError("name the batch script after `--`, options as --name=value: -- --partition=gpu train.sbatch")
-    return list(arguments[:at]), arguments[at], list(arguments[at + 1 :])
+    return list(arguments[:position]), arguments[position], list(arguments[position + 1 :])
 
 
 def training_command(text: str, called: Sequence[str], begins_in: Path) -> TrainingCommand:
@@ -134,7 +134,7 @@ def training_command(text: str, called: Sequence[str], begins_in: Path) -> Train
     commands: list[TrainingCommand] = []
     for after, words in _simple_commands(text):
         depth += (words[0] in _BLOCK_BEGINS or words[-1] == "{") - (words[0] in _BLOCK_ENDS)
-        expanded = _expanded(words, called, variables)
+        expanded = _expand(words, called, variables)
         if all(_ASSIGNMENT.match(word) for word in words if word != "export"):
             _assign(expanded, variables)
         elif words[0] in _CHANGES and not commands:
@@ -143,7 +143,7 @@ def training_command(text: str, called: Sequence[str], begins_in: Path) -> Train
             folder = _folder(folder, _target(expanded, variables))
         elif set(words) & set(_CHANGES) and not commands:
             raise UsageError(f"{called[0]}: only the shell knows where `{shlex.join(words)}` leads")
-        start = next((at for at, word in enumerate(expanded) if _starts_training(word)), None)
+        start = next((position for position, word in enumerate(expanded) if _starts_training(word)), None)
         if start is not None and _leads(expanded[:start]):
             name = _name(expanded[start])
             name = "python" if _FIRST_PYTHON.fullmatch(name) else name
@@ -158,16 +158,16 @@ def training_command(text: str, called: Sequence[str], begins_in: Path) -> Train
 
 def added_options(estimates: Mapping[str, Estimate], features: Mapping[str, str], given: Sequence[str]) -> list[str]:
     """Return the options that the estimates add to those that are given."""
-    fitting = [name for name, done in estimates.items() if done.fits_device]
-    done = estimates[(fitting or list(estimates))[0]]
+    fitting = [name for name, estimate in estimates.items() if estimate.fits_device]
+    chosen = estimates[(fitting or list(estimates))[0]]
     names = {option.partition("=")[0] for option in given}
-    added = [] if "--comment" in names else [f"--comment=gpufarm: {figures_of(done)} on {done.device}"]
+    added = [] if "--comment" in names else [f"--comment=gpufarm: {figures_of(chosen)} on {chosen.device}"]
     if not fitting:
         return added
-    if not names & set(_GPU_OPTIONS) and not done.ranks:
+    if not names & set(_GPU_OPTIONS) and not chosen.ranks:
         added.append("--gres=gpu:1")
     if not names & set(_FEATURE_OPTIONS):
-        added.append(f"--constraint={'|'.join(sorted({features[one] for one in fitting}))}")
+        added.append(f"--constraint={'|'.join(sorted({features[name_fitting] for name_fitting in fitting}))}")
     return added
 
 
@@ -193,9 +193,9 @@ def _directives(text: str) -> list[str]:
 def _chdir(options: Sequence[str]) -> str | None:
     """Return the folder that sbatch's options name for the job."""
     folder = None
-    for at, option in enumerate(options):
+    for place, option in enumerate(options):
         if option in ("-D", "--chdir"):
-            folder = next(iter(options[at + 1 :]), None)
+            folder = next(iter(options[place + 1 :]), None)
         elif option.startswith(("-D", "--chdir=")):
             folder = option.removeprefix("-D").removeprefix("--chdir=")
     return folder
@@ -224,7 +224,7 @@ def _words(line: str) -> list[str]:
         return []
 
 
-def _expanded(words: Sequence[str], called: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+def _expand(words: Sequence[str], called: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     """Return the words with arguments and variables in them; what is not known here keeps its `$`."""
 
     def value(match: re.Match[str]) -> str:

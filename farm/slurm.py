@@ -134,15 +134,15 @@ def row_of(directive: str, devices: Mapping[str, str], service: Client) -> Direc
         raise
     except (CommandError, TypeError) as error:
         return DirectiveRow(1, UNKNOWN, "", f"gpufarm: {error}")
-    answered = {one.device: one.estimate for one in fits if one.estimate is not None}
-    fitting = [one.device for one in fits if one.estimate is not None and one.fits]
+    answered = {device_fit.device: device_fit.estimate for device_fit in fits if device_fit.estimate is not None}
+    fitting = [device_fit.device for device_fit in fits if device_fit.estimate is not None and device_fit.fits]
     if not answered:
         return DirectiveRow(gpus, UNKNOWN, "", f"gpufarm: {fits[0].problem}")
     shown = (fitting or list(answered))[0]
     comment = f"gpufarm: {figures_of(answered[shown])} on {shown}"
     if not fitting:
         return DirectiveRow(gpus, NO, "", f"{comment}; fits no GPU of this cluster")
-    return DirectiveRow(gpus, YES, "|".join(sorted({devices[one] for one in fitting})), comment)
+    return DirectiveRow(gpus, YES, "|".join(sorted({devices[name] for name in fitting})), comment)
 
 
 def _job_of(directive: str) -> dict[str, Any]:

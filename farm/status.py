@@ -74,7 +74,7 @@ def entry(settings: StatusSettings) -> None:
 
 
 def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence | None = None) -> dict[str, Any]:
-    """Return what format=json prints (see the top of this file); `presence`, if the caller has compared already."""
+    """Return the content of format=json (see the top of this file); `presence`, if the caller has compared already."""
     report: dict[str, Any] = {
         "data": str(folder.root),
         "at": _iso(now),
@@ -242,8 +242,8 @@ def _spec_text(spec: Any) -> str:
     return f"{spec['low']} to {spec['high']}, {spec['scale']}{step}"
 
 
-def _iso(at: float) -> str:
-    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(timespec="seconds")
+def _iso(time_s: float) -> str:
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="seconds")
 
 
 if __name__ == "__main__":

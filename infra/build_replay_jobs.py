@@ -123,8 +123,8 @@ def _unet() -> Any:
 
 
 def _unet_twice() -> Any:
-    """Return what the U-Net's script holds at its peak: it evaluates with gradients, so that the graph of the batch
-    before lives while the next is computed."""
+    """Return a module that holds what the U-Net's script holds at its peak: it evaluates with gradients, so that the
+    graph of the batch before lives while the next is computed."""
     from torch import nn
 
     class TwoPasses(nn.Module):
@@ -187,7 +187,7 @@ MODELS: Mapping[str, tuple[Callable[[], Any], Sample, tuple[int, int], dict[str,
 AT_THE_PEAK = {"unet": _unet_twice}  # model -> factory of what takes its memory
 
 
-def _asked(model: str, batch_size: int, memory: bool = True, **more: Any) -> Estimate | None:
+def _ask(model: str, batch_size: int, memory: bool = True, **more: Any) -> Estimate | None:
     factory, sample, _, settings = MODELS[model]
     factory = AT_THE_PEAK.get(model, factory) if memory else factory
     try:
@@ -212,18 +212,18 @@ def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
         return figures
     if gpus == 1:  # the others run under nn.DataParallel, which no estimator here knows
         for name in ("horus", "faketensor"):
-            answer = _asked(model, batch_size, estimator=name)
+            answer = _ask(model, batch_size, estimator=name)
             figures[f"{name}_mib"] = None if answer is None else answer.peak_memory_mib
-        if (ours := _asked(model, batch_size)) is not None:
+        if (ours := _ask(model, batch_size)) is not None:
             figures |= {
                 "ours_mib": ours.peak_memory_mib,
                 "ours_p50_mib": ours.quantile_mib(0.5),
                 "ours_p90_mib": ours.quantile_mib(0.9),
                 "ours_bound_mib": ours.upper_mib,
             }
-    if (ours := _asked(model, batch_size, memory=False, loop="pipeline")) is not None:
+    if (ours := _ask(model, batch_size, memory=False, loop="pipeline")) is not None:
         figures |= {"ours_smact": ours.smact, "ours_smocc": ours.smocc, "ours_drama": ours.drama}
-    traced = _asked(model, batch_size, memory=False, estimator="trace")
+    traced = _ask(model, batch_size, memory=False, estimator="trace")
     if traced is not None and traced.step_time_ms is not None:
         steps = _epoch_steps(model, batch_size, gpus) * int(row["epochs_of_minutes"])
         busy = min(1.0, steps * traced.step_time_ms / 60_000 / float(row["minutes"]))

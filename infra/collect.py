@@ -93,12 +93,12 @@ class CollectSettings(Checked):
 
 
 def settings_of(argv: Sequence[str]) -> CollectSettings:
-    """KEY=VALUE arguments as settings. Raises `UsageError`."""
+    """Return KEY=VALUE arguments as settings. Raises `UsageError`."""
     return load_settings(CollectSettings, "collect", argv)
 
 
 def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, SubmitSettings]]]:
-    """Return what is submitted, by name: submissions, each with its share of a round's trials. Raises `UsageError`."""
+    """Return the submissions by name, each with its share of a round's trials. Raises `UsageError`."""
     families = settings.families or _FAMILIES.get(settings.measure, family_names())
     if settings.measure == "runs":
         return {
@@ -114,19 +114,20 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
     each = {}
     for family in families:
         if settings.measure == "kernels":
-            own = [*_sampled(family, settings.device), f"kernels.steps={_KERNEL_STEPS}"]
+            family_settings = [*_vary(family, settings.device), f"kernels.steps={_KERNEL_STEPS}"]
         elif settings.measure == "ranks":
-            own = [_LAYOUTS]
+            family_settings = [_LAYOUTS]
         else:
             smallest, *_, largest = pair_sizes(own_space(family))
-            own = [f"batch_sizes=[{smallest},{largest}]"]
-        each[family] = [(1.0, _submission(f"+arch={family}", *common, *own, *settings.overrides))]
+            family_settings = [f"batch_sizes=[{smallest},{largest}]"]
+        each[family] = [(1.0, _submission(f"+arch={family}", *common, *family_settings, *settings.overrides))]
     return each
 
 
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:
-    """The family's submissions, by what they are a share of: the whole space, with every training setting sampled."""
-    sampled = _sampled(family, settings.device)
+    """Return the family's submissions, by what they are a share of: the whole space, with every training setting
+    sampled."""
+    sampled = _vary(family, settings.device)
     composed = _submission(f"+arch={family}", *_common(settings), *sampled, *settings.overrides)
     jobs: dict[float | str, SubmitSettings] = {}
     for offset, share in enumerate(SHARES):
@@ -178,7 +179,7 @@ def optimizers_here(device: str) -> tuple[str, ...]:
     return tuple(name for name, known in OPTIMIZERS.items() if runs(known))
 
 
-def _sampled(family: str, device: str) -> list[str]:
+def _vary(family: str, device: str) -> list[str]:
     """Return the overrides by which a family's space varies every training setting that `device` can run."""
     space = default_space(family)
     assert space is not None, "every family has its file in conf/arch"
@@ -204,7 +205,7 @@ def pair_sizes(space: Space) -> tuple[int, ...]:
 
 
 def rounds(n: int) -> Iterator[int]:
-    """How many trials of a family there are by the end of each round."""
+    """Yield how many trials of a family there are by the end of each round."""
     yield from (total for total in (*_FIRST_ROUNDS, *range(_ROUND, n, _ROUND)) if total < n)
     yield n
 
@@ -218,12 +219,12 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
     until_s = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes - _LEAVE_S
     jobs = submissions(settings)
     folder = DataFolder.resolve(settings.data).create()
-    done = True
+    finished = True
     with Queue.open(folder.queue) as queue:
         for total in rounds(settings.n):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                done = False
+                finished = False
                 break
             for name in list(jobs):
                 due = jobs[name][:1] if total == _FIRST_ROUNDS[0] else jobs[name]
@@ -235,7 +236,7 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
             cluster = next(iter(jobs.values()))[0][1].cluster
             code = work(folder, queue, cluster, seconds=None if left_s == math.inf else left_s)
             if queue.pending() or (code == EXIT_INTERRUPTED and total < settings.n):
-                done = False
+                finished = False
                 break
     counts = run_counts(folder)
     if not counts:
@@ -247,8 +248,8 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
             out=settings.out, data=settings.data, source=_EXPORTED[settings.device], max_mb=settings.max_mb
         )
         say("\n".join(export(out).lines()))
-    say("all trials are done" if done else "the time is up; the same command goes on where it was")
-    return done
+    say("all trials are done" if finished else "the time is up; the same command goes on where it was")
+    return finished
 
 
 def _queue(
@@ -291,8 +292,8 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
     for counted in counts:
         groups["verdicts"][counted["quality"] or "none"] += counted["runs"]
     return [
-        f"{name}: {count_of(own.total(), 'run')} ({', '.join(f'{value} {count}' for value, count in own.items())})"
-        for name, own in groups.items()
+        f"{name}: {count_of(tally.total(), 'run')} ({', '.join(f'{value} {count}' for value, count in tally.items())})"
+        for name, tally in groups.items()
     ]
 
 

@@ -101,13 +101,13 @@ def blocks_of(page: str) -> list[Block]:
 
 def output_of(block: Block, folder: Path) -> str:
     """Run the block's command in the folder and return what it says. Raises `SystemExit` where it fails."""
-    done = _executed(block.arguments, folder, subprocess.STDOUT)
-    if done.returncode != 0:
-        raise SystemExit(f"error: {block.command} ended with exit code {done.returncode}:\n{done.stdout}")
-    return done.stdout.replace(f"{folder}/", "").replace(str(folder), ".")
+    completed = _execute(block.arguments, folder, subprocess.STDOUT)
+    if completed.returncode != 0:
+        raise SystemExit(f"error: {block.command} ended with exit code {completed.returncode}:\n{completed.stdout}")
+    return completed.stdout.replace(f"{folder}/", "").replace(str(folder), ".")
 
 
-def _executed(arguments: Sequence[str], folder: Path, stderr: int) -> subprocess.CompletedProcess[str]:
+def _execute(arguments: Sequence[str], folder: Path, stderr: int) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -123,7 +123,7 @@ def _with_newest_run(block: Block, folder: Path) -> Block:
     if "NEWEST_RUN" not in block.command:
         return block
     query = [sys.executable, "-m", "warehouse.query", _NEWEST, "format=csv"]
-    lines = _executed(query, folder, subprocess.PIPE).stdout.split()
+    lines = _execute(query, folder, subprocess.PIPE).stdout.split()
     if len(lines) != 2:
         raise SystemExit(f"error: {block.command}: no run has ended ok")
     return replace(block, command=block.command.replace("NEWEST_RUN", lines[1]))

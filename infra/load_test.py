@@ -110,11 +110,14 @@ def _wrong(questions: Sequence[dict], answers: dict[int, bytes]) -> int:
     wrong = 0
     for device in _DEVICES:
         places = [place for place in answers if questions[place]["device"] == device]
-        own = estimate_many([questions[place]["config"] for place in places], method="fast", device=device)
-        for place, done in zip(places, own, strict=True):
+        local = estimate_many([questions[place]["config"] for place in places], method="fast", device=device)
+        for place, local_estimate in zip(places, local, strict=True):
             given = json.loads(answers[place])["estimate"]
-            pairs = ((given[name], getattr(done, name)) for name in ("peak_memory_mib", "upper_mib", "step_time_ms"))
-            wrong += any(abs(one - other) > 1e-6 * abs(other) for one, other in pairs)
+            pairs = (
+                (given[name], getattr(local_estimate, name))
+                for name in ("peak_memory_mib", "upper_mib", "step_time_ms")
+            )
+            wrong += any(abs(answered - other) > 1e-6 * abs(other) for answered, other in pairs)
     return wrong
 
 
@@ -128,8 +131,8 @@ def questions_of(n: int, seed: int) -> list[dict]:
         for config in sampled_configs(n // 2, seed)
     ]
     questions: list[dict] = []
-    for one in new:
-        questions += [one, draw.choice(questions or [one])]
+    for question in new:
+        questions += [question, draw.choice(questions or [question])]
     return questions
 
 
@@ -140,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     rate, seconds = float(given.get("rate", 800)), float(given.get("seconds", 20))
     kill = given.get("kill") == "true"
     questions = questions_of(int(rate * seconds), seed=1)
-    bodies = [json.dumps(one).encode() for one in questions]
+    bodies = [json.dumps(question).encode() for question in questions]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "requests.jsonl")
         DataFolder.resolve(f"{folder}/data").create()
@@ -160,14 +163,14 @@ def main(arguments: Sequence[str]) -> int:
     latencies = sorted(outcome.latencies_s)
     answered = len(outcome.answers)
 
-    def at(share: float) -> str:
+    def latency(share: float) -> str:
         return f"{1e3 * latencies[min(int(share * len(latencies)), len(latencies) - 1)]:.1f} ms"
 
     wrong = _wrong(questions, outcome.answers)
     print(f"{len(bodies)} requests at {rate:g}/s{', one process killed halfway' if kill else ''}")
     counts = f"refused {outcome.refused}, lost {outcome.lost}, wrong {wrong}, sent again {outcome.retried}"
     print(f"answered {answered}, {counts}")
-    print(f"latency p50 {at(0.5)}, p90 {at(0.9)}, p99 {at(0.99)}, longest {at(1)}")
+    print(f"latency p50 {latency(0.5)}, p90 {latency(0.9)}, p99 {latency(0.99)}, longest {latency(1)}")
     return int(outcome.lost + outcome.refused + wrong > 0)
 
 

@@ -75,10 +75,10 @@ def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
         [*pip, *constraints, *NEEDED],
     )
     for command in installing:
-        done = _run(command)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
-            return False, f"cannot be installed: {errors[-1] if errors else f'exit code {done.returncode}'}"
+        completed = _run(command)
+        if completed.returncode:
+            errors = [line for line in completed.stderr.splitlines() if not line.startswith("WARNING")]
+            return False, f"cannot be installed: {errors[-1] if errors else f'exit code {completed.returncode}'}"
     return tested(python, folder / "data")
 
 
@@ -92,9 +92,9 @@ def tested(python: str, data: Path) -> tuple[bool, str]:
     last_lines = []
     for text in commands:
         arguments = shlex.split(text.replace("DATA", shlex.quote(str(data))))
-        done = _run([python, "-W", "ignore", *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        lines = (done.stdout + done.stderr).splitlines() or [f"exit code {done.returncode}"]
-        if done.returncode:
+        completed = _run([python, "-W", "ignore", *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        lines = (completed.stdout + completed.stderr).splitlines() or [f"exit code {completed.returncode}"]
+        if completed.returncode:
             failed = [line for line in lines if line.startswith(("FAILED ", "ERROR tests/"))]
             more = f"; and {len(failed) - _LINES_SHOWN} more" if len(failed) > _LINES_SHOWN else ""
             shown = failed[:_LINES_SHOWN] or lines[-_LINES_SHOWN:]  # a command's reason stands at its end

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from learn.script.estimating import estimate_script
     from learn.sharing.admitting import Admission, GpuState, admit, slowdowns
     from learn.sharing.command import FittedSlowdowns, fit_slowdowns
-    from learn.sharing.profile import GroupMemory, JobProfile, Slowdown, group_memory
+    from learn.sharing.slowdowns import GroupMemory, JobProfile, Slowdown, group_memory
 
 __all__ = [
     "Admission",
@@ -79,10 +79,10 @@ _LATER = {  # what a plain estimate does not need -> the module that has it
     "GpuState": "sharing.admitting",
     "FittedSlowdowns": "sharing.command",
     "fit_slowdowns": "sharing.command",
-    "GroupMemory": "sharing.profile",
-    "group_memory": "sharing.profile",
-    "JobProfile": "sharing.profile",
-    "Slowdown": "sharing.profile",
+    "GroupMemory": "sharing.slowdowns",
+    "group_memory": "sharing.slowdowns",
+    "JobProfile": "sharing.slowdowns",
+    "Slowdown": "sharing.slowdowns",
     "slowdowns": "sharing.admitting",
     "LayoutPlan": "planning.plan_report",
     "PlanRow": "planning.plan_report",

@@ -157,9 +157,9 @@ def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping[s
         strata = classes_of(rows, whole)
     else:
         strata = np.zeros(len(rows), dtype=int)
-        for file, own in bins.items():
+        for file, file_bins in bins.items():
             inside = selection.file == file
-            strata[inside] = strata.max() + 1 + classes_of(rows.subset(inside), own["published"])
+            strata[inside] = strata.max() + 1 + classes_of(rows.subset(inside), file_bins["published"])
     return parts_of(
         rows,
         strata,
@@ -210,19 +210,19 @@ def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSele
 
 
 def _notes_of_parts(settings: BenchmarkSettings, parts: Sequence[Part], learned: Sequence[str]) -> list[str]:
-    own = [part for part in parts if part.name != "never fitted on"]
-    if not own:
+    fitted_parts = [part for part in parts if part.name != "never fitted on"]
+    if not fitted_parts:
         return []
     if settings.split == "holdout":
-        asked, saw = len(own[0].outside), len(own[0].inside)
+        asked, saw = len(fitted_parts[0].outside), len(fitted_parts[0].inside)
         return [f"asked: {asked} rows that are held out; learned estimators saw the other {saw}"]
     if not learned:
         return []
-    n = sum(len(part.outside) for part in own)
+    n = sum(len(part.outside) for part in fitted_parts)
     how = f"{settings.folds}-fold" if settings.split == "cv" else f"each {settings.by} left out in turn"
     return [
         f"{how}: learned estimators answer for each of {n} rows from a fit on the others, near-copies left out; "
-        f"{len(own)} fits an estimator"
+        f"{len(fitted_parts)} fits an estimator"
     ]
 
 
@@ -538,7 +538,7 @@ def _draw_errors(table: PaperTable) -> tuple[Block, ...]:
 
 
 def entry(settings: BenchmarkSettings) -> int:
-    """The command: settings in, tables out, and the files that are asked for."""
+    """Print the tables of the benchmark, and write the files that are asked for."""
     if settings.target == SLOWDOWN:
         from learn.sharing.command import benchmark_entry
 
@@ -550,12 +550,12 @@ def entry(settings: BenchmarkSettings) -> int:
 
     if settings.paper:
         return paper_entry(settings, ask)
-    done = ask(settings)
-    print_benchmark(done, by=settings.by, worst=settings.worst)
+    answered = ask(settings)
+    print_benchmark(answered, by=settings.by, worst=settings.worst)
     if settings.out is not None:
-        write_json(settings.out, done, settings)
+        write_json(settings.out, answered, settings)
     if settings.report is not None:
-        write_page(settings.report, benchmark_page(done, settings))
+        write_page(settings.report, benchmark_page(answered, settings))
     return 0
 
 

@@ -9,10 +9,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, key
@@ -22,22 +21,6 @@ TARGETS = ("memory", "smact", "smocc")  # the targets of an estimate that the fi
 LIMIT_MIB = 10.0
 WHERE = "GPUMemNet's files come from https://github.com/itu-rad/GPUMemNet: clone it, then path=GPUMemNet/Datasets"
 CARD = Path(__file__).parent / "default_models" / "MODEL_CARD.md"  # a build fills in its facts
-_FACTS = """- **Estimator**: `{estimator}` (`learn/estimators/hybrid.py`), seed {seed}.
-- **Features**: version `{feature_version}`.
-- **Made with**: {environment}.
-- **Rows**: {sources}; of devices: {devices}.
-
-| target | rows by family | out of memory |
-|---|---|---|
-{rows}
-
-30 % of the rows are held out, with their near-copies (3-fold mean in brackets). Absolute errors: MiB, or the ratio.
-
-| | {targets} |
-|---|---|---|---|
-{figures}
-
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,62 +69,33 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
 
 
 def _ingest(path: str, data: str) -> None:
-    from warehouse.exchange.dataset import find_parts, repository_folder
+    from warehouse.exchange.dataset import repository_folder
     from warehouse.ingest import IngestSettings, ingest
 
-    try:
-        ingest(IngestSettings(source="gpumemnet", path=path, data=data))
-    except UsageError as error:
-        raise UsageError(f"{error}; {WHERE}") from error
-    try:
-        ingest(IngestSettings(source="timm", path=path, data=data))
-    except UsageError as error:
-        print(f"{error}: the trace answers for timm's models")
-    if find_parts(repository_folder()):
-        ingest(IngestSettings(source="dataset", path=str(repository_folder()), data=data))
+    for source, place in (("gpumemnet", path), ("timm", path), ("dataset", str(repository_folder()))):
+        try:
+            ingest(IngestSettings(source=source, path=place, data=data))
+        except UsageError as error:
+            if source == "gpumemnet":
+                raise UsageError(f"{error}; {WHERE}") from error
+            print(f"{error}: the models are fitted without it")
 
 
 def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> None:
     from learn.commands.fit import FitSettings, fit
     from learn.fitting.artifacts import stamped
+    from learn.judging.report import model_card
 
     metas = {}
     for target in TARGETS:
         # Sources that are named are mixed: what differs between their runs is in the features.
         sources = ("imported", "measured")
         settings = FitSettings(target=target, estimator="hybrid", source=sources, seed=seed, data=data)
-        done = fit(settings, progress=progress)
-        shutil.copytree(done.path / "model", folder / target / "model")
-        metas[target] = stamped(folder / target, done.meta, "meta.json")
+        fitted = fit(settings, progress=progress)
+        shutil.copytree(fitted.path / "model", folder / target / "model")
+        metas[target] = stamped(folder / target, fitted.meta, "meta.json")
         (folder / target / "meta.json").write_text(json.dumps(metas[target], indent=1, sort_keys=True))
-    (folder / CARD.name).write_text(card_of(metas))
-
-
-def card_of(metas: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the model card: facts of the artifacts' `meta.json` by target, and the prose of the card that is there."""
-    from learn.judging.report import METRICS, metric_text
-
-    def figure(name: str, meta: Mapping[str, Any]) -> str:
-        test, cv = (metric_text(name, meta["metrics"][name][of], meta["unit"]) for of in ("test", "cv_mean"))
-        return f"{test} ({cv})"
-
-    first, about = next(iter(metas.values())), CARD.read_text()
-    figures = [(words, *(figure(name, meta) for meta in metas.values())) for name, words in METRICS.items()]
-    families = {target: _counted(meta["rows"]["family"]) for target, meta in metas.items()}
-    facts = _FACTS.format(
-        **{name: first[name] for name in ("estimator", "seed", "feature_version")},
-        environment=", ".join(f"{name} {version}" for name, version in sorted(first["environment"].items()) if version),
-        sources=_counted(first["rows"]["source"]),
-        devices=_counted(first["rows"]["device"]),
-        rows="\n".join(f"| {name} | {families[name]} | {meta['rows']['censored']:,} |" for name, meta in metas.items()),
-        targets=" | ".join(metas),
-        figures="\n".join(f"| {' | '.join(cells)} |" for cells in figures),
-    )
-    return about[: about.index("- **Estimator**")] + facts + about[about.index("## What they know") :]
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    (folder / CARD.name).write_text(model_card(metas, CARD.read_text()))
 
 
 def entry(settings: BuildSettings) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError
-from conf.plain_text import first_line
+from conf.plain_text import first_line, table_lines
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping, config_of_one_gpu
 from featurize.device.device_spec import (
@@ -90,8 +90,8 @@ def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str 
     typical = machine(CURRENT, device)
     centre = np.array([getattr(typical, part) for part in PARTS])
     spread = np.array([_SPREAD_MIB[part] for part in PARTS])
-    design = np.array([_parts_in(one) for one in measured])
-    outside = np.array([one.mib - one.reserved_mib for one in measured])
+    design = np.array([_parts_in(memory) for memory in measured])
+    outside = np.array([memory.mib - memory.reserved_mib for memory in measured])
     parts = _nearest(design, outside, centre, spread)
     rounded = {part: abs(round(float(mib), 1)) for part, mib in zip(PARTS, parts, strict=True)}
     profile = MachineProfile(name=name, **rounded)
@@ -99,14 +99,14 @@ def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str 
     return Calibration(profile=profile, measured=tuple(measured), residuals_mib=tuple(map(float, residuals)))
 
 
-def _parts_in(one: MeasuredMemory) -> tuple[float, ...]:
+def _parts_in(memory: MeasuredMemory) -> tuple[float, ...]:
     """Return which of `PARTS` a number holds, as 0 and 1."""
-    process = one.kind in ("process", "card")
+    process = memory.kind in ("process", "card")
     parts = {
-        "context_mib": one.kind != "idle",
+        "context_mib": memory.kind != "idle",
         "kernels_mib": process,
-        "cudnn_mib": process and one.loads_cudnn,
-        "other_mib": one.kind in ("idle", "card"),
+        "cudnn_mib": process and memory.loads_cudnn,
+        "other_mib": memory.kind in ("idle", "card"),
     }
     return tuple(float(parts[part]) for part in PARTS)
 
@@ -170,7 +170,7 @@ def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> Measur
         mapping = json.loads(line["config"])
         if not isinstance(mapping, dict):
             raise UsageError("config is JSON, but no object")
-        reserved_mib, loads_cudnn = _traced(of_config(config_from_mapping(mapping)), device)
+        reserved_mib, loads_cudnn = _trace(of_config(config_from_mapping(mapping)), device)
         reserved_mib = float(line.get("reserved_mib", reserved_mib))
     elif "reserved_mib" in line and line.get("cudnn") in ("true", "false"):
         reserved_mib, loads_cudnn = float(line["reserved_mib"]), line["cudnn"] == "true"
@@ -179,7 +179,7 @@ def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> Measur
     return replace(number, reserved_mib=reserved_mib, loads_cudnn=loads_cudnn)
 
 
-def _traced(job: TrainingJob, device: DeviceSpec) -> tuple[float, bool]:
+def _trace(job: TrainingJob, device: DeviceSpec) -> tuple[float, bool]:
     from featurize.memory.replay import loads_cudnn
     from learn.job.traced import step_of
 
@@ -206,7 +206,7 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
         if plain_device(device_name) != plain_device(device.name) or len(numbers) == MOST_RUNS:
             continue
         try:
-            _, loads_cudnn = _traced(of_config(config_of_one_gpu(text)), device)
+            _, loads_cudnn = _trace(of_config(config_of_one_gpu(text)), device)
         except CommandError:  # the config cannot be read or traced
             continue
         numbers.append(
@@ -222,20 +222,20 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
 
 
 def to_mapping(made: Calibration, device: DeviceSpec) -> dict[str, Any]:
-    """Return what the profile's file holds: the machine, the device and the numbers that it was made from."""
+    """Return the content of the profile's file: the machine, the device and the numbers that it was made from."""
     return {
         "machine": made.profile.to_mapping(),
         "device": device.name,
         "measured": [
             {
-                "kind": one.kind,
-                "mib": one.mib,
-                "reserved_mib": one.reserved_mib,
-                "cudnn": one.loads_cudnn,
-                "source": one.source,
+                "kind": memory.kind,
+                "mib": memory.mib,
+                "reserved_mib": memory.reserved_mib,
+                "cudnn": memory.loads_cudnn,
+                "source": memory.source,
                 "residual_mib": round(left, 1),
             }
-            for one, left in zip(made.measured, made.residuals_mib, strict=True)
+            for memory, left in zip(made.measured, made.residuals_mib, strict=True)
         ],
     }
 
@@ -269,7 +269,7 @@ def entry(settings: CalibrateSettings) -> None:
     """Fit the profile, keep it and print it."""
     device = settings.device or load_device(DEFAULT_DEVICE)
     folder = DataFolder.resolve(settings.data)
-    measured = _measured(settings, device, folder)
+    measured = _read_measured(settings, device, folder)
     if not measured:
         raise UsageError(
             f"data={folder.root} holds no measured run on {device.name}; give numbers: measured=FILE.csv, "
@@ -286,7 +286,7 @@ def entry(settings: CalibrateSettings) -> None:
         _print_table(made, device, path)
 
 
-def _measured(settings: CalibrateSettings, device: DeviceSpec, folder: DataFolder) -> list[MeasuredMemory]:
+def _read_measured(settings: CalibrateSettings, device: DeviceSpec, folder: DataFolder) -> list[MeasuredMemory]:
     """Return the numbers that were given, else those of the data folder's runs."""
     given = {"idle": settings.idle_mib, "context": settings.context_mib}
     measured = [
@@ -298,20 +298,14 @@ def _measured(settings: CalibrateSettings, device: DeviceSpec, folder: DataFolde
 
 
 def _print_table(made: Calibration, device: DeviceSpec, path: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    screen = Console()
-    screen.print(f"machine {made.profile.name} with {device.name}", highlight=False, markup=False)
-    parts = Table("part", "MiB")
-    for part in PARTS:
-        parts.add_row(part.removesuffix("_mib"), f"{getattr(made.profile, part):,.1f}")
-    screen.print(parts)
-    numbers = Table("measured", "what", "MiB", "left unexplained")
-    for one, residual_mib in zip(made.measured, made.residuals_mib, strict=True):
-        numbers.add_row(one.source, KINDS[one.kind], f"{one.mib:,.1f}", f"{residual_mib:+,.1f}")
-    screen.print(numbers)
-    screen.print(f"kept: {path}", soft_wrap=True, highlight=False, markup=False)
+    parts = [(part.removesuffix("_mib"), f"{getattr(made.profile, part):,.1f}") for part in PARTS]
+    numbers = [
+        (memory.source, KINDS[memory.kind], f"{memory.mib:,.1f}", f"{residual_mib:+,.1f}")
+        for memory, residual_mib in zip(made.measured, made.residuals_mib, strict=True)
+    ]
+    print(f"machine {made.profile.name} with {device.name}")
+    print(*table_lines(("part", "MiB"), parts), "", sep="\n")
+    print(*table_lines(("measured", "what", "MiB", "left unexplained"), numbers), f"kept: {path}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from featurize.device.device_spec import DEFAULT_DEVICE
 from learn.estimation.estimating import BOUND, DeviceFit, LargestBatch
 from learn.estimation.job_estimate import Estimate
 from learn.sharing.admitting import Admission
-from learn.sharing.profile import Slowdown
+from learn.sharing.slowdowns import Slowdown
 
 _WAIT_S = 20  # how long the service may hold a question back while it is traced
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
@@ -39,7 +39,7 @@ class Refused(UsageError):
     def __init__(self, document: Mapping[str, Any]) -> None:
         super().__init__(str(document.get("detail") or document.get("title") or "the service refused the request"))
         self.document = dict(document)
-        self.errors = tuple((one["pointer"], one["detail"]) for one in document.get("errors") or ())
+        self.errors = tuple((problem["pointer"], problem["detail"]) for problem in document.get("errors") or ())
 
 
 class _ProxyFailed(http.client.HTTPException):
@@ -107,17 +107,18 @@ class Client:
         estimates = []
         for start in range(0, len(configs), _BATCH):
             jobs = [
-                {"config": dict(one), "device": device, "method": method} for one in configs[start : start + _BATCH]
+                {"config": dict(config), "device": device, "method": method}
+                for config in configs[start : start + _BATCH]
             ]
             results = self.ask("POST", "/v1/estimate:batch", {"jobs": jobs})["results"]
             for place, result in enumerate(results, start):
                 if result["status"] == _BUSY:  # beyond this client's share; the answers before it have made room
-                    done = self.ask("POST", "/v1/estimate", jobs[place - start])
+                    answer = self.ask("POST", "/v1/estimate", jobs[place - start])
                 elif "estimate" not in result and "url" not in result:
                     raise Refused({**result, "detail": f"configs[{place}]: {result.get('detail')}"})
                 else:
-                    done = result if "estimate" in result else self.ask("GET", result["url"])
-                estimates.append(Estimate.from_mapping(done["estimate"]))
+                    answer = result if "estimate" in result else self.ask("GET", result["url"])
+                estimates.append(Estimate.from_mapping(answer["estimate"]))
         return estimates
 
     def devices_that_fit(
@@ -126,7 +127,8 @@ class Client:
         """Return for each GPU model whether the job fits it, as `learn.devices_that_fit` does."""
         answer = self.ask("POST", "/v1/fit", {"find": "devices", "devices": devices, "by": by, **job})
         return tuple(
-            DeviceFit(**{**one, "estimate": _estimate_or_none(one["estimate"])}) for one in answer["fit"]["devices"]
+            DeviceFit(**{**device_fit, "estimate": _estimate_or_none(device_fit["estimate"])})
+            for device_fit in answer["fit"]["devices"]
         )
 
     def largest_batch(self, *, device: str = DEFAULT_DEVICE, by: str = BOUND, **job: Any) -> LargestBatch:
@@ -157,8 +159,8 @@ class Client:
         body = {"job": job, "gpu": gpu, "risk": risk, "max_slowdown": max_slowdown}
         answer = self.ask("POST", "/v1/admit", body)
         slowdowns = tuple(
-            (one["name"], None if one["median"] is None else Slowdown(one["median"], one["p90"]))
-            for one in answer["slowdowns"]
+            (slowdown["name"], None if slowdown["median"] is None else Slowdown(slowdown["median"], slowdown["p90"]))
+            for slowdown in answer["slowdowns"]
         )
         return Admission(**{**answer, "slowdowns": slowdowns})
 
@@ -180,11 +182,11 @@ class Client:
             asked_at = time.monotonic()
             status, headers, text = self._sent(method, path, content, ends)
             if status == _OK:
-                return _parsed(text)
+                return _parse(text)
             if status == _ACCEPTED:
-                method, path, content = "GET", _parsed(text)["url"], None
+                method, path, content = "GET", _parse(text)["url"], None
             elif status not in _AGAIN:
-                raise Refused(_parsed(text))
+                raise Refused(_parse(text))
             if time.monotonic() > ends:
                 raise EnvironmentProblem(f"{self._url} gave no answer within {self._timeout_s:g} s")
             back_at = asked_at + float(headers.get("retry-after", 0))
@@ -230,7 +232,7 @@ def _pauses() -> Iterator[float]:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse(text: bytes) -> dict[str, Any]:
     with suppress(ValueError):
         if isinstance(value := json.loads(text), dict):
             return value

@@ -19,13 +19,13 @@ _SERVER = "--server"
 
 def _server_as_key(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with `--server URL` as the key that it is."""
-    done: list[str] = []
+    rewritten: list[str] = []
     for argument in arguments:
-        if done[-1:] == [_SERVER]:
-            done[-1] = f"server={argument}"
+        if rewritten[-1:] == [_SERVER]:
+            rewritten[-1] = f"server={argument}"
         else:
-            done.append(argument.removeprefix("--") if argument.startswith(f"{_SERVER}=") else argument)
-    return done
+            rewritten.append(argument.removeprefix("--") if argument.startswith(f"{_SERVER}=") else argument)
+    return rewritten
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def fit_bound(answers: Answers) -> BoundShares:
     if not axes:
         raise UsageError(f"to leave one out takes {LEAST_GROUPS} families, sources or devices; the rows have fewer")
     seen = answers.measured_mib < _CONTRADICTS * (answers.measured_mib - answers.above_mib)
-    factors = _fitted(answers, seen)
+    factors = _fit(answers, seen)
     # How many times wider each row's bound may be before it is 15 % over the need.
     affordable = (MOST_OVER * answers.measured_mib + answers.above_mib) / (answers.causes_mib @ factors)
     most = group_score(affordable[seen], answers.groups["source"][seen], 0.5)
@@ -169,12 +169,12 @@ def _needs(answers: Answers, names: np.ndarray, seen: np.ndarray) -> np.ndarray:
     need = np.zeros(len(names))
     for name in sorted(set(names)):
         mine = names == name
-        margin_mib = answers.causes_mib[mine] @ _fitted(answers, seen & ~mine)
+        margin_mib = answers.causes_mib[mine] @ _fit(answers, seen & ~mine)
         need[mine] = answers.above_mib[mine] / np.maximum(margin_mib, 1.0)
     return need
 
 
-def _fitted(answers: Answers, inside: np.ndarray) -> np.ndarray:
+def _fit(answers: Answers, inside: np.ndarray) -> np.ndarray:
     """Return the factor of each cause, by 99 % quantile regression (Koenker and Bassett 1978) of what was measured
     above the estimate, as a share of the need. Sources count alike, and so do families of a source."""
     from scipy.optimize import linprog
@@ -182,7 +182,7 @@ def _fitted(answers: Answers, inside: np.ndarray) -> np.ndarray:
     need_mib = answers.measured_mib[inside]
     table = answers.causes_mib[inside] / need_mib[:, None]
     above = answers.above_mib[inside] / need_mib
-    weight = _evened(answers, inside)
+    weight = _even_out(answers, inside)
     free = [MEASURED.index(cause) for cause in _FITTED]
     left = above - np.delete(table, free, axis=1).sum(axis=1)
     # Variables: the factors, then by how much each row lies above its margin. What lies below costs by the margin.
@@ -193,7 +193,7 @@ def _fitted(answers: Answers, inside: np.ndarray) -> np.ndarray:
     return factors
 
 
-def _evened(answers: Answers, inside: np.ndarray) -> np.ndarray:
+def _even_out(answers: Answers, inside: np.ndarray) -> np.ndarray:
     weight = np.ones(int(inside.sum()))
     for axis in ("family", "source"):
         _, member = np.unique(answers.groups[axis][inside], return_inverse=True)

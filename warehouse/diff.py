@@ -46,7 +46,7 @@ class DiffSettings(Checked):
 
     before: str = key(help="the earlier snapshot; the first name of the command line")
     after: str = key("now", "the later snapshot, or now for the folder as it is; the second name")
-    tolerance: float = key(0.05, "shift above which a configuration or kernel counts as beyond", "number >= 0")
+    tolerance: float = key(0.05, "shift above which a configuration or kernel counts", "number >= 0")
     format: str = format_key()
     data: str | None = data_key()
 

@@ -138,7 +138,7 @@ def export(settings: ExportSettings) -> ExportReport:
             for kind, added in tables.items():
                 table = pa.concat_tables([_of_runs(read_part(report.root, part, kind), known), added])
                 if table.num_rows or kind in ALWAYS_THERE or (report.root / part.path(kind)).exists():
-                    contents[part.path(kind)] = to_bytes(part, kind, _sorted(table))
+                    contents[part.path(kind)] = to_bytes(part, kind, _sort(table))
     _write(report, contents, settings.max_mb)
     return report
 
@@ -194,7 +194,7 @@ def _runs(
     return runs
 
 
-def _sorted(table: pa.Table) -> pa.Table:
+def _sort(table: pa.Table) -> pa.Table:
     keys = ("run_id", "t_ms", "sensor", *(detail.row_id for detail in DETAILS.values()))
     return table.sort_by([(name, "ascending") for name in keys if name in table.column_names])
 

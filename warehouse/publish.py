@@ -162,10 +162,10 @@ def publish(settings: PublishSettings) -> PublishReport:
     """
     folder = DataFolder.resolve(settings.data).open()
     with disk_errors_named(), _chosen(folder, settings.snapshot) as snapshot:
-        return _published(folder, snapshot, settings)
+        return _publish(folder, snapshot, settings)
 
 
-def _published(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) -> PublishReport:
+def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) -> PublishReport:
     report = PublishReport(settings.root, snapshot.name)
     report.missing = tuple(name for name in _TOLD if not getattr(settings, name))
     root = settings.root
@@ -268,7 +268,7 @@ def _write_tables(
     chosen = f"source IN ({', '.join(map(sql_text, settings.sources))})"
     _count_left_out(connection, chosen, report)
     schemas = {
-        kind: _filled(connection, kind, schema, "true" if kind == "telemetry" else chosen)
+        kind: _keep_filled(connection, kind, schema, "true" if kind == "telemetry" else chosen)
         for kind, schema in KINDS.items()
     }
     schemas |= {"telemetry": narrow(schemas["telemetry"]), "jobs": _JOBS}
@@ -337,7 +337,7 @@ def _count_left_out(connection: WarehouseConnection, chosen: str, report: Publis
         report.left_out["attempts whose labels were not trusted, measured again"] = attempts
 
 
-def _filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
+def _keep_filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
     """Return the columns that have a value, and those that are always published."""
     counts = ", ".join(f"count({name})" for name in schema.names)
     (value_counts,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()

@@ -76,7 +76,7 @@ class QuerySettings(Checked):
     out: str | None = key(None, "file to write instead of standard output", "new path")
     max_rows: int = key(100, "rows that format=table prints; the other formats write all", "int 1 to 10000000")
     snapshot: str | None = key(
-        None, "name of one to ask instead of the folder as it is; `warehouse.snapshot list=true` names them"
+        None, "snapshot to ask instead of the current folder; `warehouse.snapshot list=true` names them"
     )
     data: str | None = data_key()
 

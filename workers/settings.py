@@ -73,7 +73,7 @@ class TrialRules(Checked, section="trial"):
         None, "host memory of one trial; default: 90 % of the machine's, divided among the workers", "number >= 1"
     )
     # A repeat is one of a task's three attempts.
-    quality_repeats: int = key(1, "how often a trial whose labels cannot be trusted is run again", "int 0 to 2")
+    quality_repeats: int = key(1, "how often a trial with untrusted labels runs again", "int 0 to 2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class KernelSettings(Checked, section="kernels"):
 
     steps: int = key(
         0,
-        "training steps that run under torch.profiler after the window; their kernels land in `kernels`; 0 for none",
+        "training steps under torch.profiler after the window, whose kernels land in `kernels`",
         "int 0 to 100",
     )
 

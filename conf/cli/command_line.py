@@ -90,7 +90,7 @@ def command(
         dashes = arguments.index("--")
         arguments, rest = arguments[:dashes], arguments[dashes + 1 :]
         entry = functools.partial(entry_of_rest, command=rest)
-    code = _flushed(run(name, entry, arguments, positional, rewrite))
+    code = _flush_output(run(name, entry, arguments, positional, rewrite))
     if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
         # At once, and with this code: Ray's clean-up at exit would put its own in its place.
         sys.stderr.flush()
@@ -152,7 +152,7 @@ def run(
 
 
 def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
-    """Return what the arguments set; the one with white space in it sets the key `positional`."""
+    """Return the values that the arguments set; the one with white space in it sets the key `positional`."""
     if positional is None:
         return parsed(arguments)
     value, arguments = _split_positional(arguments)
@@ -204,7 +204,7 @@ def _standard_files() -> bool:
     return True
 
 
-def _flushed(code: int) -> int:
+def _flush_output(code: int) -> int:
     """Flush standard output and return the exit code, or another one where the output cannot be written."""
     try:
         sys.stdout.flush()

@@ -131,7 +131,7 @@ def load_config(name: str, arguments: Sequence[str | Override], settings: type |
         if override.key in groups:
             with _collected(problems):
                 chosen[override.key] = _chosen(name, override, groups[override.key])
-    cfg = _composed(settings, [override for override, _ in chosen.values()])
+    cfg = _compose(settings, [override for override, _ in chosen.values()])
     composed = plain_values(cfg)
     known = [known_key.name for known_key in keys_of(settings) if known_key.name.partition(".")[0] in composed]
     known += [key for key, _ in flat(composed) if key not in known]
@@ -211,7 +211,7 @@ def _device(name: str, choice: str) -> tuple[str, Mapping[str, Any] | None]:
     return resolve_device(choice, options), None
 
 
-def _composed(settings: type, choices: Sequence[Override]) -> DictConfig:
+def _compose(settings: type, choices: Sequence[Override]) -> DictConfig:
     """Return the command's defaults with the chosen files of its groups, as Hydra composes them."""
     from hydra import compose, initialize_config_module
     from hydra.core.config_store import ConfigStore
@@ -315,7 +315,8 @@ def literal(value: str) -> str:
 
 
 def load_settings(settings: type[Settings], name: str, arguments: Sequence[str]) -> Settings:
-    """Return what a command's `entry` is given for these arguments. Raises `UsageError` as `load_config` and `made`."""
+    """Return the settings that a command's `entry` gets for these arguments. Raises `UsageError` as `load_config` and
+    `made`."""
     return made(settings, load_config(name, arguments, settings))
 
 

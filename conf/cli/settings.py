@@ -330,7 +330,8 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 @cache
 def kinds_of(settings: type) -> dict[str, Kind]:
-    """Return what each key may hold: those of a class with its groups' files, search spaces and descriptions aside."""
+    """Return the kind of value that each key holds: those of a class with its groups' files, search spaces and
+    descriptions aside."""
     kinds = {key.name: key.kind for key in keys_of(settings) if key.kind is not None}
     for name, chosen in groups_of(settings).items():
         if chosen.schema is not None:
@@ -362,7 +363,7 @@ class Checked:
         fields = [field for field in dataclasses.fields(settings) if field.metadata and _GIVEN not in field.metadata]
         for field in fields if not problems else ():
             try:
-                value = _made(field, _hints(settings)[field.name], getattr(self, field.name))
+                value = _make_value(field, _hints(settings)[field.name], getattr(self, field.name))
                 object.__setattr__(self, field.name, value)
             except UsageError as error:
                 problems.append(str(error))
@@ -370,11 +371,11 @@ class Checked:
             raise UsageError("; ".join(problems))
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with values that are of their kinds, a line each."""
+        """Return the problems of values that are of their kinds, a line each."""
         return ()
 
 
-def _made(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
+def _make_value(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     """Return a field's value: the object of a section, what `build` makes, several names as a tuple."""
     about = field.metadata
     chosen = about.get(_GROUP)

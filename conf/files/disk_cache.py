@@ -141,4 +141,7 @@ def _value(content: bytes) -> Any:
 def keep(values: Mapping[str, Any]) -> None:
     """Leave values, of which JSON can be made, in the user's cache."""
     if values and (cache := user_cache()) is not None:
-        cache.write((f"{code_version()} {name}", json.dumps(value).encode()) for name, value in values.items())
+        cache.write(
+            (f"{code_version()} {name}", json.dumps(value, check_circular=False).encode())
+            for name, value in values.items()
+        )

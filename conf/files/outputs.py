@@ -135,7 +135,7 @@ def _output(out: str | os.PathLike[str], key: str, data: Sequence[str | os.PathL
         raise refused("it is not a valid path")
     try:
         status: os.stat_result | None
-        path, descriptor = _followed(os.path.abspath(os.path.expanduser(given)))
+        path, descriptor = _follow(os.path.abspath(os.path.expanduser(given)))
         if descriptor is not None:
             status = os.fstat(descriptor)
             path = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
@@ -215,7 +215,7 @@ def write_output(
         file.write(content)
 
 
-def _followed(path: str) -> tuple[Path, int | None]:
+def _follow(path: str) -> tuple[Path, int | None]:
     """Follow links: return (path, None), or (path, descriptor) where they end at a descriptor of this process."""
     for _ in range(_LINKS):
         path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))

@@ -372,7 +372,7 @@ def _environment() -> Environment:
         loader=PackageLoader("conf.reports", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_cleaned,
+        finalize=_clean,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -392,6 +392,6 @@ def _style(name: str) -> str:
     return resources.files("conf.reports").joinpath("templates", f"{name}.css").read_text("utf-8")
 
 
-def _cleaned(value: object) -> object:
+def _clean(value: object) -> object:
     """Return finished markup as it is, and every other value as cleaned text, which Jinja2 then escapes."""
     return value if hasattr(value, "__html__") else clean_text(value)

@@ -38,7 +38,7 @@ class Drawing:
     def text(self, css: str, x: float, y: float, content: str, anchor: Anchor = "middle", title: str = "") -> None:
         self._shapes.append(
             f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
-            f"{_escaped(content)}{_title(title)}</text>"
+            f"{_escape(content)}{_title(title)}</text>"
         )
 
     def path(self, css: str, d: str, title: str = "") -> None:
@@ -67,17 +67,17 @@ class Drawing:
         """
         size = f'class="{css}"' if css else f'width="{width:.0f}" height="{height:.0f}"'
         return Svg(
-            f'<svg {size} viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_escaped(label)}">'
+            f'<svg {size} viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_escape(label)}">'
             f"{''.join(self._shapes)}</svg>"
         )
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return escape(clean_text(text))
 
 
 def _title(text: str) -> str:
-    return f"<title>{_escaped(text)}</title>" if text else ""
+    return f"<title>{_escape(text)}</title>" if text else ""
 
 
 def nice_step(least: float, steps: Sequence[float] = (1, 2, 2.5, 5, 10)) -> float:

@@ -79,8 +79,8 @@ class CompareSettings(SampledSettings):
     before: str = key(help="an environment, a data folder, or DATA@SNAPSHOT", kind="path")
     after: str = key(help="what it is compared with, likewise", kind="path")
     n: int | None = key(None, "configurations that environments run", "int 1 to 10000000")
-    tolerance: float = key(0.01, "relative difference from which on a configuration counts as beyond", "number >= 0")
-    operators: bool = key(True, "trace the operators of each configuration under both environments, and compare them")
+    tolerance: float = key(0.01, "relative difference from which a configuration counts", "number >= 0")
+    operators: bool = key(True, "compare each configuration's operators, traced under both environments")
     report: str | None = key(None, "write the page into this file instead of DATA/comparisons", "new path")
     format: str = format_key()
 
@@ -253,7 +253,7 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
 
 def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | None) -> str:
     """Return a readable file name, equal for equal comparisons."""
-    identity = [side.folder_name if isinstance(side, Environment) else _recorded(side) for side in sides]
+    identity = [side.folder_name if isinstance(side, Environment) else _record(side) for side in sides]
     parts: dict[str, Any] = {"sides": identity, "job": job_id, "family": settings.family}
     if settings.submission is not None:
         parts["n"] = settings.submission.n
@@ -261,7 +261,7 @@ def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | Non
     return f"{settings.family or 'all'}-{words}-{mapping_hash(parts)[:6]}"
 
 
-def _recorded(side: Recorded) -> str:
+def _record(side: Recorded) -> str:
     return f"{side.folder.root}@{side.snapshot or ''}"
 
 

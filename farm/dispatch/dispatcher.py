@@ -408,13 +408,13 @@ def accepted(completion: Completion, task: Task) -> Completion:
     if completion.lost is not None:
         return dataclasses.replace(completion, lost=safe_text(str(completion.lost)), result=None)
     try:
-        result = _checked(completion.result, task)
+        result = _check(completion.result, task)
     except ValueError as error:
         result = lost_run(task, f"the worker's answer is not a run of this task: {error}")
     return dataclasses.replace(completion, result=result)
 
 
-def _checked(result: object, task: Task) -> RunResult:
+def _check(result: object, task: Task) -> RunResult:
     """Check the shapes of a result and of the further runs that come with it. Raises `ValueError`."""
     expected = {name: getattr(task, name) for name in _OWN_COLUMNS}
     checked = _checked_run(result, expected, task.config, task.attempt)
@@ -457,7 +457,7 @@ def _checked_run(result: object, expected: Mapping[str, Any], config: TrialConfi
             answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
             raise ValueError(f"{name} must be {expected[name]!r}, got {answer}")
     storable: dict[str, Any] = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
-    storable |= {name: _truncated(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
+    storable |= {name: _truncate(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
     run = dataclasses.replace(result.run, **storable, attempt=attempt, config=config.to_mapping())
     return RunResult(
         run=run,
@@ -479,7 +479,7 @@ def _storable(name: str, text: object) -> str | None:
     return safe_text(text) if name == "error" else safe_text(text, _TEXT_CHARACTERS)
 
 
-def _truncated(values: object) -> Mapping[str, Any] | None:
+def _truncate(values: object) -> Mapping[str, Any] | None:
     """Return the values of a JSON column; None if JSON cannot hold them or they are too long."""
     if not isinstance(values, Mapping):
         return None

@@ -427,9 +427,9 @@ def compare(
         said="no canary ran",
         device_name=device_name,
         source=source,
-        environment=_named(tonight.environment if tonight else (None,) * len(ENVIRONMENT)),
+        environment=_name_columns(tonight.environment if tonight else (None,) * len(ENVIRONMENT)),
         before=None,
-        newest=_named(earlier[-1].environment) if earlier else None,
+        newest=_name_columns(earlier[-1].environment) if earlier else None,
         runs=len(tonight.runs) if tonight else 0,
         shared=shared,
         compared=(),
@@ -448,7 +448,7 @@ def compare(
     verdict = replace(verdict, compared=(*together, *alone))
     if reference is None:
         return _first_night(data, verdict, runs)
-    verdict = replace(verdict, before=_named(reference))
+    verdict = replace(verdict, before=_name_columns(reference))
     if not verdict.moved:
         sentence = _steady(
             runs, history, verdict.compared, "" if now == environments[-1] else _change(environments[-1], now)
@@ -528,7 +528,7 @@ def _names(entries: Sequence[ComparedLabel]) -> dict[str, None]:
     return dict.fromkeys(entry.name for entry in entries)
 
 
-def _named(environment: Sequence[str | None]) -> dict[str, str | None]:
+def _name_columns(environment: Sequence[str | None]) -> dict[str, str | None]:
     return dict(zip(ENVIRONMENT, environment, strict=True))
 
 

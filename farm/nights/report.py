@@ -60,7 +60,7 @@ def say(
     outcome = cycle.outcome or _outcome(cycle, canaries, run)
     urgent = [*_failed_step(cycle), *_canaries(canaries)]
     errors = [finding for finding in findings if finding.get("severity") == "error"]
-    look = [*_findings(errors), *_failures(run), *_learning(cycle), *_moved(changed, canaries)]
+    look = [*_findings(errors), *_failures(run), *_learning(cycle), *_list_moved(changed, canaries)]
     if rows is None:
         look.append("The rows could not be read: see the notes on this page.")
     elif notes:
@@ -186,7 +186,7 @@ def _learning(cycle: Cycle) -> list[str]:
     ]
 
 
-def _moved(changed: Difference | None, canaries: Mapping[str, Any]) -> list[str]:
+def _list_moved(changed: Difference | None, canaries: Mapping[str, Any]) -> list[str]:
     if changed is None:
         return []
     advice = []
@@ -328,7 +328,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
         before=before,
         changed=changed,
         rows=rows,
-        gained=_gained(rows),
+        gained=_count_gained(rows),
         canaries=canaries,
         chosen=cycle.done("choose"),
         run=cycle.done("run"),
@@ -374,7 +374,7 @@ def _before(history: Sequence[Cycle], landed: Mapping[str, Any]) -> str | None:
     return next((name for name in reversed(names) if name), None)
 
 
-def _gained(rows: ReportRows | None) -> dict[str, tuple[str, ...]]:
+def _count_gained(rows: ReportRows | None) -> dict[str, tuple[str, ...]]:
     """Return the cells that had no row before this cycle, by grid."""
     if rows is None:
         return {}

@@ -81,7 +81,7 @@ def write_report(
 def report_page(report: Report) -> Page:
     """Return the page's contents."""
     sections = {
-        "Tonight": _changed(report),
+        "Tonight": _changes_section(report),
         "Rows": _rows(report),
         "Coverage": _coverage(report),
         "Failures": _failures(report),
@@ -132,7 +132,7 @@ def _tiles(report: Report) -> Tiles:
     return Tiles(tuple(tiles))
 
 
-def _changed(report: Report) -> Section:
+def _changes_section(report: Report) -> Section:
     parts: list[Block] = []
     if report.changed is not None:
         parts += _difference(report.changed)
@@ -413,18 +413,18 @@ def canaries_section(report: Report) -> Section:
     parts += [Callout(f"Cause: {cause}", level) for cause in canaries.get("causes") or ()]
     parts.append(Lead(f"{count_of(int(canaries.get('runs') or 0), 'run')} on {where or 'an unknown device'}"))
     if moved:
-        parts += [Heading("What moved"), _compared(moved)]
+        parts += [Heading("What moved"), _compare(moved)]
     if compared:
         names = {(label.get("family"), label.get("config_hash")) for label in compared}
         summary = f"All {count_of(len(compared), 'label')} of {count_of(len(names), 'canary configuration')}"
         is_open = not moved and len(compared) <= 2 * _CELLS_SHOWN
-        parts.append(Fold(summary, (_compared(compared),), is_open))
+        parts.append(Fold(summary, (_compare(compared),), is_open))
     parts += _environment(canaries.get("environment") or {}, canaries.get("before"))
     parts += _drift(canaries.get("drift"))
     return Section("canaries", "Canaries and drift", tuple(parts))
 
 
-def _compared(compared: Sequence[Mapping[str, Any]]) -> Table:
+def _compare(compared: Sequence[Mapping[str, Any]]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for label in compared:
         before, now = label.get("before"), label.get("now")

@@ -174,7 +174,7 @@ def _read(
 
 
 def _device(counts: Sequence[RowCount], device_name: str | None, source: str | None) -> tuple[tuple[str, ...], str]:
-    """Every spelling of the device, and the source."""
+    """Return every spelling of the device, and the source."""
     of_source = [count for count in counts if count.device_name and (source is None or count.source == source)]
     if device_name is None:
         sums: dict[tuple[str, str], list[int]] = {}

@@ -96,12 +96,11 @@ class GrowSettings(TrialsSettings):
     )
     space: Mapping[str, Any] | None = key(
         None,
-        'values for the search spaces of all families that have such a key, as in "space={precision: '
-        '[fp32,bf16]}", in quotes',
+        'values for such a key in all families\' search spaces, as in "space={precision: [fp32,bf16]}", in quotes',
     )
     pool: int = key(
         10000,
-        "candidates to choose from, drawn anew every night, going on with each family's sequence",
+        "candidates to choose from, drawn every night, continuing each family's sequence",
         "int 1 to 10000000",
     )
     collocate: float = key(

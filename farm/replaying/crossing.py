@@ -30,8 +30,7 @@ from farm.replaying.traces import (
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.timing.shared_gpu import SHARING
 from learn.commands.estimate import described_device
-from learn.sharing.learned import default_slowdowns, packaged_slowdowns
-from learn.sharing.profile import NoUtilization, SlowdownEstimator
+from learn.sharing.slowdowns import NoUtilization, SlowdownEstimator, default_slowdowns, packaged_slowdowns
 from workers.devices.steadiness import student_t
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class _FittingPolicy:
 
 
 class QuietGpuPolicy(_FittingPolicy):
-    """Of the fitting GPUs below `SMACT_LIMIT`, the one that a rule picks.
+    """Takes the GPU that a rule picks among the fitting ones below `SMACT_LIMIT`.
 
     Args:
         needs_mib: what each job type needs.
@@ -362,11 +361,11 @@ def run_crossing(
         for nth, (policy, estimator) in enumerate(combinations):
             total = len(combinations) * len(settings.seeds)
             progress(f"{policy} {estimator}, seed {seed}", place * len(combinations) + nth, total)
-            results[policy, estimator].append(_replayed(settings, rules, trace, policy, estimator, seed))
+            results[policy, estimator].append(_replay(settings, rules, trace, policy, estimator, seed))
         if ("exclusive", NO_ESTIMATOR) in results:
             baselines.append(results["exclusive", NO_ESTIMATOR][-1].makespan_s)
         else:
-            baselines.append(_replayed(settings, rules, trace, "exclusive", NO_ESTIMATOR, seed).makespan_s)
+            baselines.append(_replay(settings, rules, trace, "exclusive", NO_ESTIMATOR, seed).makespan_s)
     assert first is not None
     standings = tuple(
         Standing(
@@ -399,7 +398,7 @@ def _trace(settings: ReplaySettings, seed: int) -> ClusterTrace:
     return read_trace(settings.trace, settings.n, seed)
 
 
-def _replayed(
+def _replay(
     settings: ReplaySettings, rules: ClusterRules, trace: ClusterTrace, policy: str, estimator: str, seed: int
 ) -> ReplayResult:
     placed = make_policy(

@@ -310,7 +310,7 @@ def _makespans(done: CrossedReplays) -> tuple[Block, ...]:
 
 
 def _distributions(done: CrossedReplays) -> tuple[Block, ...]:
-    shown = _shown(done.standings)
+    shown = _choose_shown(done.standings)
     names = {standing.name: _COLOURS[standing.policy] for standing in shown}
     waiting = {standing.name: (_COLOURS[standing.policy], _minutes(standing, "waiting_s")) for standing in shown}
     completion = {standing.name: (_COLOURS[standing.policy], _minutes(standing, "completion_s")) for standing in shown}
@@ -329,7 +329,7 @@ def _distributions(done: CrossedReplays) -> tuple[Block, ...]:
     )
 
 
-def _shown(standings: Sequence[Standing]) -> list[Standing]:
+def _choose_shown(standings: Sequence[Standing]) -> list[Standing]:
     """Return one standing of each policy: with the first estimator of `_PREFERRED` that was replayed."""
     order = [*_PREFERRED, NO_ESTIMATOR]
     chosen: dict[str, Standing] = {}

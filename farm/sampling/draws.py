@@ -100,14 +100,14 @@ def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -
         shift = (turn_index // np.uint64(joint)) % np.uint64(shared)
         of_block = _mix(_mix(keys[row] ^ _mix(turn)) ^ block)
         kind, rest = place % np.uint64(shared), place // np.uint64(shared)
-        kind = _permuted(of_block, kind, shared) + _permuted(_mix(of_block), shift, shared)
+        kind = _permute(of_block, kind, shared) + _permute(_mix(of_block), shift, shared)
         place = kind % np.uint64(shared) + np.uint64(shared) * rest
-        places[row] = _permuted(_mix(keys[row] + turn), place, size)
+        places[row] = _permute(_mix(keys[row] + turn), place, size)
         period *= size
     return places
 
 
-def _permuted(keys: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
+def _permute(keys: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
     """Return where a random permutation of `size` places puts each `place`; keys [N] and place [N] -> [N]."""
     if size == 1:
         return place
@@ -151,7 +151,8 @@ def _stratified_digits(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words that looks random."""
+    """Return one step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words that looks
+    random."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -71,8 +71,8 @@ class Forecaster:
     def look(
         self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = lambda done, of: None
     ) -> Outlook:
-        """An outlook on all configs together: tables of two calls do not compare. Raises `UsageError` where there is
-        nothing to look at."""
+        """Return an outlook on all configs together: tables of two calls do not compare. Raises `UsageError` where
+        there is nothing to look at."""
         if not configs:
             raise UsageError("there are no configs to forecast")
         families: dict[str, list[int]] = {}

@@ -184,11 +184,13 @@ def choose(
         if not doubts:
             notes.append("too few rows are known to tell where the estimator is unsure: chosen by coverage")
         for target, doubt in doubts.items():
-            figures[target][new] = _shifted(outlook.figures[target][new], doubt.shift, target)
+            figures[target][new] = _shift(outlook.figures[target][new], doubt.shift, target)
     cells = Map.of([*asked, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
     distances: np.ndarray | None = None
     if doubts:
-        places, distances = _drawn(cells, outlook, doubts, figures["memory"], new, old, n, estimator.capacity_mib, seed)
+        places, distances = _draw_places(
+            cells, outlook, doubts, figures["memory"], new, old, n, estimator.capacity_mib, seed
+        )
     elif policy in _LOOKING:
         places = fill(cells, old, new, n, seed)
     else:
@@ -201,7 +203,7 @@ def choose(
         measured=fresh.measured,
         repeated=fresh.repeated,
         next_index=next_index,
-        gained=_gained(cells, old, places),
+        gained=_count_gained(cells, old, places),
         ways=dict(sorted(Counter(outlook.ways[places].tolist()).items())),
         notes=tuple(notes),
     )
@@ -301,12 +303,12 @@ def _doubts(outlook: Outlook, known: Known, new: np.ndarray, old: np.ndarray, se
     return by_target
 
 
-def _shifted(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
+def _shift(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
     space = get_target(target).space
     return from_space(to_space(figures, space) + shift, space)
 
 
-def _drawn(
+def _draw_places(
     cells: Map,
     outlook: Outlook,
     doubts: Mapping[str, Doubts],
@@ -358,7 +360,7 @@ def _chosen(
     return tuple(chosen)
 
 
-def _gained(cells: Map, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:
+def _count_gained(cells: Map, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:
     before, added = cells.tally(old), cells.tally(places)
     return {
         name: {cell: (before[name].get(cell, 0), n) for cell, n in sorted(of_cell.items())}
@@ -461,8 +463,8 @@ def _committee(known: np.ndarray, taught: np.ndarray, asked: np.ndarray, seed: i
 def worth(
     scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fits: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """(n,) > 0, what a run of each candidate is worth: doubt ** 1.5 / root of the candidates in the same bin, times the
-    chance that it fits (`fits`): out of memory there is no figure to learn from.
+    """Return (n,) > 0, how much a run of each candidate is worth: doubt ** 1.5 / root of the candidates in the same
+    bin, times the chance that it fits (`fits`): out of memory there is no figure to learn from.
 
     scores  target -> (n,); cells: target -> (n,) int, the bin that it is expected in. Memory counts as much as all
             other targets together: it is one question, and how the GPU is driven is one.

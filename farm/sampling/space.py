@@ -35,7 +35,7 @@ def parse_space(family: str, mapping: Mapping[str, Any]) -> Space:
     Raises `UsageError` that reports every problem together: an unknown family or key, and a listed value that the
     family's config never takes (`optimizer: [adam, lion]`). `require_within_limits` checks numbers.
     """
-    return _checked(family, mapping.items())
+    return _check(family, mapping.items())
 
 
 def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
@@ -49,10 +49,10 @@ def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
     space = mapping["space"]
     if not isinstance(space, Mapping | list):
         raise UsageError(f"space must be a mapping name -> values, got {space!r}")
-    return _checked(mapping["family"], space.items() if isinstance(space, Mapping) else space)
+    return _check(mapping["family"], space.items() if isinstance(space, Mapping) else space)
 
 
-def _checked(family: str, items: Iterable[tuple[str, Any]]) -> Space:
+def _check(family: str, items: Iterable[tuple[str, Any]]) -> Space:
     dimensions, problems = read_dimensions(family, items, lambda dimension: refused_values(family, dimension))
     return Space(family, required(family, dimensions, problems))
 
@@ -115,7 +115,7 @@ def _problem_of_number(family: str, name: str, value: int | float, end: str | No
     refused = _common_problem(name, ((config, value) for config in configs))
     if refused is None or end is None:
         return refused
-    mended = [(config, _mended(config, name, value)) for config in configs]
+    mended = [(config, _repair(config, name, value)) for config in configs]
     if end == "low":
         mended = [(config, result) for config, result in mended if not _is_number(result) or result <= value]
     return refused if not mended or _common_problem(name, mended) else None
@@ -123,11 +123,11 @@ def _problem_of_number(family: str, name: str, value: int | float, end: str | No
 
 def _problem_after_repair(family: str, name: str, value: Scalar) -> str | None:
     """Return why no config of the family has this value; values that `repair` changes or fills in are not judged."""
-    kept = ((config, value) for config in _valid_configs(family) if _mended(config, name, value) == value)
+    kept = ((config, value) for config in _valid_configs(family) if _repair(config, name, value) == value)
     return _common_problem(name, kept)
 
 
-def _mended(config: TrialConfig, name: str, value: Scalar) -> Any:
+def _repair(config: TrialConfig, name: str, value: Scalar) -> Any:
     """Return the field's value after the family's `repair`."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return families.get_family(config.family).repair({**fields, name: value}, _middle).get(name, value)

@@ -163,7 +163,7 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
 
     @app.get("/v1/fits/{key}", response_model=FitAnswer, responses=polled, tags=["estimates"])
     async def fit_of(key: str, request: Request) -> Response:
-        """Return what fits of a traced question, or 202 while it is traced."""
+        """Return the fit of a traced question, or 202 while it is traced."""
         return await service.answer_of("fit", key, service.caller(request))
 
     @app.get("/v1/plans/{key}", response_model=PlanAnswer, responses=polled, tags=["several GPUs"])
@@ -308,7 +308,7 @@ class EstimationService:
     async def admit(self, request: AdmitRequest, caller: Caller) -> Response:
         """Return whether the job may join. Raises `Problem`, also for a job whose trace takes its time."""
         from learn.sharing.admitting import GpuState, admit
-        from learn.sharing.profile import JobProfile
+        from learn.sharing.slowdowns import JobProfile
 
         device = device_at(request.gpu.device, "/gpu/device")
         given = [request.job, *request.gpu.jobs]
@@ -351,7 +351,7 @@ class EstimationService:
         for asked in rows:
             row = await self._wait_for_row(asked, replace(caller, wait_s=max(ends - time.monotonic(), 0.0)))
             if row.state == FAILED:
-                raise _failed(row)
+                raise _describe_failure(row)
             if row.answer is None:
                 detail = "The job is not yet known: it is being traced. Ask again in a second."
                 raise Problem(HTTPStatus.CONFLICT, "not-yet-known", detail, headers={"retry-after": "1"})
@@ -437,7 +437,7 @@ class EstimationService:
                 return await self._fast(question)
             row = await self._ask(question, caller)
             if row.state == FAILED:
-                raise _failed(row)
+                raise _describe_failure(row)
             return _done("estimate", row) if row.state == DONE else _pending("estimate", row)
         except Problem as problem:
             return problem.document()
@@ -473,7 +473,7 @@ class EstimationService:
         """Return the answer, or where it will be."""
         row = await self._wait_for_row(row, caller)
         if row.state == FAILED:
-            raise _failed(row)
+            raise _describe_failure(row)
         if row.state == DONE:
             return _json(_done(kind, row))
         pending = _pending(kind, row)
@@ -514,7 +514,7 @@ def invalid_body(errors: Any, prefix: str) -> Problem:
     return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid-request", detail, tuple(fields))
 
 
-def _failed(row: QuestionRow) -> Problem:
+def _describe_failure(row: QuestionRow) -> Problem:
     detail = row.problem or "the trace failed"
     return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "not-answerable", detail)
 

@@ -156,7 +156,7 @@ class ExplorerPages:
         if len(sql) > _LONGEST_SQL:
             raise UsageError(f"a query of at most {_LONGEST_SQL:,} characters is wanted")
         table, has_more = run_limited(self._folder, sql, kind, limits, ends)
-        return _scrubbed(table, self._scrubber), has_more
+        return _scrub(table, self._scrubber), has_more
 
     def _sql(self, sql: str, ends: Ends) -> Response:
         answer, problem, status = None, None, HTTPStatus.OK
@@ -249,7 +249,7 @@ class ExplorerPages:
         return estimate_many(configs, method="fast", device=device, machine=machine, data=self._folder)
 
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
-        """Return what `method=fast` says beside what was measured, and notes: also why it says nothing."""
+        """Return the estimate of `method=fast` beside the measurement, and notes: also why there is none."""
         from featurize.configs.trial import config_of_row
         from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
@@ -278,7 +278,7 @@ class ExplorerPages:
         return rows, notes
 
 
-def _scrubbed(table: pa.Table, scrubber: Scrubber) -> pa.Table:
+def _scrub(table: pa.Table, scrubber: Scrubber) -> pa.Table:
     """Return a table without paths of the server in its texts."""
     for place, field in enumerate(table.schema):
         column = table.column(place)
@@ -378,7 +378,7 @@ def _other_loops(source: str) -> dict[str, str]:
 
 
 def _facts(name: str) -> list[tuple[str, Any]]:
-    """Return what is described of a device model; nothing of an unknown one."""
+    """Return the description of a device model; nothing for an unknown one."""
     from featurize.device.device_spec import describe_device, known_device
 
     described = known_device(name)
@@ -422,7 +422,7 @@ def _route(method: str, path: str, route: Mapping[str, Any], schemas: Mapping[st
         yield Lead(Code(parameter["name"]), f" ({parameter['in']}): {parameter.get('description') or 'text'}")
     body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     if body is not None:
-        schema = _resolved(body, schemas)
+        schema = _resolve(body, schemas)
         yield from _fields("Fields of the body", schema, schemas)
         if examples := _examples(schema):
             shown = "\n".join(
@@ -452,7 +452,7 @@ def _fields(title: str, schema: Mapping[str, Any], schemas: Mapping[str, Any]) -
         yield from _fields(f"Fields of {name}", schemas[name], schemas)
 
 
-def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
     return schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 

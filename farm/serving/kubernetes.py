@@ -78,7 +78,7 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
         notes[KAI_MEMORY] = str(needed)
     patch = annotated(annotations, notes)
     if dialect in (HAMI, KOORDINATOR):
-        patch += _limited(pod, dialect, needed)
+        patch += _limit(pod, dialect, needed)
     return patch
 
 
@@ -115,10 +115,10 @@ def annotated(present: Mapping[str, Any], notes: Mapping[str, str]) -> Patch:
     """Return the patch that sets annotations; what of another pod's life is there already is replaced."""
     if not present:
         return [{"op": "add", "path": "/metadata/annotations", "value": dict(notes)}]
-    return [{"op": "add", "path": f"/metadata/annotations/{_escaped(name)}", "value": notes[name]} for name in notes]
+    return [{"op": "add", "path": f"/metadata/annotations/{_escape(name)}", "value": notes[name]} for name in notes]
 
 
-def _limited(pod: Mapping[str, Any], dialect: str, needed: int) -> Patch:
+def _limit(pod: Mapping[str, Any], dialect: str, needed: int) -> Patch:
     """Return the patch that limits memory of the containers that ask for a GPU, unless they limit it themselves."""
     name = HAMI_MEMORY if dialect == HAMI else KOORDINATOR_MEMORY
     value = str(needed) if dialect == HAMI else f"{needed}Mi"
@@ -128,9 +128,9 @@ def _limited(pod: Mapping[str, Any], dialect: str, needed: int) -> Patch:
         if name in limits or not any(gpu in limits for gpu in _GPU_LIMITS):
             continue
         base = f"/spec/containers/{place}/resources"
-        patch.append({"op": "add", "path": f"{base}/limits/{_escaped(name)}", "value": value})
+        patch.append({"op": "add", "path": f"{base}/limits/{_escape(name)}", "value": value})
         if dialect == KOORDINATOR and isinstance(value_at(container, "resources", dict).get("requests"), dict):
-            patch.append({"op": "add", "path": f"{base}/requests/{_escaped(name)}", "value": value})
+            patch.append({"op": "add", "path": f"{base}/requests/{_escape(name)}", "value": value})
     return patch
 
 
@@ -154,5 +154,5 @@ def value_at(owner: object, path: str, kind: type[Shape], odd: list[str] | None 
     return kind()
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")

@@ -160,11 +160,11 @@ class TracePool:
             return self._server
 
     def _reply(self, child: Child, channel: socket.socket) -> tuple[bytes, str | None]:
-        """Return what the child has replied once it has ended, with all that it started, and the limit it reached."""
+        """Return the child's reply once it has ended, with all that it started, and the limit it reached."""
         reply = b""
         while not reply.endswith(b"\n") and not self._ended.is_set():
             if wait([channel], _LOOK_EVERY_S):
-                data = _received(channel)
+                data = _receive(channel)
                 if not data:
                     break
                 reply += data
@@ -183,7 +183,7 @@ class TracePool:
         return None if limit is None else f"the trace took {limits[limit]}"
 
 
-def _received(channel: socket.socket) -> bytes:
+def _receive(channel: socket.socket) -> bytes:
     try:
         return channel.recv(_RECEIVE_BYTES)
     except ConnectionResetError:
@@ -205,9 +205,16 @@ class TraceLimits:
 
 
 def prepare() -> None:
-    """Import what traces need, in the process that they are forked from."""
+    """Import what traces need, in the process that they are forked from. It runs no operator and starts no thread."""
     search_working_folder()
-    import learn.planning.preloaded  # noqa: F401
+    from featurize.trace.light_imports import without_compiler
+
+    without_compiler()
+    import learn.estimation.estimating
+    import learn.planning.plans  # noqa: F401
+    from featurize.training.training_step import preload
+
+    preload()
 
 
 def answer_question(limits: dict[str, Any], channel: int) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class DeviceKeys(DeviceChoice):
     """The keys of the files of `conf/device/` that choose a backend."""
 
-    model: str | None = key(None, "the GPU model that is simulated, by its description in this folder")
+    model: str | None = key(None, "the simulated GPU model, by its description in this folder")
 
 
 def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
@@ -50,15 +50,15 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
     values = dict(values)
     if "backend" not in values:
         count = values.pop("count", None)
-        return DeviceChoice(backend="simulated", count=count, spec=_described(device_from_mapping(values)))
+        return DeviceChoice(backend="simulated", count=count, spec=_describe(device_from_mapping(values)))
     known = [key.name for key in keys_of(DeviceKeys)]
     if unknown := sorted(set(values) - set(known)):
         raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     model = values.pop("model", None)
-    return DeviceChoice(**values, spec=None if model is None else _described(load_device(model)))
+    return DeviceChoice(**values, spec=None if model is None else _describe(load_device(model)))
 
 
-def _described(spec: DeviceSpec) -> dict[str, Any]:
+def _describe(spec: DeviceSpec) -> dict[str, Any]:
     """Return a description for the wire: with its interconnect only where that is not the one of its GPU model."""
     from featurize.device.device_spec import device_from_mapping
 
@@ -146,7 +146,7 @@ class SubmitSettings(SampledSettings):
     )
     families: tuple[str, ...] | None = key(
         None,
-        "with collocate: families whose own search spaces trials are drawn from; arch=[cnn,gpt] means the same",
+        "with collocate: families whose search spaces trials are drawn from; arch=[cnn,gpt] means the same",
         "text | list of text | null",
         family_names(),
     )

@@ -69,7 +69,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
     with StepBar(job_id) as bar:
         shown = None if quiet else functools.partial(bar.update, "forecasting")
         configs = enumerate(task_texts(settings, existing, settings.n, rejections, shown), start=existing)
-        counted = configs if quiet else _shown(configs, bar, existing, settings.n)
+        counted = configs if quiet else _show_progress(configs, bar, existing, settings.n)
         try:
             added = queue.submit(job, counted, time.time())
         except KeyboardInterrupt:
@@ -99,7 +99,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
     return job_id
 
 
-def _queued(folder: DataFolder, settings: SubmitSettings) -> int:
+def _count_queued(folder: DataFolder, settings: SubmitSettings) -> int:
     """Return how many of the job's trials the queue already holds, so that a repeated command need not ask again."""
     if not folder.queue.is_file():
         return 0
@@ -117,7 +117,9 @@ def _job_id(settings: SubmitSettings) -> str:
     return job_id_for(name, **settings.identity())
 
 
-def _shown(configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: int) -> Iterator[tuple[int, str]]:
+def _show_progress(
+    configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: int
+) -> Iterator[tuple[int, str]]:
     """Yield the same items and draw a bar every few thousand, so small jobs show none."""
     for done, config in enumerate(configs, start=1):
         yield config
@@ -168,7 +170,7 @@ def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
     Raises `UsageError` where the disk has no room for all of them, where the user says no on the terminal, and without
     a terminal, where the message names `yes=true`.
     """
-    if settings.n <= ASK_ABOVE or (trials := settings.n - _queued(folder, settings)) <= ASK_ABOVE:
+    if settings.n <= ASK_ABOVE or (trials := settings.n - _count_queued(folder, settings)) <= ASK_ABOVE:
         return
     needed_bytes = queue_bytes(trials, task_texts(settings, 0, _EXAMPLES))
     free_bytes = shutil.disk_usage(_existing(folder.root)).free

@@ -119,7 +119,7 @@ def _plan_columns(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.nda
         np.maximum.at(row, place, np.where(count > 0, of_layer, 0.0))
 
     def sums(weights: np.ndarray) -> np.ndarray:
-        """(kinds, n) sums over the layers of each kind."""
+        """Return (kinds, n) sums over the layers of each kind."""
         return np.bincount(kind * n + place, count * weights, len(KINDS) * n).reshape(len(KINDS), n)
 
     of_kinds = {"count": sums(np.ones(len(place))), "elements": sums(elements), "parameters": sums(parameters)}

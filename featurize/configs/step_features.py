@@ -133,7 +133,7 @@ def _edges(sources: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _depths(edges: np.ndarray, count: int) -> np.ndarray:
-    """The longest path to each node. Edges are sorted by reader, and sources come before readers."""
+    """Return the longest path to each node. Edges are sorted by reader, and sources come before readers."""
     depths = [0] * count
     for source, reader in zip(*edges.tolist(), strict=True):
         if depths[source] >= depths[reader]:
@@ -215,7 +215,7 @@ def step_features(
     batch_size: int,
     training_loop: bool,
 ) -> dict[str, float]:
-    """name -> number, every one finite; the same names for every job.
+    """Return name -> number, every one finite; the same names for every job.
 
     `memory` is the trace's replay on `spec`. Sizes are in MiB, or logarithms of base 2 (`log_*`), `share_*` lie in
     [0, 1]. `job_priced_*` are those of `featurize.timing.step_time.features`, with the input pipeline of a plain loop
@@ -320,8 +320,8 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
 
 
 def _reached_by_batch(trace: StepTrace) -> list[bool]:
-    """Which operators work on samples: those that read the batch, and those that read what these made. The others
-    (standardised weights, tables of positions) do the same work for any batch."""
+    """Return which operators work on samples: those that read the batch, and those that read what these made. The
+    others (standardised weights, tables of positions) do the same work for any batch."""
     reached: list[bool] = []
     for op in trace.operators:
         reached.append(any(source == BATCH or (source >= 0 and reached[source]) for source in op.sources))
@@ -333,8 +333,7 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
     parts = {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()}
     outside = outside_mib(trace, spec)
     states = trace.parameter_bytes / MIB
-    sizes = [block.nbytes for block in trace.blocks if block.call is None]
-    calls = [block for block in trace.blocks if block.call is not None]
+    sizes = trace.remembered("sizes", lambda: [block.nbytes for block in trace.blocks if block.call is None])
     return {
         "job_memory_mib": reserved + outside,
         "job_reserved_mib": reserved,
@@ -347,7 +346,7 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
         "job_share_fragmentation": 1 - sum(parts.values()) / max(reserved, 1e-9),
         "job_log_largest_block": _log(max(sizes, default=0)),
         "job_share_largest_block": max(sizes, default=0) / MIB / max(allocated, 1e-9),
-        "job_workspaces": float(len(calls)),
+        "job_workspaces": float(len(trace.blocks) - len(sizes)),
         **{f"job_share_{kind}": mib / max(allocated, 1e-9) for kind, mib in parts.items()},
         **{
             f"job_scenario_{name}": ratio

@@ -43,13 +43,13 @@ def named_by_user(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of_user(mapping: Mapping[str, Any]) -> TrialConfig:
-    """`config_from_mapping` of what the user typed, or of a task that the user submitted. Errors as there."""
+    """Return `config_from_mapping` of what the user typed, or of a task that the user submitted. Errors as there."""
     family = mapping.get("family")
     return config_from_mapping(named_by_user(family, mapping) if isinstance(family, str) else mapping)
 
 
 def trusting(config: TrialConfig, trust: Sequence[str]) -> TrialConfig:
-    """The config, its names of code marked as `granted_model` marks them."""
+    """Return the config, its names of code marked as `granted_model` marks them."""
     granted: dict[str, Any] = {
         name: granted_model(getattr(config, name), trust) for name in code_fields(config.family) if trust
     }
@@ -57,25 +57,25 @@ def trusting(config: TrialConfig, trust: Sequence[str]) -> TrialConfig:
 
 
 def code_marks(config: TrialConfig) -> dict[str, str]:
-    """The permissions of a config's names of code, by field, for a process that receives the config as JSON."""
+    """Return the permissions of a config's names of code, by field, for a process that receives the config as JSON."""
     types = {name: type(getattr(config, name)) for name in code_fields(config.family)}
     return {name: mark for name, kind in types.items() for mark, marked in _MARKS.items() if kind is marked}
 
 
 def config_with_marks(mapping: Mapping[str, Any], marks: Mapping[str, str]) -> TrialConfig:
-    """`config_from_mapping` with the permissions that `code_marks` returned. Errors as there."""
+    """Return `config_from_mapping` with the permissions that `code_marks` returned. Errors as there."""
     return config_from_mapping({**mapping, **{name: _MARKS[mark](mapping[name]) for name, mark in marks.items()}})
 
 
 def data_refusal(config: TrialConfig) -> str | None:
-    """`refusal` of the config as if it came from data, whatever named its code."""
+    """Return `refusal` of the config as if it came from data, whatever named its code."""
     plain: dict[str, Any] = {name: str(getattr(config, name)) for name in code_fields(config.family)}
     return refusal(replace(config, **plain))
 
 
 def code_entries(config: TrialConfig) -> dict[str, str]:
-    """Each name of code in a config, with the text by which the same code is known again. A library's model stands
-    with its arguments where these are more than plain data."""
+    """Return each name of code in a config, with the text by which the same code is known again. A library's model
+    stands with its arguments where these are more than plain data."""
     entries = {}
     for name in (getattr(config, field) for field in code_fields(config.family)):
         library = name.partition(":")[0].partition(".")[0] in LIBRARY_MODULES
@@ -85,29 +85,30 @@ def code_entries(config: TrialConfig) -> dict[str, str]:
 
 
 def refusal(config: TrialConfig) -> str | None:
-    """Why nothing is imported for this config, or None. Imports nothing itself."""
+    """Return why nothing is imported for this config, or None. Imports nothing itself."""
     family = _family_of_code(config.family) if code_fields(config.family) else None
     return None if family is None else family.refusal(config)
 
 
 def code_fields(family: str) -> tuple[str, ...]:
-    """The fields of a family's config that name code; none of a family that is not known."""
+    """Return the fields of a family's config that name code; none of a family that is not known."""
     return getattr(_family_of_code(family), "CODE_FIELDS", ())
 
 
 @lru_cache(maxsize=256)
 def _family_of_code(family: str) -> ModuleType | None:
-    """The family's module, remembered: every row asks for it."""
+    """Return the family's module, which is remembered: every row asks for it."""
     return get_family(family) if family in family_names() else None
 
 
 def config_hash(config: TrialConfig) -> str:
-    """The trial config's identity, see `mapping_hash`."""
+    """Return the trial config's identity, see `mapping_hash`."""
     return mapping_hash(config.to_mapping())
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
-    """The config that `TrialConfig.to_mapping` wrote. Unknown family or fields raise `UsageError` naming the known."""
+    """Return the config that `TrialConfig.to_mapping` wrote. Unknown family or fields raise `UsageError` naming the
+    known."""
     values = dict(mapping)
     if "family" not in values:
         raise UsageError("a trial config needs the key 'family'")
@@ -145,8 +146,8 @@ class UnreadableConfig(UsageError):
 
 
 def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
-    """The config that `runs.config` holds as JSON, its names of code not allowed to run except those of modules in
-    `trust` (see the module's docstring). Raises `UnreadableConfig` for anything else, however large, deep or
+    """Return the config that `runs.config` holds as JSON, its names of code not allowed to run except those of modules
+    in `trust` (see the module's docstring). Raises `UnreadableConfig` for anything else, however large, deep or
     absurd."""
     try:
         config = config_from_mapping(_plain(text))
@@ -159,7 +160,8 @@ def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
 
 
 def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
-    """`config_of_row` of a row whose figures are those of its whole job. `UnreadableConfig` also for a job on several
+    """Return `config_of_row` of a row whose figures are those of its whole job. `UnreadableConfig` also for a job on
+    several
     GPUs: what one rank takes and how long it waits for the others is not a label of its config alone."""
     config = config_of_row(text, trust)
     if config.parallel is not None:
@@ -168,7 +170,7 @@ def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
 
 
 def problem_of(config: TrialConfig) -> str | None:
-    """Why the layers of a row's config cannot be had, or None. Builds a library's model, without memory."""
+    """Return why the layers of a row's config cannot be had, or None. Builds a library's model, without memory."""
     if (reason := refusal(config)) is not None:
         return reason
     family = get_family(config.family)
@@ -178,14 +180,14 @@ def problem_of(config: TrialConfig) -> str | None:
 
 
 def printable(text: str, most: int = 80) -> str:
-    """The text in one line without control characters and lone surrogates, cut to `most` characters."""
+    """Return the text in one line without control characters and lone surrogates, cut to `most` characters."""
     shown = one_line(text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def code_problem(config: TrialConfig) -> str | None:
-    """Why this config must not become a task, which may import whatever it names; None for what the user named, and
-    for models of libraries that data may name."""
+    """Return why this config must not become a task, which may import whatever it names; None for what the user named,
+    and for models of libraries that data may name."""
     named = [getattr(config, name) for name in code_fields(config.family)]
     return None if all(isinstance(name, CodeName) for name in named) else problem_of(config)
 
@@ -200,21 +202,21 @@ def _problem_of_layers(config: TrialConfig) -> str | None:
 
 
 def _plain(text: object) -> Mapping[str, Any]:
-    """The mapping that the text holds, all of it plain data of bounded size."""
+    """Return the mapping that the text holds, all of it plain data of bounded size."""
     if text is None or text == "":
         raise UnreadableConfig("the row has no config")
     if not isinstance(text, str):
         raise UnreadableConfig(f"config is {type(text).__name__}, not JSON")
-    values = _parsed(text, "config")
+    values = _parse(text, "config")
     for name, value in values.items():
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            _parsed(value, name)  # what a family takes for YAML in what people type is JSON in what it stores
+            _parse(value, name)  # what a family takes for YAML in what people type is JSON in what it stores
         if name in _REPEATED and isinstance(value, int) and value > MOST_REPEATS:
             raise UnreadableConfig(f"{name} must be at most {MOST_REPEATS:,}, got {value}")
     return values
 
 
-def _parsed(text: str, name: str) -> dict[str, Any]:
+def _parse(text: str, name: str) -> dict[str, Any]:
     name = printable(name)
     if len(text) > MOST_CHARACTERS:
         raise UnreadableConfig(f"{name} has {len(text):,} characters, more than {MOST_CHARACTERS:,}")

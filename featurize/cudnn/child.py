@@ -53,7 +53,7 @@ def main() -> None:
     os.dup2(2, 1)
     opening = json.loads(sys.stdin.readline())
     try:
-        ask, version = _opened(opening["libraries"], opening["device"])
+        ask, version = _open_libraries(opening["libraries"], opening["device"])
     except Exception as error:  # whatever the libraries raise, the parent says that there is no oracle, and why
         _write(answers, {"problem": f"{type(error).__name__}: {error}"})
         return
@@ -70,7 +70,7 @@ def _write(answers: TextIO, content: dict[str, Any]) -> None:
     answers.flush()
 
 
-def _opened(
+def _open_libraries(
     libraries: list[str], device: dict[str, Any]
 ) -> tuple[Callable[[ConvolutionSignature, SearchSettings], OracleAnswer], int]:
     """Load the driver or its stand-in, the libraries in their order, and cuDNN's frontend; describe the device."""

@@ -267,7 +267,8 @@ class DeviceSpec:
         return (getattr(rates, math) if math != "fp32" else None) or rates.fp32_matrix or rates.fp32
 
     def to_mapping(self) -> dict[str, Any]:
-        """The description as `device_from_mapping` reads it and a YAML file would hold it, without the interconnect.
+        """Return the description as `device_from_mapping` reads it and a YAML file would hold it, without the
+        interconnect.
 
         The rate of 8-bit floats is left out where it is the described one: identities are older than it.
         """
@@ -282,12 +283,12 @@ class DeviceSpec:
 
 
 def device_names() -> tuple[str, ...]:
-    """The described GPU models, sorted; backend choices (files with the key `backend`) are not among them."""
+    """Return the described GPU models, sorted; backend choices (files with the key `backend`) are not among them."""
     return tuple(sorted(_descriptions()))
 
 
 def load_device(name: str) -> DeviceSpec:
-    """The description of one GPU model, by a name as `conf.device_names.resolve_device` takes it.
+    """Return the description of one GPU model, by a name as `conf.device_names.resolve_device` takes it.
 
     A MIG slice is named by its GPU and profile, as `conf.device_names` says. An unknown name raises `UsageError`
     listing the known ones, an ambiguous beginning its candidates.
@@ -315,7 +316,7 @@ def known_device(name: str | None) -> str | None:
 
 
 def describe_device(name: str | DeviceSpec) -> DeviceSpec:
-    """The description of a GPU by a name that `load_device` takes; a description is given back as
+    """Return the description of a GPU by a name that `load_device` takes; a description is returned as
     it is. Unknown and ambiguous names raise `UsageError` listing the choices."""
     return name if isinstance(name, DeviceSpec) else load_device(name)
 
@@ -339,7 +340,7 @@ def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None)
 
 
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
-    """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
+    """Return a description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
 
     `count`, how many of it the farm is to simulate, is not a property of the device and is left out. A mapping without
     an `interconnect`, as `DeviceSpec.to_mapping` returns it, gets that of the described GPU model of its name; likewise
@@ -519,7 +520,7 @@ class MachineProfile:
             raise UsageError(f"machine {self.name}: " + "; ".join(bad))
 
     def outside_mib(self, loads_cudnn: bool) -> float:
-        """Return what the process takes outside the allocator."""
+        """Return the process's memory outside the allocator."""
         return self.context_mib + self.kernels_mib + (self.cudnn_mib if loads_cudnn else 0.0)
 
     def to_mapping(self) -> dict[str, Any]:

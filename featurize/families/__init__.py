@@ -41,19 +41,20 @@ if TYPE_CHECKING:
 
 @functools.cache  # asked for each config that is parsed
 def family_names() -> tuple[str, ...]:
-    """The known families, sorted."""
+    """Return the known families, sorted."""
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
 
 
 def get_family(name: str) -> ModuleType:
-    """The family's module. An unknown name raises `UsageError` listing the known ones."""
+    """Return the family's module. An unknown name raises `UsageError` listing the known ones."""
     if name not in family_names():
         raise unknown_name("family", name, family_names())
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def layers_of(config: TrialConfig) -> list[Layer]:
-    """The config's layer plan, in the order of the forward pass, per sample. Raises what the family's `layers` does."""
+    """Return the config's layer plan, in the order of the forward pass, per sample. Raises what the family's `layers`
+    does."""
     family = get_family(config.family)
     if hasattr(family, "layers"):
         layers: list[Layer] = family.layers(config)
@@ -63,6 +64,6 @@ def layers_of(config: TrialConfig) -> list[Layer]:
 
 
 def loss_of(config: TrialConfig) -> Callable[..., Any] | None:
-    """The loss that the config's family trains with; None: cross entropy, as `training_step` takes it."""
+    """Return the loss that the config's family trains with; None: cross entropy, as `training_step` takes it."""
     loss = getattr(get_family(config.family), "loss", None)
     return None if loss is None else loss(config)

@@ -1,7 +1,8 @@
 """Parts that families share without torch: entries of the layer plan, and checks of common fields.
 
-Start reading at `linear`. FLOPs count matrix products and convolutions only, as
-`torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which `output_elements` gives.
+Start reading at `linear`; `prenorm_block` is the plan of the blocks of `featurize.nets.prenorm`. FLOPs count matrix
+products and convolutions only, as `torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which
+`output_elements` gives.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
-    """`nn.Linear` with bias, applied to `rows` vectors a sample (the sequence length, or 1)."""
+    """Return `nn.Linear` with bias, applied to `rows` vectors a sample (the sequence length, or 1)."""
     return Layer("linear", rows * outputs, inputs * outputs + outputs, 2 * rows * inputs * outputs)
 
 
 def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int = 1, present: bool = True) -> Layer:
-    """`nn.Conv2d` with a square kernel, giving square maps of `side_out` pixels."""
+    """Return `nn.Conv2d` with a square kernel, giving square maps of `side_out` pixels."""
     weights, area = inputs * outputs * kernel**2, side_out**2
     return Layer("conv2d", outputs * area, weights + outputs * bias, 2 * weights * area, present)
 
@@ -38,7 +39,7 @@ def dropout(rate: float, elements: int) -> Layer:
 
 
 def classified_images(config: Any, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
+    """Return images [N, channels, image_size, image_size] float32 and class indices [N]."""
     import torch
 
     size = (config.batch_size, config.channels, config.image_size, config.image_size)
@@ -48,7 +49,8 @@ def classified_images(config: Any, device: str | torch.device) -> tuple[tuple[to
 def token_batch(
     config: Any, device: str | torch.device, *, per_token: bool
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape, or class indices [N]."""
+    """Return token indices [N, sequence_length] int64; the next tokens' indices of the same shape, or class indices
+    [N]."""
     import torch
 
     size = (config.batch_size, config.sequence_length)
@@ -59,7 +61,7 @@ def token_batch(
 
 
 def rates(config: TrialConfig, *names: str) -> list[str]:
-    """Yield `dropout must be a number in [0, 1), got 1.5` for each field that is not a rate."""
+    """Return `dropout must be a number in [0, 1), got 1.5` for each field that is not a rate."""
     problems = []
     for name in names:
         value = getattr(config, name)
@@ -69,7 +71,7 @@ def rates(config: TrialConfig, *names: str) -> list[str]:
 
 
 def switches(config: TrialConfig, *names: str) -> list[str]:
-    """Yield `batch_norm must be true or false, got 1` for each field that is not a bool."""
+    """Return `batch_norm must be true or false, got 1` for each field that is not a bool."""
     return [
         f"{name} must be true or false, got {getattr(config, name)!r}"
         for name in names
@@ -100,5 +102,92 @@ T = TypeVar("T")
 
 
 def pick(options: Sequence[T], draw: Callable[[str], float], name: str) -> T:
-    """One of `options`, evenly, by the sampled point's own draw."""
+    """Return one of `options`, evenly, by the sampled point's own draw."""
     return options[min(int(draw(name) * len(options)), len(options) - 1)]
+
+
+SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # keys of the search spaces, consumed by `repair_prenorm`
+HEAD_SIZES = range(32, 129, 8)  # sizes of sampled heads
+
+
+def layer_norm(width: int, length: int) -> Layer:
+    return Layer("layernorm", length * width, 2 * width)
+
+
+def attention_part(width: int, length: int, rate: float) -> list[Layer]:
+    """Return the norm, the projections and the fused attention between them, whose products count masked or not,
+    dropout, sum."""
+    outer = length * width
+    return [
+        layer_norm(width, length),
+        linear(width, 3 * width, length),
+        Layer("attention", outer, 0, 4 * length**2 * width),
+        linear(width, width, length),
+        dropout(rate, outer),
+        Layer("add", outer),
+    ]
+
+
+def dense_part(
+    width: int, inner: int, length: int, rate: float, *, activation_name: str = "gelu", inner_rate: float = 0.0
+) -> list[Layer]:
+    """Return the norm, two linear layers, dropout, sum."""
+    outer = length * width
+    return [
+        layer_norm(width, length),
+        linear(width, inner, length),
+        activation(activation_name, length * inner),
+        dropout(inner_rate, length * inner),
+        linear(inner, width, length),
+        dropout(rate, outer),
+        Layer("add", outer),
+    ]
+
+
+def prenorm_block(width: int, inner: int, length: int, rate: float, **dense: Any) -> list[Layer]:
+    """Return a `featurize.nets.prenorm.PreNormBlock` with a dense feed-forward part."""
+    return [*attention_part(width, length, rate), *dense_part(width, inner, length, rate, **dense)]
+
+
+def embedded(width: int, length: int, vocabulary: int, rate: float) -> list[Layer]:
+    """Tokens looked up, positions added, dropout."""
+    outer = length * width
+    return [
+        Layer("embedding", outer, vocabulary * width),
+        Layer("position", outer, outer),
+        dropout(rate, outer),
+    ]
+
+
+def token_head(width: int, length: int, vocabulary: int, *, tied: bool) -> list[Layer]:
+    """Return the last norm and a logit for every token of the vocabulary, without bias; `tied` weights are the
+    embedding's."""
+    logits = Layer("linear", length * vocabulary, width * vocabulary * (1 - tied), 2 * length * width * vocabulary)
+    return [layer_norm(width, length), logits]
+
+
+def heads_problems(heads: int, width: int) -> list[str]:
+    """Return `heads must divide embedding_size, ...` for sizes that are known to be positive integers."""
+    if width % heads == 0:
+        return []
+    return [f"heads must divide embedding_size, got {heads} heads for an embedding of {width}"]
+
+
+def repair_prenorm(
+    values: dict[str, Any], draw: Callable[[str], float], *, head_sizes: range = HEAD_SIZES, step: int = 32
+) -> dict[str, Any]:
+    """Make the embedding a multiple of `step` (or of a given `heads`), `heads` one of its divisors unless given, and
+    `feed_forward_multiple` the absolute `feed_forward`; consumes `use_dropout`."""
+    values = switch_dropout(values)
+    multiple = values.pop("feed_forward_multiple", None)
+    width, heads = values.get("embedding_size"), values.get("heads")
+    if not is_integer(width):
+        return values
+    step = heads if is_integer(heads) and heads > 0 else step
+    width = values["embedding_size"] = max(width // step, 1) * step
+    if heads is None:
+        sizes = [size for size in head_sizes if width % size == 0]
+        values["heads"] = width // pick(sizes, draw, "heads")
+    if "feed_forward" not in values and isinstance(multiple, int | float):
+        values["feed_forward"] = round(width * multiple)
+    return values

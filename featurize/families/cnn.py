@@ -107,7 +107,8 @@ def widths(config: Config) -> list[int]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass: `plain`, `residual`, `dense`, `transition`, `pool`, and `head`."""
+    """Return the network in the order of the forward pass: `plain`, `residual`, `dense`, `transition`, `pool`, and
+    `head`."""
     body = _dense_blocks(config) if config.topology == "dense" else _other_blocks(config)
     return [*body, NetworkBlock("head", body[-1].outputs, config.classes)]
 
@@ -169,7 +170,7 @@ def _norm(config: Config, channels: int, elements: int, present: bool = True) ->
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     _, inputs, outputs, side, after, _ = block
     elements = outputs * after**2
     if block.kind == "plain":
@@ -246,7 +247,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
+    """Return images [N, channels, image_size, image_size] float32 and class indices [N]."""
     return parts.classified_images(config, device)
 
 

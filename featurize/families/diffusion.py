@@ -110,7 +110,7 @@ def decoder(config: Config) -> list[NetworkBlock]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass; `joined` is what a block of the decoder reads."""
+    """Return the network in the order of the forward pass; `joined` is what a block of the decoder reads."""
     steps = [NetworkBlock("input", map_out=config.image_size), *encoder(config), *middle(config)]
     for block in decoder(config):
         steps += [block] if block.kind == "double" else [block._replace(kind="joined"), block]
@@ -129,7 +129,7 @@ def _attention(channels: int, side: int) -> list[Layer]:
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     _, inputs, outputs, _, side, _ = block
     base, elements, time = config.base_channels, outputs * side**2, 4 * config.base_channels
     if block.kind == "input":
@@ -207,7 +207,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def loss(config: Config) -> Callable[..., Any]:
-    """The mean squared error of the predicted noise."""
+    """Return the mean squared error of the predicted noise."""
     import torch.nn.functional as F
 
     return lambda predicted, noise: F.mse_loss(predicted, noise)  # looked up when called: the trace casts there

@@ -73,7 +73,7 @@ def top(config: Config) -> list[int]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass; of a `table`, `inputs` are its rows, else widths."""
+    """Return the network in the order of the forward pass; of a `table`, `inputs` are its rows, else widths."""
     size, vectors = config.embedding_size, len(config.rows) + 1
     after = [size + vectors * (vectors - 1) // 2, *top(config)]
     before = [config.dense_features, *bottom(config), size]
@@ -87,7 +87,7 @@ def blocks(config: Config) -> list[NetworkBlock]:
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     inputs, outputs, size = block.inputs, block.outputs, config.embedding_size
     if block.kind == "table":
         return [Layer("embedding", size, inputs * size)]

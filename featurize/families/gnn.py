@@ -54,23 +54,23 @@ class Config(TrialConfig):
 
 
 def kind(config: Config) -> str:
-    """`gnn/gat`."""
+    """Return the kind, such as `gnn/gat`."""
     return f"{config.family}/{config.operator}"
 
 
 def _matrix(inputs: int, outputs: int, rows: int) -> Layer:
-    """`nn.Linear` without bias."""
+    """Return `nn.Linear` without bias."""
     return Layer("linear", rows * outputs, inputs * outputs, 2 * rows * inputs * outputs)
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass: the convolutions go by their operator."""
+    """Return the network in the order of the forward pass: the convolutions go by their operator."""
     first = NetworkBlock(config.operator, config.features)
     return [first, NetworkBlock(config.operator, config.hidden, times=config.depth - 1), NetworkBlock("head")]
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per graph."""
+    """Return a block's part of the forward pass per graph."""
     nodes, outputs = config.nodes, config.hidden
     if block.kind == "head":
         return [parts.linear(outputs, config.classes, nodes)]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.families import _prenorm as prenorm
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import TrialConfig, at_least, one_of
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 PROJECTIONS = ("conv1d", "linear")
 ACTIVATIONS = ("gelu", "gelu_new")
-SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+SAMPLED_ONLY = parts.SAMPLED_ONLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +52,22 @@ class Config(TrialConfig):
             *parts.rates(self, "dropout"),
             *parts.switches(self, "tied_embeddings"),
         ]
-        return problems or prenorm.heads_problems(self.heads, self.embedding_size)
+        return problems or parts.heads_problems(self.heads, self.embedding_size)
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass."""
+    """Return the network in the order of the forward pass."""
     return [NetworkBlock("embedding"), NetworkBlock("block", times=config.depth), NetworkBlock("head")]
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample. The tanh formula counts as one activation."""
+    """Return a block's part of the forward pass per sample. The tanh formula counts as one activation."""
     length, width = config.sequence_length, config.embedding_size
     if block.kind == "embedding":
-        return prenorm.embedded(width, length, config.vocabulary_size, config.dropout)
+        return parts.embedded(width, length, config.vocabulary_size, config.dropout)
     if block.kind == "block":
-        return prenorm.block(width, config.feed_forward, length, config.dropout)
-    return prenorm.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings)
+        return parts.prenorm_block(width, config.feed_forward, length, config.dropout)
+    return parts.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings)
 
 
 def build(config: Config) -> torch.nn.Module:
@@ -102,10 +101,10 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices and the next tokens' indices, both [N, sequence_length] int64."""
+    """Return token indices and the next tokens' indices, both [N, sequence_length] int64."""
     return parts.token_batch(config, device, per_token=True)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_prenorm.repair`."""
-    return prenorm.repair(values, draw)
+    """Sizes that fit each other, see `_parts.repair_prenorm`."""
+    return parts.repair_prenorm(values, draw)

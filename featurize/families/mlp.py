@@ -64,14 +64,14 @@ def widths(config: Config) -> list[int]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The linear layers in the order of the forward pass, each with what belongs to it."""
+    """Return the linear layers in the order of the forward pass, each with what belongs to it."""
     *hidden, classes = widths(config)
     pairs = zip([config.input_size, *hidden], hidden, strict=False)
     return [*(NetworkBlock("hidden", *pair) for pair in pairs), NetworkBlock("head", hidden[-1], classes)]
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     outputs = block.outputs
     dense = parts.linear(block.inputs, outputs)
     if block.kind == "head":

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.families import _prenorm as prenorm
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import TrialConfig, at_least, one_of
 
@@ -23,7 +22,7 @@ TOPOLOGIES = ("decoder", "encoder")
 ACTIVATIONS = ("relu", "gelu", "silu")
 MAX_CHOICES = 2
 BALANCE_WEIGHT = 0.01  # weight of the auxiliary loss, as published
-SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+SAMPLED_ONLY = parts.SAMPLED_ONLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class Config(TrialConfig):
             problems.append(f"top_k must be <= experts, got {self.top_k} of {self.experts} experts")
         if self.moe_every > self.depth:
             problems.append(f"moe_every must be <= depth, got {self.moe_every} in {self.depth} blocks")
-        return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
+        return [*problems, *parts.heads_problems(self.heads, self.embedding_size)]
 
 
 def capacity(config: Config) -> int:
@@ -84,32 +83,33 @@ def is_routed(config: Config, index: int) -> bool:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass; of a `routed` block's experts, `outputs` rows in all."""
+    """Return the network in the order of the forward pass; of a `routed` block's experts, `outputs` rows in all."""
     routed = NetworkBlock("routed", outputs=config.experts * capacity(config))
     body = [routed if is_routed(config, index) else NetworkBlock("dense") for index in range(config.depth)]
     return [NetworkBlock("embedding"), *body, NetworkBlock(config.topology)]
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     length, width, rate = config.sequence_length, config.embedding_size, config.dropout
     if block.kind == "embedding":
-        return prenorm.embedded(width, length, config.vocabulary_size, rate)
+        return parts.embedded(width, length, config.vocabulary_size, rate)
     if block.kind == "dense":
-        return prenorm.block(width, config.feed_forward, length, rate, activation=config.activation)
+        return parts.prenorm_block(width, config.feed_forward, length, rate, activation_name=config.activation)
     if block.kind == "routed":
-        return [*prenorm.attention_part(width, length, rate), *_routed_part(config, block.outputs)]
+        return [*parts.attention_part(width, length, rate), *_routed_part(config, block.outputs)]
     if block.kind == "decoder":
-        return prenorm.token_head(width, length, config.vocabulary_size, tied=False)
-    return [prenorm.layer_norm(width, length), Layer("mean_pool", width), parts.linear(width, config.classes)]
+        return parts.token_head(width, length, config.vocabulary_size, tied=False)
+    return [parts.layer_norm(width, length), Layer("mean_pool", width), parts.linear(width, config.classes)]
 
 
 def _routed_part(config: Config, rows: int) -> list[Layer]:
-    """Norm, router, the experts' rows gathered, their linear layers side by side, rows back at their tokens, sum."""
+    """Return the norm, router, the experts' rows gathered, their linear layers side by side, rows back at their tokens,
+    sum."""
     length, width, inner, experts = config.sequence_length, config.embedding_size, config.feed_forward, config.experts
     outer, products = length * width, 2 * rows * width * inner
     return [
-        prenorm.layer_norm(width, length),
+        parts.layer_norm(width, length),
         Layer("linear", length * experts, width * experts, 2 * outer * experts),
         Layer("softmax", length * experts),
         Layer("dispatch", rows * width),
@@ -167,13 +167,13 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape for a decoder, class indices
-    [N] for an encoder."""
+    """Return token indices [N, sequence_length] int64; the next tokens' indices of the same shape for a decoder, class
+    indices [N] for an encoder."""
     return parts.token_batch(config, device, per_token=config.topology == "decoder")
 
 
 def loss(config: Config) -> Callable[..., Any]:
-    """Cross entropy of the logits and a hundredth of the routers' auxiliary loss."""
+    """Return the cross entropy of the logits and a hundredth of the routers' auxiliary loss."""
     from featurize.training.training_step import cross_entropy
 
     def of(output: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
@@ -184,9 +184,9 @@ def loss(config: Config) -> Callable[..., Any]:
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_prenorm.repair`; deep enough for one routed block. A decoder's `classes`, which
-    have no effect, go back to their default."""
-    values = prenorm.repair(values, draw)
+    """Sizes that fit each other, see `_parts.repair_prenorm`; deep enough for one routed block. A decoder's `classes`,
+    which have no effect, go back to their default."""
+    values = parts.repair_prenorm(values, draw)
     if parts.is_integer(every := values.get("moe_every", Config.moe_every)):
         parts.at_least(values, "depth", every)
     if values.get("topology", Config.topology) == "decoder":

@@ -56,12 +56,13 @@ class Config(TrialConfig):
 
 
 def kind(config: Config) -> str:
-    """`rnn/lstm`: what its networks are grouped by."""
+    """Return the kind, such as `rnn/lstm`, by which networks are grouped."""
     return f"{config.family}/{config.cell}"
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass: the recurrent layers go by their cell, the last one by the task."""
+    """Return the network in the order of the forward pass: the recurrent layers go by their cell, the last one by the
+    task."""
     state = config.hidden_size * (1 + config.bidirectional)
     first, others = (
         NetworkBlock(config.cell, config.embedding_size),
@@ -71,7 +72,7 @@ def blocks(config: Config) -> list[NetworkBlock]:
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample; dropout between recurrent layers is inside their call."""
+    """Return a block's part of the forward pass per sample; dropout between recurrent layers is inside their call."""
     length, width, hidden = config.sequence_length, config.embedding_size, config.hidden_size
     inputs, directions = block.inputs, 1 + config.bidirectional
     if block.kind == "embedding":
@@ -108,7 +109,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices [N, sequence_length] int64; class indices [N], or the next tokens' [N, sequence_length]."""
+    """Return token indices [N, sequence_length] int64; class indices [N], or the next tokens' [N, sequence_length]."""
     return parts.token_batch(config, device, per_token=config.task == "language_model")
 
 

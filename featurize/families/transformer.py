@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.families import _prenorm as prenorm
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 TOPOLOGIES = ("encoder", "decoder", "hybrid")
-SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+SAMPLED_ONLY = parts.SAMPLED_ONLY
 HEAD_SIZES = range(8, 257, 8)  # sizes of sampled heads
 
 
@@ -55,14 +54,14 @@ class Config(TrialConfig):
         ]
         if problems:
             return problems
-        problems = prenorm.heads_problems(self.heads, self.embedding_size)
+        problems = parts.heads_problems(self.heads, self.embedding_size)
         if self.topology == "hybrid" and self.depth < 2:
             problems.append(f"depth must be >= 2 for topology hybrid, got {self.depth}")
         return problems
 
 
 def stages(config: Config) -> tuple[int, int]:
-    """(self-attention layers, layers with cross-attention)."""
+    """Return (self-attention layers, layers with cross-attention)."""
     if config.topology == "hybrid":
         return config.depth // 2, config.depth - config.depth // 2
     return config.depth, 0
@@ -77,7 +76,7 @@ def _attention(config: Config) -> Layer:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass; `crossed` layers have cross-attention too."""
+    """Return the network in the order of the forward pass; `crossed` layers have cross-attention too."""
     plain, crossed = stages(config)
     return [
         NetworkBlock("embedding"),
@@ -88,7 +87,7 @@ def blocks(config: Config) -> list[NetworkBlock]:
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     length, width, inner = config.sequence_length, config.embedding_size, config.feed_forward
     outer = length * width
     if block.kind == "embedding":
@@ -131,12 +130,12 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Token indices [N, sequence_length] int64 and class indices [N]."""
+    """Return token indices [N, sequence_length] int64 and class indices [N]."""
     return parts.token_batch(config, device, per_token=False)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_prenorm.repair`; a hybrid has a layer for each of its stacks."""
+    """Sizes that fit each other, see `_parts.repair_prenorm`; a hybrid has a layer for each of its stacks."""
     if values.get("topology") == "hybrid":
         parts.at_least(values := dict(values), "depth", 2)
-    return prenorm.repair(values, draw, head_sizes=HEAD_SIZES, step=16)
+    return parts.repair_prenorm(values, draw, head_sizes=HEAD_SIZES, step=16)

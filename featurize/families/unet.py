@@ -64,7 +64,7 @@ def widths(config: Config) -> list[int]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass. A map is as large as the block's output."""
+    """Return the network in the order of the forward pass. A map is as large as the block's output."""
     levels, inputs, steps = widths(config), config.channels, []
     for index, width in enumerate(levels):
         side = config.image_size >> index
@@ -80,7 +80,7 @@ def blocks(config: Config) -> list[NetworkBlock]:
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample."""
+    """Return a block's part of the forward pass per sample."""
     _, inputs, outputs, _, side, _ = block
     elements = outputs * side**2
     if block.kind == "pool":
@@ -115,7 +115,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Images [N, channels, image_size, image_size] float32 and class indices [N, image_size, image_size]."""
+    """Return images [N, channels, image_size, image_size] float32 and class indices [N, image_size, image_size]."""
     import torch
 
     places = (config.image_size, config.image_size)
@@ -124,14 +124,15 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def loss(config: Config) -> Callable[..., Any]:
-    """Cross entropy with the classes in the second dimension, also where there are as many classes as pixels a side."""
+    """Return the cross entropy with the classes in the second dimension, also where there are as many classes as pixels
+    a side."""
     import torch.nn.functional as F
 
     return lambda logits, targets: F.cross_entropy(logits, targets)  # looked up when called: the trace casts there
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """The image's size becomes a multiple of 2**depth."""
+    """Make the image's size a multiple of 2**depth."""
     values = dict(values)
     size, depth = values.get("image_size"), values.get("depth")
     if parts.is_integer(size) and parts.is_integer(depth) and 0 < depth < 32:

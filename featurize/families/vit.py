@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
-from featurize.families import _prenorm as prenorm
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch
 
-SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+SAMPLED_ONLY = parts.SAMPLED_ONLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +50,22 @@ class Config(TrialConfig):
             problems.append(
                 f"patch_size must divide image_size, got {self.patch_size} for images of {self.image_size} pixels"
             )
-        return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
+        return [*problems, *parts.heads_problems(self.heads, self.embedding_size)]
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """The network in the order of the forward pass."""
+    """Return the network in the order of the forward pass."""
     return [NetworkBlock("patches"), NetworkBlock("block", times=config.depth), NetworkBlock("head")]
 
 
 def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
-    """A block's part of the forward pass per sample. The class token's weights are in `position`."""
+    """Return a block's part of the forward pass per sample. The class token's weights are in `position`."""
     width, patches = config.embedding_size, (config.image_size // config.patch_size) ** 2
     length, weights = patches + 1, config.channels * config.patch_size**2 * width
     if block.kind == "block":
-        return prenorm.block(width, config.feed_forward, length, config.dropout, inner_rate=config.dropout)
+        return parts.prenorm_block(width, config.feed_forward, length, config.dropout, inner_rate=config.dropout)
     if block.kind == "head":
-        return [prenorm.layer_norm(width, length), parts.linear(width, config.classes)]
+        return [parts.layer_norm(width, length), parts.linear(width, config.classes)]
     return [
         Layer("position", (length + 1) * width, (length + 1) * width),
         Layer("conv2d", patches * width, weights + width, 2 * patches * weights),
@@ -105,13 +104,13 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
+    """Return images [N, channels, image_size, image_size] float32 and class indices [N]."""
     return parts.classified_images(config, device)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_prenorm.repair`; the image becomes a whole number of patches."""
-    values = prenorm.repair(values, draw)
+    """Sizes that fit each other, see `_parts.repair_prenorm`; the image becomes a whole number of patches."""
+    values = parts.repair_prenorm(values, draw)
     side, patch = values.get("image_size"), values.get("patch_size")
     if parts.is_integer(side) and parts.is_integer(patch) and patch > 0:
         values["image_size"] = max(side // patch, 1) * patch

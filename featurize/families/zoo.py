@@ -52,7 +52,7 @@ class Tensors(NamedTuple):
         return f"{name}{self.dtype}[{','.join(map(str, self.shape))}]{values}"
 
     def make(self, samples: int, device: str | torch.device) -> torch.Tensor:
-        """[samples, *shape]: normal floats, uniform integers below the bound, or the value."""
+        """Return [samples, *shape]: normal floats, uniform integers below the bound, or the value."""
         import torch
 
         shape, dtype = (samples, *self.shape), getattr(torch, self.dtype)
@@ -64,7 +64,7 @@ class Tensors(NamedTuple):
 
 
 def parse_tensors(text: str) -> tuple[Tensors, ...]:
-    """The tensors of a text that `tensor_problems` finds nothing wrong with."""
+    """Return the tensors of a text that `tensor_problems` finds nothing wrong with."""
     return tuple(_tensor(match) for match in _TENSOR.finditer(text))
 
 
@@ -75,7 +75,7 @@ def _tensor(match: re.Match[str]) -> Tensors:
 
 
 def canonical_tensors(text: Any) -> Any:
-    """The same tensors in one spelling; what cannot be read as it is."""
+    """Return the same tensors in one spelling; what cannot be read as it is."""
     if not isinstance(text, str) or _unread(text):
         return text
     return " ".join(map(str, parse_tensors(text)))
@@ -128,7 +128,7 @@ def canonical_arguments(value: Any) -> Any:
 
 
 def parse_arguments(value: Any) -> dict[str, Any] | None:
-    """The mapping that the text or mapping holds; None where it holds none."""
+    """Return the mapping that the text or mapping holds; None where it holds none."""
     arguments = value
     if isinstance(value, str):
         try:
@@ -211,17 +211,17 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what distinguishes the network from others, without building it."""
+    """Return the identity of the network, without building it."""
     return f"{config.model} {config.inputs} {config.arguments}"
 
 
 def refusal(config: Config) -> str | None:
-    """Why nothing is imported for a config that data brought, or None; see `featurize.configs.trial`."""
+    """Return why nothing is imported for a config that data brought, or None; see `featurize.configs.trial`."""
     return library_problem(config.model, config.arguments)
 
 
 def kind(config: Config) -> str:
-    """`torchvision/resnet`, `transformers/gpt2`: the library and its module that defines the model; timm's as the
+    """Return the kind, such as `transformers/gpt2`: the library and its module that defines the model; timm's as the
     family `timm` has them. Of other models, and where the library is not installed or does not know it,
     `zoo/MODULE.FACTORY`."""
     return _kind(config.model, config.arguments)
@@ -251,7 +251,7 @@ def _kind_of_timm(model: str, arguments: Mapping[str, Any]) -> str:
 
 
 def layers(config: Config) -> list[Layer]:
-    """The forward pass per sample. Builds the model on the first call for it (tenths of a second).
+    """Return the forward pass per sample. Builds the model on the first call for it (tenths of a second).
 
     Raises `UsageError` for a library that is not installed, a name that it does not have, a factory that refuses its
     arguments or returns no module, inputs that the model does not take, or an output that no loss can be taken of.
@@ -260,7 +260,8 @@ def layers(config: Config) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """A module that takes the positional inputs of `batch` and returns logits, or an object or a tuple that holds them.
+    """Return a module that takes the positional inputs of `batch` and returns logits, or an object or a tuple that
+    holds them.
 
     It is the library's own module with hooks, so that modules keep their names. Raises `UsageError` as `layers` does,
     except for the inputs; and for a model that cannot checkpoint its activations where that is asked for.
@@ -273,20 +274,20 @@ def build(config: Config) -> torch.nn.Module:
         model = _create(config.model, config.arguments)
         if config.activation_checkpointing:
             _checkpoint(model, config.model)
-        return _hooked(model, parse_tensors(config.inputs))
+        return _hook(model, parse_tensors(config.inputs))
 
     # Constructors read small tensors back, which a default device without memory forbids.
     return build_on_meta(make) if torch.get_default_device().type == "meta" else make()
 
 
 def create(model: str, arguments: str) -> torch.nn.Module:
-    """The library's own module, without hooks, on the current default device. Errors as `layers` has them, and
+    """Return the library's own module, without hooks, on the current default device. Errors as `layers` has them, and
     `NotTrusted` for a model or arguments that data may not name."""
     return _create(model, arguments)
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The inputs [N, ...], those with names last, and targets that suit the loss; see `Config`.
+    """Return the inputs [N, ...], those with names last, and targets that suit the loss; see `Config`.
 
     Raises `UsageError` as `layers` does, unless the config says what targets look like.
     """
@@ -314,7 +315,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 
 
 def _load(model: str, arguments: str) -> Callable[..., Any]:
-    """Return what the name stands for. `UsageError` for no such module or attribute, with near names, and for no
+    """Return the object of this name. `UsageError` for no such module or attribute, with near names, and for no
     callable; `NotTrusted`, before anything is imported, for code that data names."""
     from featurize.nets.vision import import_library, mending
 
@@ -357,7 +358,7 @@ def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
 
 
 def _create(model: str, arguments: str) -> torch.nn.Module:
-    """The model, on the current default device. `UsageError` as `layers` has it."""
+    """Return the model, on the current default device. `UsageError` as `layers` has it."""
     from featurize.nets.vision import mending
 
     factory, given = _load(model, arguments), json.loads(arguments)
@@ -380,7 +381,8 @@ def _create(model: str, arguments: str) -> torch.nn.Module:
 
 
 def _settings(model: str, config_class: type, given: Mapping[str, Any]) -> Any:
-    """An object of a transformers model's configuration, which would take any name: a mistyped one is found here."""
+    """Return an object of a transformers model's configuration, which would take any name: a mistyped one is found
+    here."""
     default = config_class()
     known = sorted(
         {*vars(default), *getattr(default, "attribute_map", {}), *inspect.signature(config_class).parameters}
@@ -408,8 +410,8 @@ def _checkpoint(model: torch.nn.Module, name: str) -> None:
         raise UsageError(f"zoo: {name} has no activation_checkpointing") from error
 
 
-def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
-    """The same module, which takes named inputs by position and returns what a loss can be taken of."""
+def _hook(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
+    """Return the same module, which takes named inputs by position and returns what a loss can be taken of."""
     names = [tensor.name for tensor in inputs if tensor.name is not None]
     if names:
         plain = len(inputs) - len(names)
@@ -463,7 +465,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
 
         def __init__(self) -> None:
             super().__init__()
-            self.model = build_on_meta(lambda: _hooked(_create(model, arguments), tensors))
+            self.model = build_on_meta(lambda: _hook(_create(model, arguments), tensors))
             self.targets = ""
             self.given: list[torch.Tensor] | None = None
 
@@ -495,7 +497,8 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
 
 
 def _targets_of(output: Any) -> str:
-    """One sample's targets of cross entropy: classes below their number, where the output has logits for them."""
+    """Return one sample's targets of cross entropy: classes below their number, where the output has logits for
+    them."""
     import torch
 
     from featurize.training.training_step import targets_for

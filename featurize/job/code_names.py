@@ -64,8 +64,8 @@ class TrustedName(str):
 
 
 def parse_trust(value: object) -> tuple[str, ...]:
-    """The modules of a `trust=` option: a name, or several. Raises `UsageError` for anything that is not a module's
-    name."""
+    """Return the modules of a `trust=` option: a name, or several. Raises `UsageError` for anything that is not a
+    module's name."""
     given = () if value is None else (value,) if isinstance(value, str) else value
     names = tuple(given) if isinstance(given, Sequence) else (given,)
     wrong = [name for name in names if not isinstance(name, str) or not _MODULE_NAME.fullmatch(name)]
@@ -110,7 +110,7 @@ def library_problem(model: str, arguments: str, *, advice: str | None = None) ->
 
 
 def arguments_problem(model: str, arguments: str) -> str | None:
-    """Why these arguments are more than plain data: numbers, words of a few known keys, and lists of them."""
+    """Return why these arguments are more than plain data: numbers, words of a few known keys, and lists of them."""
     if len(arguments) > MOST_CHARACTERS:
         return f"{model}: arguments of {len(arguments):,} characters are too long for data"
     given = json.loads(arguments)
@@ -122,8 +122,8 @@ def arguments_problem(model: str, arguments: str) -> str | None:
 
 
 def require_model(model: str, factory: Any, arguments: str) -> None:
-    """`NotTrusted` unless the user named the model, a module that the user trusts defines the imported `factory`, or it
-    is a library's model of plain data. Whoever imports what a config names asks this before the first call."""
+    """Raise `NotTrusted` unless the user named the model, a module that the user trusts defines the imported `factory`,
+    or it is a library's model of plain data. Whoever imports what a config names asks this before the first call."""
     if isinstance(model, CodeName):
         return
     problem = library_problem(model, arguments)
@@ -142,13 +142,13 @@ def require_model(model: str, factory: Any, arguments: str) -> None:
 
 
 def require_settings(model: str, settings: Any) -> None:
-    """`NotTrusted` where a transformers model's configuration would fetch weights of its own accord."""
+    """Raise `NotTrusted` where a transformers model's configuration would fetch weights of its own accord."""
     if not isinstance(model, CodeName | TrustedName) and _fetches(settings, 0):
         raise NotTrusted(f"zoo: {model} would fetch pretrained weights, which data may not ask for")
 
 
 def _foreign_problem(model: str, factory: Any) -> str | None:
-    """Why `factory`, which the trusted module holds, is not called; None: the module itself defines it."""
+    """Return why `factory`, which the trusted module holds, is not called; None: the module itself defines it."""
     from torch import nn
 
     module = model.partition(":")[0]
@@ -216,7 +216,7 @@ def _is_a_model(model: str, factory: Any) -> bool:
 
 
 def _download(model: str, factory: Any, given: Mapping[str, Any]) -> str | None:
-    """Why the call would fetch weights by a default of the library's, or name none of timm's models."""
+    """Return why the call would fetch weights by a default of the library's, or name none of timm's models."""
     import importlib
 
     if "model_name" in given:

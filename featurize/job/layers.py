@@ -66,7 +66,7 @@ def totals(plan: Iterable[Layer]) -> Totals:
 
 
 def rough_memory_mib(plan: Iterable[Layer], batch_size: int, optimizer: str) -> float:
-    """A quick upper-side guess for the sampling ceiling: fp32 weights, gradients, optimizer state, and every
+    """Return a quick upper-side guess for the sampling ceiling: fp32 weights, gradients, optimizer state, and every
     layer's output kept once. No context, no workspace, no allocator. Not an estimator: see `learn`."""
     sums = totals(plan)
     copies = 2 + OPTIMIZERS[optimizer].states  # with weights and gradients

@@ -345,13 +345,13 @@ class Parallel:
     def text(self) -> str:
         """Return the settings that differ from their defaults, as `ddp=8, static_graph=true`."""
         return ", ".join(
-            f"{field.name}={_written(value)}"
+            f"{field.name}={_write(value)}"
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default and field.name != "deepspeed"
         )
 
 
-def _written(value: object) -> str:
+def _write(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
@@ -468,7 +468,7 @@ def _misfits(layout: Parallel) -> Iterator[str]:
 
 
 def _misfits_of_pipeline(layout: Parallel) -> Iterator[str]:
-    """Yield what torch's schedules refuse, and what does not fit the number of stages."""
+    """Yield the reasons why torch's schedules refuse a layout, and misfits with the number of stages."""
     if layout.zero is not None:
         yield "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"
     if layout.stages_per_rank is not None and layout.schedule != INTERLEAVED:
@@ -564,7 +564,7 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
 
 
 def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
-    """The degrees of shards within nodes and replicas across them."""
+    """Return the degrees of shards within nodes and replicas across them."""
     ranks, of_node = given[HYBRID], given.get("gpus_per_node", Parallel.gpus_per_node)
     if both := [name for name in ("ddp", "fsdp") if name in given]:
         raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(both)} out, or {HYBRID}")

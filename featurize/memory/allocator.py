@@ -155,11 +155,11 @@ class Pool:
             del self.unmapped[piece.address]
 
     def pieces(self) -> list[Piece]:
-        """The free ones, smallest first."""
+        """Return the free pieces, smallest first."""
         return [self.by_key[key] for key in self.keys]
 
     def base_of(self, address: int) -> int:
-        """Where the expandable segment that holds this address begins."""
+        """Return where the expandable segment that holds this address begins."""
         return max(base for base in self.ranges if base <= address)
 
 
@@ -177,7 +177,7 @@ class AddressSpace:
         self._holes: list[tuple[int, int]] = []  # address, size; sorted, never adjacent
 
     def take(self, size: int, action: str) -> int:
-        """An address for `size` bytes. `action` is the event that asks, `segment_alloc` or `segment_map`."""
+        """Return an address for `size` bytes. `action` is the event that asks, `segment_alloc` or `segment_map`."""
         size = -(-size // self.STEP) * self.STEP
         for i, (address, room) in enumerate(self._holes):
             if room >= size:
@@ -274,7 +274,7 @@ class CachingAllocator:
         self._address_bytes = UNBOUNDED_ADDRESSES if total is None else total + total // 8
 
     def allocate(self, nbytes: int, stream: int = 0) -> int | None:
-        """A handle to a block of at least `nbytes`, for `free`; None, and no block, for 0 bytes.
+        """Return a handle to a block of at least `nbytes`, for `free`; None, and no block, for 0 bytes.
 
         Raises `OutOfMemory`, which leaves the allocator usable, its cache given back.
         """
@@ -369,11 +369,11 @@ class CachingAllocator:
                     self._release(piece)
 
     def address_of(self, handle: int) -> int:
-        """Where a live block begins. Raises `KeyError` for any other handle."""
+        """Return the address where a live block begins. Raises `KeyError` for any other handle."""
         return self._live[handle].address
 
     def snapshot(self) -> tuple[Segment, ...]:
-        """Every segment with its blocks, by address: what `torch.cuda.memory_snapshot()` shows."""
+        """Return every segment with its blocks, by address: what `torch.cuda.memory_snapshot()` shows."""
         free = (piece for pools in self._pools.values() for pool in pools for piece in pool.by_key.values())
         return segments_of(itertools.chain(free, self._live.values()), expandable=self._expandable)
 
@@ -409,7 +409,7 @@ class CachingAllocator:
         return pools
 
     def _pick(self, pool: Pool, position: int, size: int) -> int:
-        """Which free piece serves the request, from the best fit on; the number of pieces for none of them."""
+        """Return which free piece serves the request, from the best fit on; the number of pieces for none of them."""
         if not pool.small:
             self._large_requests += 1
         keys = pool.keys
@@ -433,7 +433,7 @@ class CachingAllocator:
         return piece.size + (behind.size if behind is not None and behind.free is None else 0)
 
     def _acquire(self, pool: Pool, size: int) -> Piece:
-        """A free piece for the request from new memory. Gives cached segments back where it must."""
+        """Return a free piece for the request from new memory. Gives cached segments back where it must."""
         if self._collect_above is not None:
             self._collect_garbage(self._collect_above)
         piece = self._grow(pool, size)
@@ -629,7 +629,7 @@ class CachingAllocator:
 
 
 def segments_of(pieces: Iterable[Piece], *, expandable: bool) -> tuple[Segment, ...]:
-    """The segments that hold these pieces, which are all mapped, by address."""
+    """Return the segments that hold these pieces, which are all mapped, by address."""
     segments = []
     for head in pieces:
         if head.before is not None and head.before.free is not None:

@@ -82,7 +82,7 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """From the value of PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF), such as
+        """Return the settings from the value of PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF), such as
         `max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:8],expandable_segments:True`.
 
         The last of two equal keys counts, spaces don't. Raises `UsageError` for unknown keys, for values that PyTorch
@@ -115,7 +115,7 @@ class AllocatorSettings:
         return cls(**values)
 
     def spelled(self) -> str:
-        """The inverse of `parse`, in its shortest form: settings at their defaults are left out."""
+        """Return the inverse of `parse`, in its shortest form: settings at their defaults are left out."""
         items = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -127,13 +127,13 @@ class AllocatorSettings:
         return ",".join(items)
 
     def size_rounding(self) -> Callable[[int], int]:
-        """A function from requested bytes, at least 1, to the size of the block."""
+        """Return a function from requested bytes, at least 1, to the size of the block."""
         divisions = self.roundup_power2_divisions
         return round_to_512 if not any(d > 1 for d in divisions) else lambda nbytes: _round_by(divisions, nbytes)
 
 
 def round_to_512(nbytes: int) -> int:
-    """The rounding without `roundup_power2_divisions`."""
+    """Return the rounding without `roundup_power2_divisions`."""
     return (nbytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
 
 

@@ -154,7 +154,7 @@ def require_release(given: object) -> str | None:
 
 
 def traced_release_note(torch_version: str | None) -> str | None:
-    """Return what of an estimate does not follow the release that was asked for; None where none was."""
+    """Return a note on what in an estimate does not follow the requested release; None where none was requested."""
     if torch_version is None:
         return None
     return (
@@ -194,7 +194,7 @@ def for_release(
 def release_note(
     workspaces: Mapping[LibraryCall, ConvolutionWorkspace], *, torch_version: str | None = None
 ) -> str | None:
-    """Return what to know where the cuDNN that was asked is not the release's; None where it is, or is unknown."""
+    """Return a note where the cuDNN that was asked is not the release's; None where it is, or is unknown."""
     torch_version = torch_version or torch.__version__
     release = cudnn_of(torch_version)
     asked = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})
@@ -269,16 +269,16 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
 def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     calls, pools = trace.remembered("events", lambda: _by_pool(trace))
     guessed = [workspace_bytes(call, spec) for call in calls]
-    reserved = {SETTLED: _settled(trace, pools, guessed)}
+    reserved = {SETTLED: _settle(trace, pools, guessed)}
     for name, copies in SCENARIOS.items():
         sizes = [
             _spare_workspace(call, copies) if call.spare else guess for call, guess in zip(calls, guessed, strict=True)
         ]
-        reserved[name] = sum(_reserved(trace, pool, sizes) for pool in pools)
+        reserved[name] = sum(_count_reserved(trace, pool, sizes) for pool in pools)
     return reserved
 
 
-def _settled(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
+def _settle(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
     plays = [pool.play(sizes) for pool in pools]
     now = [next(play) for play in plays]
     for pool, nbytes in zip(pools, now, strict=True):
@@ -291,7 +291,7 @@ def _settled(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> 
     return sum(now)
 
 
-def _reserved(trace: StepTrace, pool: _Pool, sizes: Sequence[int]) -> int:
+def _count_reserved(trace: StepTrace, pool: _Pool, sizes: Sequence[int]) -> int:
     # GPU models differ in the guesses that a scenario replaces.
     return trace.remembered(pool.key(sizes), lambda: next(pool.play(sizes)))
 

@@ -434,7 +434,7 @@ class HistoryReplay:
     unmatched_frees: int
 
     def first_difference(self) -> str | None:
-        """None where both agree in every event; otherwise the first one that differs, in words."""
+        """Return None where both agree in every event; otherwise the first one that differs, in words."""
         pairs = itertools.zip_longest(self.simulated, self.recorded)
         for i, (ours, theirs) in enumerate(pairs):
             if ours != theirs:

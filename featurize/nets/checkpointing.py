@@ -66,7 +66,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     if how == "selective":
         more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks[::every]:
-        vars(block)["forward"] = _checkpointed(block.forward, reentrant, more)  # shadows the class's method
+        vars(block)["forward"] = _checkpoint(block.forward, reentrant, more)  # shadows the class's method
 
 
 def _leave_caches_out(model: nn.Module) -> None:
@@ -128,7 +128,7 @@ def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
     return any([_by_own_switches(member, every, reentrant) for member in model.children()])
 
 
-def _checkpointed(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:
+def _checkpoint(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -35,7 +35,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def activation(name: str) -> nn.Module:
-    """A new module (`prelu` has a parameter) for a name of `featurize.job.training_settings.ACTIVATIONS`."""
+    """Return a new module (`prelu` has a parameter) for a name of `featurize.job.training_settings.ACTIVATIONS`."""
     return _ACTIVATIONS[name]()
 
 
@@ -305,7 +305,7 @@ def with_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:
 
 
 def sum_by_target(values: torch.Tensor, target_E: torch.Tensor, nodes: int) -> torch.Tensor:
-    """Values [E, ...] -> [nodes, ...]: the sum over the edges that lead to each node."""
+    """Return values [E, ...] -> [nodes, ...]: the sum over the edges that lead to each node."""
     return values.new_zeros(nodes, *values.shape[1:]).scatter_add_(0, _like(target_E, values), values)
 
 

@@ -143,7 +143,8 @@ class RoutedExperts(nn.Module):
         return result_JE.view(batch, self.choices, length, width).sum(1), balance
 
     def _rows(self, expert_NJ: Tensor, wanted_NJX: Tensor, places: int) -> tuple[Tensor, Tensor]:
-        """Each choice's row among the places (expert by expert, in these sample by sample), and whether it has one."""
+        """Return each choice's row among the places (expert by expert, in these sample by sample), and whether it has
+        one."""
         queue_NJX = wanted_NJX.cumsum(1, dtype=torch.int32)
         place_NJ = queue_NJX.gather(2, expert_NJ.unsqueeze(-1)).squeeze(-1) - 1
         kept_NJ = place_NJ < self.capacity

@@ -46,7 +46,8 @@ _schemas = None  # the torch.library.Library that holds them; they last as long 
 
 
 def import_library(name: str) -> ModuleType:
-    """The module `name` (`timm`, `torchvision.models`, `transformers`). `EnvironmentProblem` says what to install.
+    """Return the module `name` (`timm`, `torchvision.models`, `transformers`). `EnvironmentProblem` says what to
+    install.
 
     torchvision is made importable also where its own library was built for another torch: its detection operators can
     then be traced but not run; the models need none of them.

@@ -222,8 +222,8 @@ def _scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a mask
-    (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
+    """Return the kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a
+    mask (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
     kernel, which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
     width = query.shape[-1]
     attends(width)
@@ -242,7 +242,7 @@ def _scaled_dot_product(
             if attn_mask.dtype is torch.bool:
                 bias = torch.zeros_like(attn_mask, dtype=query.dtype)
                 attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-            attn_mask = _aligned(attn_mask)
+            attn_mask = _align(attn_mask)
             batch, heads, length = query.shape[:3]
             attn_mask = attn_mask.expand(batch, heads, length, key.shape[-2])
         if is_shared(query):
@@ -281,9 +281,9 @@ def _require_whole_rows(query: Tensor) -> None:
         )
 
 
-def _aligned(mask: Tensor) -> Tensor:
-    """The bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded copy,
-    of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
+def _align(mask: Tensor) -> Tensor:
+    """Return the bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded
+    copy, of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
     if mask.stride(-1) == 1 and not any(step % 8 for step in mask.stride()[:-1]):
         return mask
     columns = mask.shape[-1]

@@ -61,7 +61,7 @@ def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> I
 def _nms(
     original: Callable[..., Any], assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
 ) -> Tensor:
-    """All boxes stay; the callers cut them down to their limits. The mask of 64 boxes a word is the CUDA kernel's."""
+    """Keep all boxes; the callers cut them down to their limits. The mask of 64 boxes a word is the CUDA kernel's."""
     if not boxes.is_meta:
         return original(boxes, scores, iou_threshold)
     assume(PROPOSALS)
@@ -119,7 +119,7 @@ def _paste(
 
 
 def _levels(mapper: Any, original: Callable[..., Any], boxlists: list[Tensor]) -> Tensor:
-    """The regions are spread evenly over the pyramid's levels."""
+    """Spread the regions evenly over the pyramid's levels."""
     levels = original(mapper, boxlists)
     if not levels.is_meta:
         return levels
@@ -129,7 +129,7 @@ def _levels(mapper: Any, original: Callable[..., Any], boxlists: list[Tensor]) -
 def _matches(
     matcher: Any, original: Callable[..., Any], assume: Callable[[str], None], match_quality_matrix: Tensor
 ) -> Tensor:
-    """Every other candidate matches, the objects in turn; the rest is background."""
+    """Match every other candidate, the objects in turn; the rest is background."""
     if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
         return original(matcher, match_quality_matrix)
     assume(MATCHES)
@@ -268,7 +268,7 @@ def _grouped_product(
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """One kernel, which keeps a float for each row (cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda)."""
+    """Return one kernel, which keeps a float for each row (cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda)."""
     rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, dtype=torch.float32)
 

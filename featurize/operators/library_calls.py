@@ -165,7 +165,7 @@ def _signature(
     transposed: bool,
     groups: int,
 ) -> ConvolutionSignature | None:
-    """Return what the operation asks cuDNN for; None where PyTorch runs a kernel of its own."""
+    """Return the operation's question to cuDNN; None where PyTorch runs a kernel of its own."""
     spatial = weight.dim() - 2
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in DTYPES or spatial not in (1, 2, 3) or weight.dtype != x.dtype:
@@ -219,9 +219,9 @@ def _attention(
 
 
 def _flash_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
-    """The fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd; texts one behind the
-    other are padded by 128 each (mha_varlen_bwd). Then gradients of keys and values for every head of the queries,
-    where several share one, which are summed up afterwards."""
+    """Return the fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd; texts one
+    behind the other are padded by 128 each (mha_varlen_bwd). Then gradients of keys and values for every head of the
+    queries, where several share one, which are summed up afterwards."""
     query, key = args[1:3]
     heads, length, _ = kernel.sizes(query.shape, key.shape)
     if query.dim() == 3:
@@ -251,12 +251,13 @@ def _recurrent(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryC
 
 
 def _softmax_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """The gradient times the output, before the kernel (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
+    """Return the gradient times the output, which comes before the kernel (cuda/SoftMax.cu:
+    softmax_backward_cuda_out)."""
     return _temporary(args[1].nbytes)
 
 
 def _contiguous_copy(of: int, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """A contiguous copy of an input that is not (cuda/SoftMax.cu: host_softmax; cuda/layer_norm_kernel.cu)."""
+    """Return a contiguous copy of an input that is not (cuda/SoftMax.cu: host_softmax; cuda/layer_norm_kernel.cu)."""
     return _temporary(0 if args[of].is_contiguous() else args[of].nbytes)
 
 

@@ -71,12 +71,12 @@ def liger_on_gpu() -> Iterator[None]:
     """Within, Liger's autograd functions run on meta tensors, if the package is imported."""
     with contextlib.ExitStack() as stack:
         for (module, name), (instead, arguments) in _FUNCTIONS.items():
-            applied = functools.partial(_applied, instead=instead, arguments=arguments)
+            applied = functools.partial(_apply_on_meta, instead=instead, arguments=arguments)
             stack.enter_context(replaced_if_imported(f"liger_kernel.ops.{module}", f"{name}.apply", applied))
         yield
 
 
-def _applied(
+def _apply_on_meta(
     apply: Callable[..., Any], *, instead: type[Function], arguments: Callable[[dict[str, Any]], tuple[Any, ...]]
 ) -> Callable[..., Any]:
     """Return the `apply` of one of the package's classes on meta tensors. Results of a loss beside itself are None."""
@@ -113,10 +113,10 @@ class _Norm(Function):
         gradient = gradients[0].contiguous()
         written = gradient if ctx.in_place else torch.empty_like(gradient)
         OPS.liger_write_(written, [gradient, x, statistics])
-        return written, _summed(weight), _summed(bias), None, None
+        return written, _sum(weight), _sum(bias), None, None
 
 
-def _summed(weight: Tensor | None) -> Tensor | None:
+def _sum(weight: Tensor | None) -> Tensor | None:
     if weight is None or not weight.requires_grad:
         return None
     partial = torch.empty((MULTIPROCESSORS, weight.numel()), dtype=torch.float32, device=weight.device)

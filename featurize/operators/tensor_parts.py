@@ -25,7 +25,7 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what a rank holds of a distributed tensor; another one as it is."""
+    """Return a rank's part of a distributed tensor; any other tensor unchanged."""
     return plain_parts(tensor)[0]
 
 
@@ -81,7 +81,7 @@ def meta_tensors(values: Iterable[Any]) -> list[Tensor]:
 
 def bytes_read(tensor: Tensor) -> int:
     """Return how many bytes reading a tensor once takes; an expanded one takes at most its storage."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 @functools.cache

@@ -92,13 +92,13 @@ class CompiledRegions:
             chosen |= dict.fromkeys(blocks)  # also for where the whole cannot be captured
         self._any = False
         for module in chosen:  # shadows the class's method
-            vars(module)["forward"] = self._region(module, module.forward, _named(paths[module]))
+            vars(module)["forward"] = self._region(module, module.forward, _name_module(paths[module]))
         for path, module in model.named_modules():
             for name, function in compiled_functions(module).items():
-                vars(module)[name] = self._function(function, f"function {name!r} of {_named(path)}")
+                vars(module)[name] = self._function(function, f"function {name!r} of {_name_module(path)}")
 
     def loss(self, loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
-        """Return what stands in the place of a loss that is compiled, or that calls compiled functions. Leaves the
+        """Return the replacement of a loss that is compiled, or that calls compiled functions. Leaves the
         loss itself as it is."""
         if isinstance(loss, nn.Module):
             inner, whole = uncompiled_copy(loss), is_compiled(loss)
@@ -115,7 +115,7 @@ class CompiledRegions:
         return self._region(owner if isinstance(owner, nn.Module) else nn.Module(), function, name)
 
     def _region(self, module: nn.Module, forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return what stands in the place of a forward pass: its graphs by the shapes, types and constants of its
+        """Return the replacement of a forward pass: its graphs by the shapes, types and constants of its
         inputs."""
         self._any = True
         holder = _Holder(module, forward)
@@ -152,7 +152,7 @@ class CompiledRegions:
         structure: pytree.TreeSpec,
         tensors: list[Tensor],
     ) -> _Capture | None:
-        """The graphs for these inputs; None where there are none, which is noted."""
+        """Return the graphs for these inputs; None where there are none, which is noted."""
         known = self.known.setdefault(key, [])
         capture = next((capture for reads, capture in known if reads.alike(holder.module)), None)
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
@@ -335,7 +335,7 @@ def _capturable() -> Iterator[None]:
 
 
 def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """The tensors in a result: itself, or those of a key-value cache and other objects."""
+    """Yield the tensors in a result: itself, or those of a key-value cache and other objects."""
     if isinstance(value, _PLAIN) or id(value) in seen:
         return
     seen[id(value)] = value
@@ -354,12 +354,12 @@ def _signature(value: Any) -> Hashable:
 
 
 def _repeats(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Which tensors are given twice: the graph has them once."""
+    """Return for each tensor the place where it is given first: the graph has it once."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
 
 
-def _named(name: str) -> str:
+def _name_module(name: str) -> str:
     return f"module {name!r}" if name else "the model"
 
 
@@ -438,7 +438,8 @@ class AttributeReads:
 
 
 def _bound(function: FunctionType) -> tuple[object, ...]:
-    """Return what a function computes with apart from its code: a factory makes another one for each layer."""
+    """Return the values that a function computes with apart from its code: a factory makes another one for each
+    layer."""
     cells = []
     for cell in function.__closure__ or ():
         try:
@@ -474,7 +475,7 @@ def in_pieces(
     limits: Sequence[float],
     compiled: Compile,
 ) -> Callable[..., Any] | None:
-    """Return what runs a forward pass in compiled pieces; None where it stays in one.
+    """Return a function that runs a forward pass in compiled pieces; None where it stays in one.
 
     It stays where its parameters fill one bucket, and where a part of it runs without gradients, which a graph of
     operators does not show.

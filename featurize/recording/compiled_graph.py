@@ -207,7 +207,7 @@ class GraphReplay:
         self._end(self._ends[node], values)
 
     def _taken_over(self, node: Node, sources: list[Node], values: dict[Node, Any]) -> Tensor | None:
-        """The result in the memory of a buffer of this graph that ends here, if there is one of its size."""
+        """Return the result in the memory of a buffer of this graph that ends here, if there is one of its size."""
         meant = node.meta["val"]
         if not isinstance(meant, Tensor) or meant.device.type != "meta":
             return None

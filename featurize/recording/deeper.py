@@ -77,12 +77,12 @@ def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
         blocks=tuple(blocks),
         operators=tuple(_operators(shallow, longer, module, times)),
         collectives=tuple(_collectives(shallow, longer, module, times)),
-        parameters=_moved(shallow.parameters, longer.parameters, times),
-        parameter_bytes=_moved(shallow.parameter_bytes, longer.parameter_bytes, times),
+        parameters=_move(shallow.parameters, longer.parameters, times),
+        parameter_bytes=_move(shallow.parameter_bytes, longer.parameter_bytes, times),
     )
 
 
-def _moved(first: int, second: int, times: int) -> int:
+def _move(first: int, second: int, times: int) -> int:
     return first + times * (second - first)
 
 
@@ -103,7 +103,7 @@ def _memory(
     events: list[Event] = []
     blocks: list[Block] = []
     alive: set[int] = set()
-    for counterpart, _twin, (number, nbytes) in _extended(items(shallow), items(longer), times):
+    for counterpart, _twin, (number, nbytes) in _extend(items(shallow), items(longer), times):
         event = longer.events[counterpart]._replace(block=number, nbytes=nbytes)
         events.append(event)
         if number == len(blocks) and nbytes >= 0:
@@ -133,7 +133,7 @@ def _operators(shallow: StepTrace, longer: StepTrace, module: Callable[[str], st
         return made
 
     operators = []
-    for counterpart, twin, (flops, read, written, launches) in _extended(items(shallow), items(longer), times):
+    for counterpart, twin, (flops, read, written, launches) in _extend(items(shallow), items(longer), times):
         second = longer.operators[counterpart]
         deep = second._replace(flops=flops, bytes_read=read, bytes_written=written, launches=launches, sources=())
         first = second if twin is None else shallow.operators[twin]
@@ -165,7 +165,7 @@ def _shapes(
     firsts: tuple[tuple[int, ...], ...], seconds: tuple[tuple[int, ...], ...], times: int
 ) -> tuple[tuple[int, ...], ...]:
     items = [[_Item(shape, len(shape), shape) for shape in shapes] for shapes in (firsts, seconds)]
-    return tuple(made.numbers for made in _extended(items[0], items[1], times))
+    return tuple(made.numbers for made in _extend(items[0], items[1], times))
 
 
 def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Collective]:
@@ -190,11 +190,11 @@ def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], 
 
     return [
         longer.collectives[counterpart]._replace(after=after, before=before)
-        for counterpart, _twin, (after, before) in _extended(items(shallow), items(longer), times)
+        for counterpart, _twin, (after, before) in _extend(items(shallow), items(longer), times)
     ]
 
 
-def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> list[_Made]:
+def _extend(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> list[_Made]:
     """Return the records of the deep trace.
 
     Args:
@@ -212,7 +212,7 @@ def _extended(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> 
         if not added:
             if place == len(firsts) or firsts[place].loose != seconds[other].loose:
                 raise CannotDeepen(f"{second[other]} does not repeat")
-            numbers[other] = tuple(map(_moved, firsts[place].numbers, seconds[other].numbers, itertools.repeat(times)))
+            numbers[other] = tuple(map(_move, firsts[place].numbers, seconds[other].numbers, itertools.repeat(times)))
             made.append(_Made(other, place, numbers[other]))
             place, other, alike = place + 1, other + 1, alike + is_same
             continue
@@ -273,7 +273,7 @@ def alike_blocks(model: nn.Module) -> int:
     blocks = repeated_blocks(model)
     if not blocks or container_of(model, blocks) is None:
         return 0
-    if any(_described(block) != _described(blocks[0]) for block in blocks[1:]):
+    if any(_describe(block) != _describe(blocks[0]) for block in blocks[1:]):
         return 0
     parameter_ids = [
         id(parameter) for block in blocks for _name, parameter in block.named_parameters(remove_duplicate=False)
@@ -313,6 +313,6 @@ def container_of(model: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
     return None
 
 
-def _described(block: nn.Module) -> tuple[Any, ...]:
+def _describe(block: nn.Module) -> tuple[Any, ...]:
     tensors = (*block.named_parameters(), *block.named_buffers())
     return repr(block), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]

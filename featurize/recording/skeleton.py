@@ -56,7 +56,7 @@ _FILLS = {Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_}
 
 
 def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
-    """The module that `factory()` makes, with every parameter and buffer on the meta device.
+    """Return the module that `factory()` makes, with every parameter and buffer on the meta device.
 
     Costs neither the memory nor the initialisation of the parameters: a model of 7 billion takes seconds and some MB.
     Constructors may compute and read back tensors of their own; moves to a GPU inside the factory are left out. Ties
@@ -95,13 +95,14 @@ class BuiltOnMeta:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy with every parameter and buffer on the meta device, ties kept; the original is untouched and unread."""
+    """Return a copy with every parameter and buffer on the meta device, ties kept; the original is untouched and
+    unread."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
-            memo[id(tensor)] = _emptied(tensor)
+            memo[id(tensor)] = _empty(tensor)
     for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
-        memo.setdefault(id(result), _emptied(result))
+        memo.setdefault(id(result), _empty(result))
     _copy_plain_parts(model, memo)
     return copy.deepcopy(model, memo)
 
@@ -168,7 +169,7 @@ def _build(factory: Callable[[], nn.Module], real_parameters: int) -> nn.Module:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 if id(buffer) not in emptied:
-                    emptied[id(buffer)] = _emptied(buffer)
+                    emptied[id(buffer)] = _empty(buffer)
                 module._buffers[name] = emptied[id(buffer)]
     return model
 
@@ -209,7 +210,7 @@ class _ParametersToMeta:
         if threading.get_ident() != self._thread:
             return None
         self._note(module, name, buffer)
-        return None if buffer is None or _may_stay(buffer, _REAL_BUFFER) else _emptied(buffer)
+        return None if buffer is None or _may_stay(buffer, _REAL_BUFFER) else _empty(buffer)
 
     def _note(self, module: nn.Module, _name: str, _value: object) -> None:
         if threading.get_ident() == self._thread:
@@ -224,7 +225,7 @@ class _ParametersToMeta:
         known = self._made.get(id(parameter))
         if known is not None and known[0]() is parameter:
             return known[1]
-        made = _emptied(parameter)
+        made = _empty(parameter)
         self._made[id(parameter)] = weakref.ref(parameter), made
         return made
 
@@ -241,9 +242,9 @@ class _Construction(TorchFunctionMode):
         if func in _INITIALISERS and args and args[0].is_meta and args[0].dim() > 1:  # others may be refused
             return args[0]
         if func in _NOISE:
-            return _made(func, args, kwargs, _REAL_NOISE)
+            return _make(func, args, kwargs, _REAL_NOISE)
         if func in _VALUES:
-            return _made(func, args, kwargs, _REAL_VALUES)
+            return _make(func, args, kwargs, _REAL_VALUES)
         if func in _FROM_DATA:
             device = None if _names_a_gpu(kwargs.get("device")) else kwargs.get("device")
             return func(*args, **{**kwargs, "device": device or (None if _some(args, _is_tensor) else "cpu")})
@@ -261,7 +262,7 @@ class _Construction(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Any:
+def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Any:
     """Make the tensor of a function that makes one: on the CPU up to `largest` elements, else on meta."""
     if kwargs.get("out") is not None or _some(args, _is_tensor) or str(kwargs.get("device")) == "meta":
         return func(*args, **kwargs)
@@ -271,14 +272,14 @@ def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @overload
-def _emptied(tensor: nn.Parameter) -> nn.Parameter: ...
+def _empty(tensor: nn.Parameter) -> nn.Parameter: ...
 
 
 @overload
-def _emptied(tensor: Tensor) -> Tensor: ...
+def _empty(tensor: Tensor) -> Tensor: ...
 
 
-def _emptied(tensor: Tensor) -> Tensor:
+def _empty(tensor: Tensor) -> Tensor:
     """On meta: same shape, strides, kind, flags and attributes; of the values, those of small buffers, which models
     read, are remembered beside it. Lazy ones stay lazy."""
     if is_lazy(tensor):
@@ -466,7 +467,7 @@ _JOINS = {torch.cat, torch.concat}
 
 
 def plan_of_module(model: nn.Module, shape: Sequence[int]) -> list[Layer]:
-    """Return what runs for one sample of `shape`, in the order of the forward pass, on a model on meta.
+    """Return the layers that run for one sample of `shape`, in the order of the forward pass, on a model on meta.
 
     A layer for each module without children, for what runs outside of these (attention, matrix products, sums of equal
     shapes, joins), and one called `position` for the parameters that neither holds. Parameters are counted once;
@@ -541,7 +542,7 @@ class _Reader(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        kind, flops, owned = _priced(func, args, kwargs, output)
+        kind, flops, owned = _price(func, args, kwargs, output)
         if kind is None:
             return output
         if self._inside:
@@ -551,7 +552,7 @@ class _Reader(TorchFunctionMode):
         return output
 
 
-def _priced(
+def _price(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> tuple[str | None, int, tuple[Any, ...]]:
     """Kind, FLOPs per sample and possible parameters of a call; kind None for what makes no layer of its own."""

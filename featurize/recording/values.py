@@ -123,7 +123,7 @@ class Values:
         self._known: dict[int, _Known] = {}
 
     def assume(self, text: str) -> None:
-        """Note what the step takes for granted."""
+        """Note an assumption of the step."""
         self.assumed.setdefault(text)
 
     # -- what is known
@@ -171,7 +171,7 @@ class Values:
             yield
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor, which must not be written to; None if they are not known."""
+        """Return the values of a tensor, which must not be written to; None if they are not known."""
         if not tensor.is_meta:
             return tensor
         known = self._entry(tensor)
@@ -210,14 +210,14 @@ class Values:
         return self._as_meta(out)
 
     def _default_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """The input whose default decides these arguments' values; empty where there is none."""
+        """Return the input whose default decides these arguments' values; empty where there is none."""
         tensors = (
             tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta and not tensor.is_sparse
         )
         return next((known.source for tensor in tensors if (known := self._entry(tensor)) and known.source), "")
 
     def _place(self) -> str:
-        """The module that runs, and the line of its code, or of the loss."""
+        """Return the module that runs, and the line of its code, or of the loss."""
         module = self.module_now()
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
@@ -228,9 +228,9 @@ class Values:
         return f"module {module!r} ({line})" if line else f"module {module!r}"
 
     def without_masks(self, traits: Traits, args: tuple[Any, ...], nonzero: Callable[[Tensor], Any]) -> tuple[Any, ...]:
-        """The arguments of an indexing operator, each mask that is known replaced by the places where it is true, as
-        CUDA's kernels do before they index. `nonzero` runs that operator. Raises `UnknownValue` for another mask, but
-        where values are put into a tensor, or masks keep everything."""
+        """Return the arguments of an indexing operator, each mask that is known replaced by the places where it is
+        true, as CUDA's kernels do before they index. `nonzero` runs that operator. Raises `UnknownValue` for another
+        mask, but where values are put into a tensor, or masks keep everything."""
         indices, put = args[1], "put" in traits.name
         if not any(isinstance(i, Tensor) and i.is_meta and i.dtype in (torch.bool, torch.uint8) for i in indices):
             return args
@@ -490,7 +490,8 @@ def arguments(value: object) -> Inputs:
 
 
 def shape_of(value: object) -> Hashable:
-    """Return what distinguishes two batches for a trace: structure, shapes, types, and which masks are all ones.
+    """Return the properties that distinguish two batches for a trace: structure, shapes, types, and which masks are all
+    ones.
 
     Other values decide nothing of a step's memory in most models: two batches of token ids count as one.
     """

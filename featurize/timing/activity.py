@@ -76,7 +76,7 @@ def kernel_load(
     latency_s: float,
     sm_share: np.ndarray,
 ) -> KernelLoad:
-    """Return what each kernel uses.
+    """Return the load of each kernel.
 
     Args:
         calls, kernels: The kernels, also at the GPU model's rates.
@@ -323,11 +323,10 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec) -> Occupied:
         spec: The GPU model.
     """
     tensor = kernels.units == 1
-    names = [
-        _class_of(kind, GROUPS[group], on) for kind, group, on in zip(calls.kind, calls.group, tensor, strict=True)
-    ]
-    place = np.array([_PLACES[name] for name in names], dtype=int)
-    shapes = np.array([CLASSES[name] for name in names], dtype=float).reshape(len(names), 3)
+    alike = list(zip(calls.kind, calls.group.tolist(), tensor.tolist(), strict=True))
+    places = {one: _PLACES[_class_of(one[0], GROUPS[one[1]], one[2])] for one in set(alike)}
+    place = np.array([places[one] for one in alike], dtype=int)
+    shapes = np.array([*CLASSES.values()], dtype=float)[place]
     stream = np.isin(calls.group, [GROUPS.index(STREAM), GROUPS.index(DEPTHWISE)])
     attention = calls.group == GROUPS.index(ATTENTION)
     filled, blocks, tile_warps = _tiles(calls, kernels, spec, tensor)
@@ -343,7 +342,7 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec) -> Occupied:
         filled=np.clip(filled, 1 / 1024, 1.0),
         per_sm=np.where(stream, of_stream, blocks) / spec.sm_count,
         warps=np.where(shapes[:, 1] > 0, shapes[:, 1], tile_warps),
-        warps_per_sm=np.full(len(names), spec.threads_per_sm / _WARP),
+        warps_per_sm=np.full(len(place), spec.threads_per_sm / _WARP),
         scale=np.where(stream, spec.threads_per_sm / _WARP / _REGISTERS_HOLD, 1.0),
     )
 
@@ -367,7 +366,7 @@ def kernel_activity(occupied: Occupied, learned: ActivityParameters, xp: Any = n
 
 
 def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned: ActivityParameters) -> StepActivity:
-    """Return what a step keeps busy.
+    """Return the activity of a step.
 
     Args:
         timed: Its kernels on the GPU model.

@@ -1,6 +1,6 @@
 """Which kernels each operator of a traced step runs, as numbers that no GPU model enters.
 
-Start reading at `kernel_calls`. Torch-free.
+Start reading at `kernel_calls`; `model_flops` says what of an operator counts as the model's. Torch-free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from featurize.operators.table import INT8_PRODUCT, SCALED_PRODUCT, attention_call, kernel_kind
+from featurize.operators.table import ATTENTION as FUSED_ATTENTION
+from featurize.operators.table import CONVOLUTIONS, INT8_PRODUCT, PRODUCTS, SCALED_PRODUCT, attention_call, kernel_kind
 from featurize.recording.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
@@ -340,3 +341,28 @@ def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
     yield product(rows, gates, hidden, 1, pipe, whole), layers
     if "backward" in op.name:
         yield product(gates, hidden, rows, 1, pipe, whole), 2 * layers
+
+
+def model_flops(op: Operator) -> int:
+    """Return an operator's share of the step's model FLOPs: 0 for anything but a matrix product, convolution or
+    attention.
+
+    A multiply-add counts as 2. Nothing counts of the optimizer, of what a checkpoint computes again, and of the scores
+    that fused attention computes again in its backward pass. Attention counts all pairs of query and key, also where
+    its kernel leaves out those that a causal mask hides. Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
+
+    Known limitations: for texts packed one after the other, attention counts what its kernel computes.
+    """
+    if op.recomputed or op.phase == "optimizer":
+        return 0
+    if op.name in PRODUCTS or op.name in CONVOLUTIONS:
+        return op.flops
+    return _attention_flops(op) if op.name in FUSED_ATTENTION else 0
+
+
+def _attention_flops(op: Operator) -> int:
+    kernel = attention_call(op.name)
+    query, key, value = op.input_shapes[kernel.query : kernel.query + 3]
+    if len(query) == 3:  # packed: five products in the backward pass, of which one gives the scores again
+        return op.flops * 4 // 5 if kernel.backward else op.flops
+    return (4 if kernel.backward else 2) * math.prod(kernel.sizes(query, key)) * (query[-1] + value[-1])

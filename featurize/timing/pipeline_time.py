@@ -113,7 +113,7 @@ def orders_of(parallel: Parallel) -> tuple[tuple[Item, ...], ...]:
 
 @functools.lru_cache(maxsize=8)
 def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[Item, ...], ...]:
-    """One schedule runs as each of its ranks: PyTorch's own plan all of them when they are made."""
+    """Return each rank's items. One schedule runs as each rank: PyTorch's own plan all ranks when they are made."""
     items: list[Item] = []
     run = None
     orders = []
@@ -244,7 +244,7 @@ def waits_of(
     alone: dict[int, _Lasting] = {}  # each rank's durations
     waiting: dict[int, _Lasting] = {}  # for collectives, too
     for group in part.groups:
-        timed = _timed(group.trace, spec, settings, parallel)
+        timed = _time_passes(group.trace, spec, settings, parallel)
         for of_rank, lasting in zip((alone, waiting), timed, strict=True):
             of_rank.update(dict.fromkeys(group.ranks, lasting))
     orders = [_whole_step(order, rank, runs, parallel.chunks) for rank, order in enumerate(orders_of(parallel))]
@@ -263,7 +263,8 @@ def waits_of(
 
 
 def _whole_step(order: Sequence[Item], rank: int, runs: int, chunks: int) -> list[Item]:
-    """All runs of a schedule in a step, which number their micro-batches on; what comes before and after them."""
+    """Return all runs of a schedule in a step, which number their micro-batches on; what comes before and after
+    them."""
 
     def later(item: Item, run: int) -> Item:
         if isinstance(item, Compute):
@@ -275,7 +276,7 @@ def _whole_step(order: Sequence[Item], rank: int, runs: int, chunks: int) -> lis
     return [Compute(_BEFORE, rank, 0), *passes, Compute(_AFTER, rank, 0)]
 
 
-def _timed(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel) -> list[_Lasting]:
+def _time_passes(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel) -> list[_Lasting]:
     part = trace.pipeline
     assert part is not None and part.passes, "a rank of a pipeline"
     step = time_step(trace, spec, settings)

@@ -293,24 +293,24 @@ def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, obj
         "fitted_on": dict(learned.fitted_on),
         "error_quantiles": {f"{coverage:g}": round(factor, 4) for coverage, factor in learned.error_quantiles.items()},
         "sharded": round(learned.sharded, 4),
-        "single": {name: _rounded(value) for name, value in parameters.single.items()},
-        "by_units": {name: _rounded(values) for name, values in parameters.by_units.items()},
-        "by_group": {name: _rounded(values) for name, values in parameters.by_group.items()},
+        "single": {name: _round(value) for name, value in parameters.single.items()},
+        "by_units": {name: _round(values) for name, values in parameters.by_units.items()},
+        "by_group": {name: _round(values) for name, values in parameters.by_group.items()},
         "activity": {
-            **{name: _rounded(value) for name, value in learned.activity.single.items()},
+            **{name: _round(value) for name, value in learned.activity.single.items()},
             **{
-                name: dict(zip(CLASSES, _rounded(values), strict=True))
+                name: dict(zip(CLASSES, _round(values), strict=True))
                 for name, values in learned.activity.by_class.items()
             },
         },
-        "compute": dict(zip(parameters.names[0], _rounded(parameters.compute), strict=True)),
-        "bandwidth": dict(zip(parameters.names[1], _rounded(parameters.bandwidth), strict=True)),
+        "compute": dict(zip(parameters.names[0], _round(parameters.compute), strict=True)),
+        "bandwidth": dict(zip(parameters.names[1], _round(parameters.bandwidth), strict=True)),
         **sections,
     }
     return json.dumps(content, indent=1) + "\n"
 
 
-def _rounded(values: ArrayLike) -> Any:
+def _round(values: ArrayLike) -> Any:
     return np.round(np.asarray(values, dtype=float), 4).tolist()
 
 
@@ -372,7 +372,7 @@ def operator_costs(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetting
 
 
 def features(step: TimedStep) -> dict[str, float]:
-    """Return what a learner may use of a timed step; every value finite.
+    """Return the features of a timed step for a learner; every value finite.
 
     `time_KIND` and `bound_BOUND` are shares of the kernels' time, `fill` and `waves` its weighted means (`waves`:
     blocks over SMs, as its logarithm of base 2), `intensity` is FLOPs per byte (log2), times are in ms or µs (log2 as
@@ -413,6 +413,7 @@ def features(step: TimedStep) -> dict[str, float]:
     }
 
 
+@functools.cache
 def kind_of(kind: str, group: str) -> str:
     """Return which of `KINDS` a kernel is."""
     if group != STREAM:
@@ -462,7 +463,7 @@ def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetti
 
 
 def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
-    """Return what a plain training loop adds to each traced step, in ms: see `python_loader_ms`.
+    """Return the time that a plain training loop adds to each traced step, in ms: see `python_loader_ms`.
 
     `batch_size` is of one micro-step; each loads a batch.
     """
@@ -471,7 +472,7 @@ def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
 
 
 def python_loader_ms(samples: int, nbytes: int) -> float:
-    """Return what a plain training loop adds to each step, in ms.
+    """Return the time that a plain training loop adds to each step, in ms.
 
     A `DataLoader` without workers collates `samples`, the pageable batch of `nbytes` is copied, Python runs between the
     steps. Fitted on one machine: elsewhere a first guess.

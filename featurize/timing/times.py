@@ -1,7 +1,8 @@
 """How long each kernel takes on a GPU model, and the host to launch it: rooflines over learned efficiencies.
 
-Start reading at `call_seconds` and `host_ms`. Kernels' times compute on NumPy arrays for estimates, and on torch
-tensors where `learn.fitting` fits the efficiencies, so that both have one formula.
+Start reading at `call_seconds` and `host_ms`; `seconds_at_peak` is the time of the model's FLOPs at the peak rate.
+Kernels' times compute on NumPy arrays for estimates, and on torch tensors where `learn.fitting` fits the efficiencies,
+so that both have one formula.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
-from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of
+from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of, uses_tf32
+from featurize.operators.table import CONVOLUTIONS, INT8_PRODUCT, SCALED_PRODUCT
 from featurize.timing.calls import (
     ATTENTION,
     CONVOLUTION,
@@ -30,11 +32,14 @@ from featurize.timing.calls import (
     TENSOR,
     TF32,
     Calls,
+    model_flops,
 )
 from featurize.timing.packaged import packaged_section
 
 if TYPE_CHECKING:
     from featurize.recording.step_trace import StepTrace
+
+Kernel = TypeVar("Kernel", str, tuple[str, int, int])
 
 # The logarithm of an efficiency is at most this: no kernel is faster than the roofline.
 _MOST_LOG = math.log(0.98)
@@ -162,13 +167,13 @@ def kernels_on(
     layout = "/channels_last" if channels_last else ""
     return Kernels(
         compute=_places(
-            [
-                tuple(f"{kind}{of_layout}/{unit}" for unit in units_names(pipe, units) for of_layout in (layout, ""))
-                for kind, pipe, units in zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)
+            list(zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)),
+            lambda kernel: [
+                f"{kernel[0]}{of_layout}/{units}" for units in units_names(*kernel[1:]) for of_layout in (layout, "")
             ],
             names[0],
         ),
-        bandwidth=_places([(f"{kind}{layout}", kind) for kind in calls.kind], names[1]),
+        bandwidth=_places(calls.kind, lambda kind: [f"{kind}{layout}", kind], names[1]),
         group=calls.group,
         units=tensor.astype(int),
         math_s=np.where(computes, calls.flops / peak, 0.0),
@@ -236,19 +241,22 @@ def traffic_s(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
 
 
 def units_names(pipe: int, units: int) -> tuple[str, ...]:
-    """Return what the units of a kernel are called in the names of `Parameters.compute`, the most special one first.
+    """Return the units of a kernel in the names of `Parameters.compute`, the most special one first.
 
     TF32 has a share of its own: kernels load twice the bytes of half precision for a multiply-add.
     """
     return (TF32, UNITS[units]) if pipe == PIPES.index(TF32) and UNITS[units] == "tensor" else (UNITS[units],)
 
 
-def _places(names: Sequence[tuple[str, ...]], known: Sequence[str]) -> np.ndarray:
-    """Return for each name and its more general ones the index of the first that is known; else of `OTHER`."""
+def _places(kernels: Sequence[Kernel], names_of: Callable[[Kernel], Sequence[str]], known: Sequence[str]) -> np.ndarray:
+    """Return for each kernel the index of the first of its names, the most special one first, that is known; else of
+    `OTHER`."""
     place = {name: position for position, name in enumerate(known)}
-    return np.array(
-        [next((place[name] for name in words if name in place), place[OTHER]) for words in names], dtype=int
-    )
+    places = {
+        kernel: next((place[name] for name in names_of(kernel) if name in place), place[OTHER])
+        for kernel in set(kernels)
+    }
+    return np.array([places[kernel] for kernel in kernels], dtype=int)
 
 
 def clock_ghz(spec: DeviceSpec) -> float:
@@ -286,7 +294,7 @@ def packaged_hosts() -> Mapping[str, HostTime]:
 
 
 def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:
-    """Return what runs a job, one of `FRAMEWORKS`: what its settings say, else what such a layout usually runs under.
+    """Return the framework of a job, one of `FRAMEWORKS`: its settings', else the usual one for its layout.
 
     Tensor and pipeline parallelism are taken to run under Megatron, unless the model is compiled. What Inductor
     launches is assumed to take `launch_overhead_us` each: no measured row has it.
@@ -328,3 +336,69 @@ def _passes(calls: Calls) -> float:
 def machines_of(framework: str) -> float:
     """Return the factor by which 9 of 10 machines' host takes at most longer."""
     return 1.0 if framework == GRAPHS else packaged_hosts()[framework].machines
+
+
+_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # types of operands, where the result has another
+_RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
+
+
+def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> float | None:
+    """Return how long the step's model FLOPs take at the GPU model's peak rates, in seconds.
+
+    Each operator counts at the dense rate of its own type: half precision at that of the tensor cores, fp32 at that of
+    TF32 where `precision` allows it (`featurize.job.training_settings.uses_tf32`) and the GPU's libraries have it: on
+    AMD's GPUs, convolutions and recurrent layers never take it.
+
+    Args:
+        trace: One step.
+        spec: The GPU model.
+        settings: The trace's own.
+
+    Returns:
+        None where the description has no rate for a type that the step uses, as bf16 on GPUs without it.
+
+    Known limitations:
+        Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.
+    """
+    flops = trace.remembered("model FLOPs", lambda: _flops_by_type(trace))
+    seconds = []
+    for (dtype, is_convolution), count in flops.items():
+        rate_tflops = _rate_tflops(spec, settings.precision, dtype, is_convolution=is_convolution)
+        if rate_tflops is None:
+            return None
+        seconds.append(count / (rate_tflops * 1e12))
+    return math.fsum(seconds)
+
+
+def precision_in_words(trace: StepTrace, precision: str) -> str:
+    """Return the precision of a step as a reader needs it: where weights are in fp32 and most products in half
+    precision, as FSDP's mixed precision has it, the type of the products first.
+
+    Args:
+        trace: One step.
+        precision: The setting that the step was traced with.
+    """
+    flops = trace.remembered("model FLOPs", lambda: _flops_by_type(trace))
+    most = max(flops, key=lambda kind: flops[kind], default=("float32", False))[0]
+    if precision not in ("fp32", "tf32") or most not in ("bfloat16", "float16"):
+        return precision
+    return f"{_RATES[most]} (weights in fp32)"
+
+
+def _flops_by_type(trace: StepTrace) -> dict[tuple[str, bool], int]:
+    """Return the step's model FLOPs by type, convolutions apart."""
+    flops: dict[tuple[str, bool], int] = {}
+    for op in trace.operators:
+        if count := model_flops(op):
+            kind = _TYPES.get(op.name, op.dtype), op.name in CONVOLUTIONS
+            flops[kind] = flops.get(kind, 0) + count
+    return flops
+
+
+def _rate_tflops(spec: DeviceSpec, precision: str, dtype: str, *, is_convolution: bool) -> float | None:
+    if dtype == "float32":
+        allowed = uses_tf32(precision)["tf32_convolutions" if is_convolution else "tf32_products"]
+        takes = allowed and (spec.architecture.tf32_convolutions or not is_convolution)
+        return spec.tflops("tf32" if takes else "fp32")
+    name = _RATES.get(dtype)
+    return None if name is None else getattr(spec.peak_tflops, name)

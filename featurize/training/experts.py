@@ -208,12 +208,12 @@ def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[n
     group = mesh.get_group()
 
     def to_experts(_module: nn.Module, args: tuple[Tensor]) -> Tensor:
-        parts: Tensor = _exchanged(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
+        parts: Tensor = _exchange(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
         return parts.transpose(0, 1).flatten(1, 2)
 
     def to_tokens(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
         parts = out.unflatten(1, (mesh.size(), -1)).transpose(0, 1).flatten(0, 1)
-        return _exchanged(parts, None, None, group)
+        return _exchange(parts, None, None, group)
 
     module.rise.register_forward_pre_hook(to_experts)
     module.fall.register_forward_hook(to_tokens)
@@ -246,7 +246,7 @@ class _Ranks:
 
     def counts_of(self, counts_X: Tensor) -> Tensor:
         """Return how many rows each rank sends to each of this one's experts: [ranks, own experts]."""
-        return _exchanged(counts_X.view(self.mesh.size(), self.own), None, None, self.mesh.get_group())
+        return _exchange(counts_X.view(self.mesh.size(), self.own), None, None, self.mesh.get_group())
 
     def sizes_of(self, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
         """Return how many rows go to each rank, and how many come from each; in a trace all get alike, and the first
@@ -266,7 +266,7 @@ class _Ranks:
         return numbers.repeat_interleave(received.view(-1).long())
 
     def exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return _exchanged(rows, sent, received, self.mesh.get_group())
+        return _exchange(rows, sent, received, self.mesh.get_group())
 
 
 def _of_choices(
@@ -336,7 +336,7 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradients[0], *ctx.way), None, None, None
 
 
-def _exchanged(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+def _exchange(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
     """Return the rows that all ranks of a group send to this one, as many of each where sizes are None."""
     out = _Exchange.apply(rows, sent, received, group)
     assert isinstance(out, Tensor)

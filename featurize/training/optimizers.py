@@ -244,7 +244,7 @@ class OptimizerOnHost:
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step; also the fused implementation on meta tensors, which torch reserves for real devices.
+    """Run a step; also the fused implementation on meta tensors, which torch reserves for real devices.
 
     There, counters on the host, one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long
     as all else. Both replace parts of PyTorch: no other thread may trace at the same time.
@@ -266,7 +266,7 @@ def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
 
 
 def state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Every tensor of the optimizer's state."""
+    """Return every tensor of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
@@ -292,8 +292,7 @@ def clip_norm(gradients: list[Tensor], largest: float) -> None:
         return
     # Those of one mesh are reduced together.
     totals = [
-        torch.linalg.vector_norm(torch.stack([norm.float() for norm in of_mesh]))
-        for of_mesh in _grouped(norms, mesh_of)
+        torch.linalg.vector_norm(torch.stack([norm.float() for norm in of_mesh])) for of_mesh in _group(norms, mesh_of)
     ]
     total = totals[0]
     if len(totals) > 1:
@@ -314,10 +313,10 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return tensors in groups that for-each kernels take: of one type, and of one mesh of ranks."""
-    return _grouped(tensors, _kind_of)
+    return _group(tensors, _kind_of)
 
 
-def _grouped(items: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
+def _group(items: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
     groups: dict[object, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -331,7 +330,7 @@ def _kind_of(tensor: Tensor) -> object:
 def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
     """Return parameters as an optimizer takes them: in a group for each mesh of ranks, which for-each kernels cannot
     mix."""
-    groups = _grouped(parameters, mesh_of)
+    groups = _group(parameters, mesh_of)
     return (
         [{"params": group} for group in groups]
         if len(groups) > 1
@@ -351,5 +350,5 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         pairs = [(a, s.detach()) for a, s in zip(self.tensors, self._sources, strict=True) if a.is_floating_point()]
-        for group in _grouped(pairs, lambda pair: _kind_of(pair[0])):
+        for group in _group(pairs, lambda pair: _kind_of(pair[0])):
             torch._foreach_lerp_([ours for ours, _ in group], [theirs for _, theirs in group], 1 - self.decay)

@@ -127,18 +127,6 @@ class TracedStage(PipelineStage):
         self._micro_batch = micro_batch
         self._rank.begin_pass(phase, self.stage_index, micro_batch)
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        self._name_buffers(self.args_recv_info)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        self._name_buffers(self.grad_recv_info)
-
-    def _name_buffers(self, infos: Mapping[int, Sequence[Any]]) -> None:
-        buffers = [info.buffer for several in infos.values() for info in several if info.buffer is not None]
-        self._rank.recorder.memory.name(buffers, COMMUNICATION)
-
 
 class _Message:
     """A message that is under way. What is sent lives as long as this (ProcessGroupNCCL.cpp, `pointToPoint`: a work's
@@ -164,6 +152,8 @@ def schedules_on_meta(streams: Streams) -> Iterator[None]:
                 tensor = tensor.trigger_wait()
             if message.op is dist.isend:
                 streams.send(SEND, tensor.nbytes, AXIS, asynchronous=True)
+            else:
+                streams.name([tensor], COMMUNICATION)
             under_way.append(_Message(tensor))
         return under_way
 
@@ -340,7 +330,7 @@ class PipelineRank(ShardedRank):
     # -- running it
 
     def held(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what of a batch lies on this rank: the inputs on the first one, what the loss needs on the last,
+        """Return the part of a batch on this rank: the inputs on the first one, what the loss needs on the last,
         as the labels from which transformers' models compute theirs."""
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         of_inputs = [tensor for tensor in tensors_of(inputs) if tensor is not labels] if self._stages[0].first else []
@@ -393,7 +383,7 @@ class PipelineRank(ShardedRank):
         self._step.on_phase("forward")
 
     def part(self) -> PipelinePart:
-        """Return what the last step was made of."""
+        """Return the parts of the last step."""
         return self._part
 
 

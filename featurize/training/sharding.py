@@ -61,7 +61,7 @@ class FlatShards(FullyShardedDataParallel):
     accumulates = False
 
     def between_updates(self) -> contextlib.AbstractContextManager[object]:
-        """Return what micro-steps but the last of a step run in."""
+        """Return the context of all micro-steps of a step but the last."""
         return self.no_sync() if self.accumulates else contextlib.nullcontext()
 
 
@@ -458,10 +458,12 @@ def split_experts(model: nn.Module, rules: Mapping[str, Mapping[str, str]], mesh
                 )
             own_experts = distribute_tensor(parameter.detach(), mesh, [Shard(place)], src_data_rank=None)
             setattr(module, name, nn.Parameter(own_experts, requires_grad=parameter.requires_grad))
-        vars(module)["forward"] = _summed(module, module.forward, mesh.get_group())
+        vars(module)["forward"] = _sum_gradients(module, module.forward, mesh.get_group())
 
 
-def _summed(module: nn.Module, forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
+def _sum_gradients(
+    module: nn.Module, forward: Callable[..., Tensor], group: dist.ProcessGroup
+) -> Callable[..., Tensor]:
     signature = inspect.signature(forward)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:

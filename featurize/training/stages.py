@@ -119,14 +119,14 @@ def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
         given, taken = survey.outputs[place - 1], survey.inputs.get(place)
         if taken is not None and (taken.shape, taken.dtype) != (given.shape, given.dtype):
             raise UsageError(
-                f"parallel: pp: the model changes what {survey.paths[place - 1]} gives ({_described(given)}) before "
-                f"{survey.paths[place]} takes it ({_described(taken)}), so that no stage begins between the two; "
+                f"parallel: pp: the model changes what {survey.paths[place - 1]} gives ({_describe(given)}) before "
+                f"{survey.paths[place]} takes it ({_describe(taken)}), so that no stage begins between the two; "
                 f"stage_starts names other modules, {EXAMPLE_STARTS}"
             )
     return starts
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
@@ -324,7 +324,7 @@ class Stage:
         return output
 
     def arrived(self) -> Tensor:
-        """Return what the stage before returned: from here on, it is this stage that runs."""
+        """Return the result of the stage before: from here on, this stage runs."""
         assert self._arriving is not None, "a stage runs from its beginning"
         arriving, self._arriving = self._arriving, None
         self.pause(False)
@@ -332,7 +332,7 @@ class Stage:
         return arriving
 
     def leave(self, tensor: Tensor) -> None:
-        """Take what is given on: from here on, another stage runs."""
+        """Take the result that is passed on: from here on, another stage runs."""
         self._leaving = tensor
         self._stop()
 
@@ -348,9 +348,9 @@ class _WithOwnHooks:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._forward = model, model.forward
         self._before = [
-            (hook, key in model._forward_pre_hooks_with_kwargs) for key, hook in _taken(model._forward_pre_hooks)
+            (hook, key in model._forward_pre_hooks_with_kwargs) for key, hook in _take(model._forward_pre_hooks)
         ]
-        self._after = [(hook, key in model._forward_hooks_with_kwargs) for key, hook in _taken(model._forward_hooks)]
+        self._after = [(hook, key in model._forward_hooks_with_kwargs) for key, hook in _take(model._forward_hooks)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for hook, takes_named in self._before:
@@ -366,7 +366,7 @@ class _WithOwnHooks:
         return out
 
 
-def _taken(hooks: dict[int, Any]) -> list[tuple[int, Any]]:
+def _take(hooks: dict[int, Any]) -> list[tuple[int, Any]]:
     taken = list(hooks.items())
     hooks.clear()
     return taken
@@ -593,7 +593,7 @@ class RepeatedPasses:
         batch.spans.append((now.operators, now.operators + len(note.operators)))
         known = self._remembered(note.memory, batch)
         if recorder.log.keep_operators:
-            recorder.log.operators.extend(_moved(operator, note.spans, batch.spans) for operator in note.operators)
+            recorder.log.operators.extend(_move(operator, note.spans, batch.spans) for operator in note.operators)
         later = Since(now.operators - note.began.operators, now.collectives - note.began.collectives)
         for sent in note.sent:
             if sent.before is not None and sent.before > note.spans[-1][1]:
@@ -636,7 +636,7 @@ class RepeatedPasses:
 def _memory_of(
     memory: BlockRecord, stretch: Stretch, batch: _Batch, results: Sequence[Tensor | None], *, ends: bool
 ) -> _Memory:
-    """Return what a pass does to memory.
+    """Return the effect of a pass on memory.
 
     Args:
         memory: The step's memory.
@@ -652,7 +652,7 @@ def _memory_of(
     placed = [result if result is None else _result_of(memory, result) for result in results]
     given = [result.block for result in placed if result is not None]
     left = [block for block in stretch.leaving if block not in given]
-    held = [_held(memory, block, left) for block in stretch.entering if block not in kept]
+    held = [_hold(memory, block, left) for block in stretch.entering if block not in kept]
     used = {block: kept[block] for block in (*stretch.entering, *given) if block in kept}
     if not set(given) <= {*used, *stretch.leaving}:
         raise DoesNotRepeat("a pass gives what was there before")
@@ -666,7 +666,7 @@ def _memory_of(
     return _Memory(stretch, used, held, left, placed, signatures)
 
 
-def _held(memory: BlockRecord, before: int, left: list[int]) -> _Held:
+def _hold(memory: BlockRecord, before: int, left: list[int]) -> _Held:
     """Return the storage whose block a pass frees, with the one that it takes in its place, which is taken out
     of those that it leaves."""
     about, storage = memory.signature(before), memory.storage_of(before)
@@ -690,8 +690,8 @@ def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
     return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
-def _moved(operator: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:
-    """The operator of a repeated pass, with the sources of its own micro-batch; others count as there before."""
+def _move(operator: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:
+    """Return the operator of a repeated pass, with the sources of its own micro-batch; others count as there before."""
 
     def source(number: int) -> int:
         for (begin, end), (to, last) in zip(noted, now, strict=True):

@@ -190,7 +190,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
 
     measured_peak, traced_peak = _peak(measured), _peak(traced)
     alive = _alive(measured, measured_peak[0]), _alive(traced, traced_peak[0])
-    requested = _requested(measured), _requested(traced)
+    requested = _list_requested(measured), _list_requested(traced)
     replayed = recorded.allocator.peak_reserved_bytes
     of_workspaces = _workspace_gap(*alive)
     gap = {
@@ -296,7 +296,7 @@ def _alive(side: _Side, index: int) -> list[_Held]:
     return [held for held in side.blocks if held.begin <= index and (held.end is None or held.end > index)]
 
 
-def _requested(side: _Side) -> list[_Held]:
+def _list_requested(side: _Side) -> list[_Held]:
     """Return the blocks that the last step requests. The trace copies its batch once, a trial in every step."""
     return [
         held

@@ -183,7 +183,7 @@ def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
 
 
 def required(project: dict) -> dict:
-    """Return what pyproject.toml asks for, by archive, and torch's requirement."""
+    """Return the requirements of pyproject.toml, by archive, and torch's requirement."""
     extras = {name: [Requirement(line) for line in lines] for name, lines in project["optional-dependencies"].items()}
 
     def members(extra: str) -> Iterator[Requirement]:
@@ -273,7 +273,7 @@ def _check_size(archives: Sequence[Archive], mib: float) -> None:
     """Raise `UsageError` where the part of the last archive has become larger than `mib`."""
     part = PARTS[archives[-1].name]
     beside_bytes = len((ROOT / "infra/offline/launch.py").read_bytes()) + (64 << 10)  # more than a manifest takes
-    needed = -(-(beside_bytes + sum(one.bytes for one in archives if PARTS[one.name] == part)) // 2**20)
+    needed = -(-(beside_bytes + sum(archive.bytes for archive in archives if PARTS[archive.name] == part)) // 2**20)
     if needed > mib:
         raise UsageError(
             f"mib={mib:.4g} is too small: {part} takes {needed}; or leave out with present= what the machine has"
@@ -425,15 +425,17 @@ def _download(
     }
     built: list[Path] = []
     while asked:
-        done = _pip("download", "--dest", folder, *target.pip_options, *asked.values())
-        if done.returncode == 0:
+        completed = _pip("download", "--dest", folder, *target.pip_options, *asked.values())
+        if completed.returncode == 0:
             break
-        if "connection broken" in done.stderr:
+        if "connection broken" in completed.stderr:
             raise EnvironmentProblem("pip reaches no index; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
-        match = _NO_MATCH.search(done.stderr)
+        match = _NO_MATCH.search(completed.stderr)
         name = canonicalize_name(match[1]) if match else None
         if name not in asked:
-            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
+            lines = [line for line in completed.stderr.splitlines() if line.startswith("ERROR")] or [
+                completed.stderr.strip()
+            ]
             raise EnvironmentProblem(f"pip cannot download wheels: {lines[-1]}")
         if asked[name] != f"{name}{specifiers[name]}":
             asked[name] = f"{name}{specifiers[name]}"

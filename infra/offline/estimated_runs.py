@@ -79,25 +79,27 @@ def _energy_a_step(run: Mapping[str, Any]) -> float | None:
     return run["energy_j"] / run["steps"] if run["energy_j"] and run["steps"] else None
 
 
-def _process_mib(done: Estimate) -> float | None:
-    others_mib = (done.card_mib or 0.0) - (done.process_mib or 0.0)  # what the machine holds without the process
-    return done.peak_memory_mib - others_mib
+def _process_mib(estimate: Estimate) -> float | None:
+    others_mib = (estimate.card_mib or 0.0) - (
+        estimate.process_mib or 0.0
+    )  # what the machine holds without the process
+    return estimate.peak_memory_mib - others_mib
 
 
-def _power(done: Estimate) -> float | None:
-    return done.energy_j / done.step_time_ms * 1e3 if done.energy_j and done.step_time_ms else None
+def _power(estimate: Estimate) -> float | None:
+    return estimate.energy_j / estimate.step_time_ms * 1e3 if estimate.energy_j and estimate.step_time_ms else None
 
 
 FIGURES: Mapping[str, Figure] = {
     "allocated": Figure(
         title="allocated memory, MiB",
         measured=lambda run: run["peak_allocated_mib"],
-        estimated=lambda done: done.allocated_mib,
+        estimated=lambda estimate: estimate.allocated_mib,
     ),
     "reserved": Figure(
         title="reserved memory, MiB",
         measured=lambda run: run["peak_reserved_mib"],
-        estimated=lambda done: done.reserved_mib,
+        estimated=lambda estimate: estimate.reserved_mib,
     ),
     "process": Figure(
         title="process memory, MiB",
@@ -107,16 +109,22 @@ FIGURES: Mapping[str, Figure] = {
     "step_time": Figure(
         title="step time, ms",
         measured=lambda run: run["step_time_ms"],
-        estimated=lambda done: done.step_time_ms,
+        estimated=lambda estimate: estimate.step_time_ms,
     ),
-    "smact": Figure(title="SMACT", measured=lambda run: run["smact"], estimated=lambda done: done.smact, is_ratio=True),
-    "smocc": Figure(title="SMOCC", measured=lambda run: run["smocc"], estimated=lambda done: done.smocc, is_ratio=True),
-    "drama": Figure(title="DRAMA", measured=lambda run: run["drama"], estimated=lambda done: done.drama, is_ratio=True),
+    "smact": Figure(
+        title="SMACT", measured=lambda run: run["smact"], estimated=lambda estimate: estimate.smact, is_ratio=True
+    ),
+    "smocc": Figure(
+        title="SMOCC", measured=lambda run: run["smocc"], estimated=lambda estimate: estimate.smocc, is_ratio=True
+    ),
+    "drama": Figure(
+        title="DRAMA", measured=lambda run: run["drama"], estimated=lambda estimate: estimate.drama, is_ratio=True
+    ),
     "power": Figure(title="power, W", measured=lambda run: run["power_w"], estimated=_power),
     "energy": Figure(
         title="energy of a step, J",
         measured=_energy_a_step,
-        estimated=lambda done: done.energy_j,
+        estimated=lambda estimate: estimate.energy_j,
     ),
 }
 
@@ -163,23 +171,27 @@ class EstimatedRuns:
     @property
     def solo(self) -> tuple[EstimatedRun, ...]:
         """Runs on one device that ended well."""
-        return tuple(one for one in self.runs if one.run["status"] == "ok" and one.run["parallel"] is None)
+        return tuple(
+            estimated_run
+            for estimated_run in self.runs
+            if estimated_run.run["status"] == "ok" and estimated_run.run["parallel"] is None
+        )
 
 
 def by_family(runs: Iterable[EstimatedRun]) -> dict[str, list[EstimatedRun]]:
     """Return family -> its runs, sorted by name."""
     families: dict[str, list[EstimatedRun]] = defaultdict(list)
-    for one in runs:
-        families[one.run["family"]].append(one)
+    for estimated_run in runs:
+        families[estimated_run.run["family"]].append(estimated_run)
     return dict(sorted(families.items()))
 
 
 def spread_of(runs: Iterable[EstimatedRun], name: str, by: str = TRACE) -> Shift | None:
     """Return the errors of a figure: relative, of ratios absolute. None where no run has both values."""
     pairs = [
-        Pair(key={"run_id": one.run["run_id"]}, before={name: both[0]}, after={name: both[1]})
-        for one in runs
-        if (both := one.pair(name, by)) is not None
+        Pair(key={"run_id": estimated_run.run["run_id"]}, before={name: both[0]}, after={name: both[1]})
+        for estimated_run in runs
+        if (both := estimated_run.pair(name, by)) is not None
     ]
     return next(iter(summed_up(pairs, name, math.inf)), None)
 
@@ -254,7 +266,7 @@ def _unusable(run: Mapping[str, Any], source: str) -> str | None:
 
 
 def _key(run: Mapping[str, Any]) -> tuple:
-    """Return what decides a run's estimates."""
+    """Return the properties that decide a run's estimates."""
     return (run["config"], run["device_name"], run["allocator_settings"], run["memory_fraction"])
 
 
@@ -303,7 +315,9 @@ def operator_times(data: str | os.PathLike[str], runs: Sequence[EstimatedRun]) -
     """
     import warehouse
 
-    modelled = {one.run["run_id"]: one.modelled_ms for one in runs if one.modelled_ms}
+    modelled = {
+        estimated_run.run["run_id"]: estimated_run.modelled_ms for estimated_run in runs if estimated_run.modelled_ms
+    }
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = connection.execute(
             "SELECT timing, run_id, operator, sum(duration_us * count / steps) / 1e3 FROM kernels "
@@ -315,15 +329,15 @@ def operator_times(data: str | os.PathLike[str], runs: Sequence[EstimatedRun]) -
             measured[timing][run_id][operator] = ms
     times = {}
     for timing, of_runs in measured.items():
-        names = {name for run_id, own in of_runs.items() for name in (*own, *modelled[run_id])}
+        names = {name for run_id, measured_ms in of_runs.items() for name in (*measured_ms, *modelled[run_id])}
         summed = [
             OperatorTimes(
                 operator=name,
-                runs=sum(name in own and name in modelled[run_id] for run_id, own in of_runs.items()),
-                measured_ms=sum(own.get(name, 0.0) for own in of_runs.values()),
+                runs=sum(name in measured_ms and name in modelled[run_id] for run_id, measured_ms in of_runs.items()),
+                measured_ms=sum(measured_ms.get(name, 0.0) for measured_ms in of_runs.values()),
                 modelled_ms=sum(modelled[run_id].get(name, 0.0) for run_id in of_runs),
             )
             for name in names
         ]
-        times[timing] = sorted(summed, key=lambda one: (-max(one.measured_ms, one.modelled_ms), one.operator))
+        times[timing] = sorted(summed, key=lambda time: (-max(time.measured_ms, time.modelled_ms), time.operator))
     return times

@@ -88,10 +88,12 @@ def part_folders(given: "str | None") -> "list[str]":
     """Return the folders of the parts: the given ones, or this script's and those beside it."""
     if given is not None:
         return [os.path.abspath(folder) for folder in given.split(",")]
-    own = os.path.dirname(os.path.abspath(__file__))
-    beside = os.path.dirname(own)
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    beside = os.path.dirname(own_folder)
     others = [os.path.join(beside, name) for name in sorted(os.listdir(beside))]
-    return [own] + [folder for folder in others if folder != own and os.path.exists(os.path.join(folder, MANIFEST))]
+    return [own_folder] + [
+        folder for folder in others if folder != own_folder and os.path.exists(os.path.join(folder, MANIFEST))
+    ]
 
 
 def read_manifest(folders: "list[str]") -> dict:
@@ -101,15 +103,15 @@ def read_manifest(folders: "list[str]") -> dict:
         path = os.path.join(folder, MANIFEST)
         try:
             with open(path, encoding="utf-8") as file:
-                own = json.load(file)
-            bundle = own["bundle"]
-            if own["format"] != FORMAT:
+                own_manifest = json.load(file)
+            bundle = own_manifest["bundle"]
+            if own_manifest["format"] != FORMAT:
                 raise ValueError("another format")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Problem(f"{folder} is not part of an offline bundle: {MANIFEST}: {error}") from error
         if manifest is not None and bundle != manifest["bundle"]:
             raise Problem(f"{folders[0]} and {folder} are parts of different bundles; name one bundle's with parts=")
-        manifest = own
+        manifest = own_manifest
     return manifest
 
 
@@ -228,11 +230,11 @@ def check_machine(manifest: dict) -> None:
 def check_torch(manifest: dict) -> None:
     """Raise `Problem` where torch is too old or cannot be imported, which takes seconds."""
     command = [sys.executable, "-W", "ignore", "-c", "import torch; print(torch.__version__)"]
-    done = subprocess.run(command, capture_output=True)
-    if done.returncode:
-        reason = (done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"])[-1]
+    completed = subprocess.run(command, capture_output=True)
+    if completed.returncode:
+        reason = (completed.stderr.decode(errors="replace").splitlines() or [f"exit code {completed.returncode}"])[-1]
         raise Problem(f"{sys.executable} cannot import torch: {reason}; start offline.py with the Python that has it")
-    release = done.stdout.decode().split()[-1]
+    release = completed.stdout.decode().split()[-1]
     if numbers(release) < numbers(manifest["torch"]):
         raise Problem(f"torch {release} is too old; {manifest['torch']} or newer is needed")
 

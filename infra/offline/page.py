@@ -151,7 +151,7 @@ def _context(work: Path, device: DeviceSpec | None, runs: EstimatedRuns, data: s
         measured_mib = made.profile.outside_mib(True)
         measured = f" measured={shlex.quote(str(work / 'probes' / NUMBERS))}"
     else:
-        causes = [causes["context"] for one in runs.solo if (causes := one.causes_mib) is not None]
+        causes = [causes["context"] for estimated_run in runs.solo if (causes := estimated_run.causes_mib) is not None]
         if len(causes) < _LEAST:
             return
         measured_mib = assumed_mib - statistics.median(causes)
@@ -171,8 +171,8 @@ def _families(runs: EstimatedRuns, data: str) -> Found:
     for figure, most in _OFF.items():
         families = [
             f"{family} {bias_text(figure, spread)} ({count_of(spread.pairs, 'run')})"
-            for family, own in by_family(runs.solo).items()
-            if (spread := spread_of(own, figure)) and spread.pairs >= _LEAST and abs(spread.median) > most
+            for family, family_runs in by_family(runs.solo).items()
+            if (spread := spread_of(family_runs, figure)) and spread.pairs >= _LEAST and abs(spread.median) > most
         ]
         if families:
             yield kernels if figure in _KERNELS else NO_COMMAND, f"{FIGURES[figure].title}: {', '.join(families)}"
@@ -181,12 +181,12 @@ def _families(runs: EstimatedRuns, data: str) -> Found:
 def _operators(data: Path, runs: EstimatedRuns) -> Found:
     # `learn.fit_kernels` learns from steps, and of kernels only from those that CUDA events timed.
     operators = operator_times(data, runs.runs).get("cupti", []) if runs.runs else []
-    total_ms = sum(one.measured_ms for one in operators)
+    total_ms = sum(operator.measured_ms for operator in operators)
     wrong = [
-        f"{one.operator} {operator_ratio(one)}"
-        for one in operators
-        if one.measured_ms > _OPERATOR_SHARE * total_ms
-        and not 1 / _OPERATOR_RATIO <= one.modelled_ms / one.measured_ms <= _OPERATOR_RATIO
+        f"{operator.operator} {operator_ratio(operator)}"
+        for operator in operators
+        if operator.measured_ms > _OPERATOR_SHARE * total_ms
+        and not 1 / _OPERATOR_RATIO <= operator.modelled_ms / operator.measured_ms <= _OPERATOR_RATIO
     ]
     if wrong:
         yield NO_COMMAND, f"kernels, modelled over measured: {', '.join(wrong)}"
@@ -204,8 +204,8 @@ def _workspaces(work: Path) -> Found:
 
 def _corrected_models(runs: EstimatedRuns, data: str) -> Found:
     for target, figure in OF_TARGET.items():
-        own = [one for one in runs.solo if is_corrected(one, target)]
-        trace, shipped = spread_of(own, figure), spread_of(own, figure, SHIPPED)
+        corrected = [estimated_run for estimated_run in runs.solo if is_corrected(estimated_run, target)]
+        trace, shipped = spread_of(corrected, figure), spread_of(corrected, figure, SHIPPED)
         if trace and shipped and trace.pairs >= _LEAST and shipped.median_size > _FARTHER * trace.median_size:
             can_fit = trace.pairs >= MIN_ROWS
             needed = "" if can_fit else f"; a fit needs {MIN_ROWS}"
@@ -218,7 +218,7 @@ def _corrected_models(runs: EstimatedRuns, data: str) -> Found:
 
 def _recorded_jobs(compared: Sequence[BlockComparison]) -> Found:
     for verdict, words in _VERDICTS.items():
-        if names := [one.name for one in compared if one.verdict == verdict]:
+        if names := [comparison.name for comparison in compared if comparison.verdict == verdict]:
             yield NO_COMMAND, f"{words}: {', '.join(names)}"
 
 
@@ -429,8 +429,10 @@ def _shown_device(results: Results) -> str:
 def _head(results: Results, to_refit: Mapping[str, Sequence[str]], *, is_judged: bool) -> tuple[Block, ...]:
     runs = results.runs
     warning = _OF_KIND[results.kind]
-    torch = sorted({str(one.run["torch_version"]) for one in runs.runs})
-    drivers = sorted({str(one.run["driver_version"]) for one in runs.runs if one.run["driver_version"]})
+    torch = sorted({str(estimated_run.run["torch_version"]) for estimated_run in runs.runs})
+    drivers = sorted(
+        {str(estimated_run.run["driver_version"]) for estimated_run in runs.runs if estimated_run.run["driver_version"]}
+    )
     versions = ", ".join([*(f"torch {version}" for version in torch), *(f"driver {version}" for version in drivers)])
     families = counted(len(by_family(runs.runs)), "family", "families")
     tiles = [
@@ -473,7 +475,7 @@ def _refit_blocks(
 
 def _summary(results: Results, to_refit: Mapping[str, Sequence[str]], absent: Mapping[str, str]) -> list[str]:
     runs = results.runs
-    statuses = Counter(one.run["status"] for one in runs.runs)
+    statuses = Counter(estimated_run.run["status"] for estimated_run in runs.runs)
     counted = ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none"
     lines = [f"runs on {_shown_device(results)}: {counted}; {results.device_text}"]
     if warning := _OF_KIND[results.kind]:
@@ -511,7 +513,7 @@ def run(argv: Sequence[str]) -> None:
         raise UsageError(f"out={out} is a file, not a folder")
     work = work_folder(results.absolute(), out)
     with terminal_bar("estimates", remaining=True) as update:
-        of_work = read_results(work, lambda done, of: update(completed=done, total=of) if update else None)
+        of_work = read_results(work, lambda count, of: update(completed=count, total=of) if update else None)
     page, lines = make_page(of_work, asked.datasets)
     out.mkdir(parents=True, exist_ok=True)
     write_output(out / PAGE, page_bytes(page))

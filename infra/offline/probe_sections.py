@@ -62,7 +62,7 @@ class Absent(Exception):
 
 
 def contents(path: Path) -> Any:
-    """Return what a JSON file of the probes holds. Raises `Absent`, also for an empty or damaged file."""
+    """Return the content of a JSON file of the probes. Raises `Absent`, also for an empty or damaged file."""
     try:
         content = read_json(path)
     except FileNotFoundError:
@@ -97,22 +97,22 @@ def contexts_blocks(work: Path, device: DeviceSpec | None) -> tuple[Block, ...]:
     """Return the blocks on memory outside the allocator; profiles are fitted where the GPU has a description."""
     rows: list[dict[str, Cell]] = []
     reasons: Counter[str] = Counter()
-    for one in contents(work / "probes" / "context.json"):
-        process_mib, card_mib, before_mib = one["process_mib"], one["card_mib"], one["card_before_mib"]
+    for context in contents(work / "probes" / "context.json"):
+        process_mib, card_mib, before_mib = context["process_mib"], context["card_mib"], context["card_before_mib"]
         if process_mib is None and card_mib is None:
-            reasons[one.get("reason") or "no reason is recorded"] += 1
+            reasons[context.get("reason") or "no reason is recorded"] += 1
             continue
-        reserved_mib = one["reserved_mib"] or 0.0
+        reserved_mib = context["reserved_mib"] or 0.0
         rows.append(
             {
-                "measurement": one["name"],
-                "cuDNN": "yes" if one["cudnn"] else "no",
+                "measurement": context["name"],
+                "cuDNN": "yes" if context["cudnn"] else "no",
                 "card before": mib(before_mib),
                 "growth of the card": mib(None if None in (card_mib, before_mib) else card_mib - before_mib),
                 "process": mib(process_mib),
-                "reserved": mib(one["reserved_mib"]),
+                "reserved": mib(context["reserved_mib"]),
                 "outside the allocator": mib(None if process_mib is None else process_mib - reserved_mib),
-                "*remark": one.get("reason") or "",
+                "*remark": context.get("reason") or "",
             }
         )
     blocks: list[Block] = [Callout(f"Not measured ({count}): {reason}") for reason, count in reasons.items()]
@@ -126,7 +126,9 @@ def contexts_blocks(work: Path, device: DeviceSpec | None) -> tuple[Block, ...]:
             assumed = machine_for(None if name == CURRENT else name, device, work / "data")
             columns |= {f"{name}, fitted": made.profile, f"{name}, assumed": assumed}
     if columns:
-        parts = [(part.removesuffix("_mib"), *(mib(getattr(one, part)) for one in columns.values())) for part in PARTS]
+        parts = [
+            (part.removesuffix("_mib"), *(mib(getattr(column, part)) for column in columns.values())) for part in PARTS
+        ]
         blocks += [Heading(f"Machine profiles with {device.name}, MiB"), table(("part", *columns), parts)]
     else:
         blocks.append(Lead("No numbers for a machine profile were measured."))
@@ -139,11 +141,11 @@ def measured_workspaces(work: Path) -> tuple[list[dict[str, Any]], int]:
     Raises `Absent`.
     """
     all_rows = contents(work / "probes" / "workspaces.json")
-    rows = [one for one in all_rows if one.get("measured_bytes") is not None and one.get("assumed_bytes") is not None]
+    rows = [row for row in all_rows if row.get("measured_bytes") is not None and row.get("assumed_bytes") is not None]
     if not rows:
-        reason = next((one["reason"] for one in all_rows if one.get("reason")), "no row has both figures")
+        reason = next((row["reason"] for row in all_rows if row.get("reason")), "no row has both figures")
         raise Absent(f"No workspace was measured: {reason}.")
-    rows.sort(key=lambda one: -abs(one["measured_bytes"] - one["assumed_bytes"]))
+    rows.sort(key=lambda row: -abs(row["measured_bytes"] - row["assumed_bytes"]))
     return rows, len(all_rows) - len(rows)
 
 
@@ -152,19 +154,19 @@ def workspaces_blocks(work: Path) -> tuple[Block, ...]:
     rows, missing = measured_workspaces(work)
     cells: list[dict[str, Cell]] = [
         {
-            "operator": f"{one['operator']} {one.get('phase') or ''}",
-            "dtype": str(one["dtype"]),
-            "*shapes and arguments": f"{json.dumps(one['shapes'])} {_arguments(one.get('config'))}",
-            "measured": mib(one["measured_bytes"] / MIB),
-            "assumed": mib(one["assumed_bytes"] / MIB),
-            "difference": f"{(one['assumed_bytes'] - one['measured_bytes']) / MIB:+,.1f}",
+            "operator": f"{row['operator']} {row.get('phase') or ''}",
+            "dtype": str(row["dtype"]),
+            "*shapes and arguments": f"{json.dumps(row['shapes'])} {_arguments(row.get('config'))}",
+            "measured": mib(row["measured_bytes"] / MIB),
+            "assumed": mib(row["assumed_bytes"] / MIB),
+            "difference": f"{(row['assumed_bytes'] - row['measured_bytes']) / MIB:+,.1f}",
         }
-        for one in rows[:_SHOWN]
+        for row in rows[:_SHOWN]
     ]
-    equal = sum(one["measured_bytes"] == one["assumed_bytes"] for one in rows)
+    equal = sum(row["measured_bytes"] == row["assumed_bytes"] for row in rows)
     lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
     blocks: list[Block] = [Lead(f"{lead} The table has the largest differences, in MiB.")]
-    points = [(one["measured_bytes"] / MIB, one["assumed_bytes"] / MIB, str(one["operator"])) for one in rows]
+    points = [(row["measured_bytes"] / MIB, row["assumed_bytes"] / MIB, str(row["operator"])) for row in rows]
     picture = against("workspace, MiB", points, is_log=True, axes=("measured", "assumed"))
     if picture is not None:
         blocks.append(SideBySide((Group("Workspaces, MiB", (Drawn(picture),)),)))
@@ -207,7 +209,7 @@ def recorded_devices(work: Path) -> list[str]:
 
 def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str]) -> tuple[Block, ...]:
     """Return the blocks on the recorded jobs beside their traces, block by block."""
-    verdicts = Counter(one.verdict for one in compared)
+    verdicts = Counter(comparison.verdict for comparison in compared)
     reasons: dict[str, list[str]] = {}
     for name, reason in failed.items():
         reasons.setdefault(reason, []).append(name)
@@ -225,23 +227,23 @@ def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str
     return tuple(blocks)
 
 
-def _group(one: BlockComparison) -> Group:
-    level: Level = "good" if one.verdict == NONE else "look"
+def _group(comparison: BlockComparison) -> Group:
+    level: Level = "good" if comparison.verdict == NONE else "look"
     peaks = [
-        ("allocated", mib(one.measured_allocated_bytes / MIB), mib(one.traced_allocated_bytes / MIB)),
-        ("reserved", mib(one.measured_reserved_bytes / MIB), mib(one.traced_reserved_bytes / MIB)),
-        ("recorded requests, replayed", mib(one.replayed_reserved_bytes / MIB), ""),
-        *((f"gap by {cause}", mib(nbytes / MIB), "") for cause, nbytes in one.gap_bytes.items()),
+        ("allocated", mib(comparison.measured_allocated_bytes / MIB), mib(comparison.traced_allocated_bytes / MIB)),
+        ("reserved", mib(comparison.measured_reserved_bytes / MIB), mib(comparison.traced_reserved_bytes / MIB)),
+        ("recorded requests, replayed", mib(comparison.replayed_reserved_bytes / MIB), ""),
+        *((f"gap by {cause}", mib(nbytes / MIB), "") for cause, nbytes in comparison.gap_bytes.items()),
     ]
     details: list[Block] = [table(("peak, MiB", "measured", "traced"), peaks)]
-    for title, match in (("At the peak", one.at_peak), ("In the step", one.in_step)):
+    for title, match in (("At the peak", comparison.at_peak), ("In the step", comparison.in_step)):
         details += [Heading(title), *_match_blocks(match)]
     return Group(
-        one.name,
+        comparison.name,
         (
-            Outcome(level, "equal" if one.verdict == NONE else one.verdict, ""),
-            Drawn(curves_svg(one)),
-            Lead(one.sentence),
+            Outcome(level, "equal" if comparison.verdict == NONE else comparison.verdict, ""),
+            Drawn(curves_svg(comparison)),
+            Lead(comparison.sentence),
             Fold("figures and blocks", tuple(details)),
         ),
     )
@@ -264,8 +266,8 @@ def curves_svg(one: BlockComparison) -> Svg:
     lines = []
     for css, side, curve in sides:
         if curve.allocated_bytes:
-            lines.append((f"line {css} dashed", f"{side} reserved", _thinned(curve.reserved_bytes)))
-            lines.append((f"line {css}", f"{side} allocated", _thinned(curve.allocated_bytes)))
+            lines.append((f"line {css} dashed", f"{side} reserved", _thin(curve.reserved_bytes)))
+            lines.append((f"line {css}", f"{side} allocated", _thin(curve.allocated_bytes)))
     most = max((max(values) for _, _, values in lines), default=1.0)
     plot = Plot(Axis(0.0, 1.0), Axis.of(0.0, max(most, 1e-3)), _MARGINS)
     plot.grid()
@@ -276,7 +278,7 @@ def curves_svg(one: BlockComparison) -> Svg:
     return plot.picture(label, css="timeline")
 
 
-def _thinned(values: Sequence[int]) -> list[float]:
+def _thin(values: Sequence[int]) -> list[float]:
     """Return at most `_MOST_COLUMNS` values in MiB, each the most of its neighbours."""
     size = -(-len(values) // _MOST_COLUMNS)
     return [max(values[start : start + size]) / MIB for start in range(0, len(values), size)]
@@ -312,7 +314,7 @@ def tests_blocks(work: Path) -> tuple[Block, ...]:
         blocks.append(Tiles(tuple(Tile(name, f"{n:,}", "tests") for name, n in _test_counts(outcomes).items())))
         for name in ("failed", "skipped"):
             if isinstance(outcomes.get(name), list) and outcomes[name]:
-                texts = tuple(_outcome_text(one) for one in outcomes[name])
+                texts = tuple(_outcome_text(outcome) for outcome in outcomes[name])
                 blocks.append(Fold(f"{name}: {len(texts)}", (Bullets(texts),), is_open=name == "failed"))
     if doctor.is_file():
         blocks.append(Fold("farm.doctor", (Preformatted(doctor.read_text(errors="replace")),)))
@@ -333,8 +335,8 @@ def _test_counts(outcomes: Mapping[str, Any]) -> dict[str, int]:
     return {name.replace("_", " "): count for name, count in counts.items() if count or name != "not_run"}
 
 
-def _outcome_text(one: Any) -> str:
-    return f"{one.get('test')}: {one.get('reason')}" if isinstance(one, Mapping) else str(one)
+def _outcome_text(outcome: Any) -> str:
+    return f"{outcome.get('test')}: {outcome.get('reason')}" if isinstance(outcome, Mapping) else str(outcome)
 
 
 def calls_of(work: Path) -> list[dict[str, Any]]:

@@ -141,8 +141,10 @@ def newest(results: Path) -> Archive:
     (name,) = series_names
     problem = ""
     for generation in sorted({generation for _, generation, *_ in names.values()}, reverse=True):
-        found_slices = {number: path for path, (_, own, number, *_) in names.items() if own == generation}
-        count = max(count for _, own, _, count, _ in names.values() if own == generation)
+        found_slices = {
+            number: path for path, (_, slice_generation, number, *_) in names.items() if slice_generation == generation
+        }
+        count = max(count for _, slice_generation, _, count, _ in names.values() if slice_generation == generation)
         missing = sorted(set(range(1, count + 1)) - set(found_slices))
         torn = [path.name for path in found_slices.values() if _digest(path) != names[path][4]]
         if not missing and not torn:

@@ -51,8 +51,7 @@ from infra.offline.estimated_runs import (
 from infra.offline.probe_sections import Absent, mib, records
 from learn.estimation.notes import RESIDENT
 from learn.sharing.command import memory_errors
-from learn.sharing.learned import measured_groups, packaged_slowdowns
-from learn.sharing.profile import NoUtilization
+from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
 from warehouse.reading.pairing import Shift
 
 MEMORY = ("allocated", "reserved", "process")
@@ -122,7 +121,11 @@ def energy_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
 def _pictures(runs: Sequence[EstimatedRun], names: Iterable[str]) -> list[Block]:
     groups = []
     for name in names:
-        points = [(*pair, f"{one.run['family']} {one.run['run_id']}") for one in runs if (pair := one.pair(name))]
+        points = [
+            (*pair, f"{estimated_run.run['family']} {estimated_run.run['run_id']}")
+            for estimated_run in runs
+            if (pair := estimated_run.pair(name))
+        ]
         picture = against(
             FIGURES[name].title, points, is_log=not FIGURES[name].is_ratio, axes=("measured", "estimated")
         )
@@ -149,26 +152,26 @@ def family_table(runs: Sequence[EstimatedRun], names: Sequence[str]) -> Block:
     if not measured:
         return Lead(f"Not measured: {'; '.join(FIGURES[name].title for name in names)}.")
     rows: list[tuple[Cell, ...]] = [
-        (family, len(own), *(spread_text(name, spread_of(own, name)) for name in measured))
-        for family, own in [*by_family(runs).items(), ("all", runs)]
+        (family, len(family_runs), *(spread_text(name, spread_of(family_runs, name)) for name in measured))
+        for family, family_runs in [*by_family(runs).items(), ("all", runs)]
     ]
     return table(("family", "runs", *(FIGURES[name].title for name in measured)), rows)
 
 
 def _cause_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
-    known = [one for one in runs if one.causes_mib is not None]
+    known = [estimated_run for estimated_run in runs if estimated_run.causes_mib is not None]
     if not known:
         return [Lead("No run has allocated, reserved and process memory, so errors have no causes here.")]
     rows: list[tuple[Cell, ...]] = []
     for family, of_family in [*by_family(known).items(), ("all", known)]:
-        own = [causes for one in of_family if (causes := one.causes_mib) is not None]
-        sums = {cause: sum(abs(causes[cause]) for causes in own) for cause in CAUSES}
+        causes_known = [causes for estimated_run in of_family if (causes := estimated_run.causes_mib) is not None]
+        sums = {cause: sum(abs(causes[cause]) for causes in causes_known) for cause in CAUSES}
         total = sum(sums.values()) or 1.0
         parts = tuple(
             SharePart(css, sums[cause] / total, f"{cause}: {sums[cause] / total:.0%}") for cause, css in CAUSES.items()
         )
-        medians = (f"{statistics.median(causes[cause] for causes in own):+,.1f}" for cause in CAUSES)
-        rows.append((family, len(own), *medians, ShareBar(parts)))
+        medians = (f"{statistics.median(causes[cause] for causes in causes_known):+,.1f}" for cause in CAUSES)
+        rows.append((family, len(causes_known), *medians, ShareBar(parts)))
     return [
         Heading("Errors of process memory by cause, MiB"),
         Lead(
@@ -183,14 +186,20 @@ def _cause_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
 def _bound_blocks(runs: EstimatedRuns, kept: Sequence[EstimatedRun]) -> list[Block]:
     rows: list[dict[str, Cell]] = []
     for by in (TRACE, SHIPPED):
-        bounds = [(one.estimates[by].upper_mib, pair[0]) for one in kept if (pair := one.pair("process", by))]
+        bounds = [
+            (estimated_run.estimates[by].upper_mib, pair[0])
+            for estimated_run in kept
+            if (pair := estimated_run.pair("process", by))
+        ]
         known = [(upper, measured) for upper, measured in bounds if upper is not None]
         held = sum(measured <= upper for upper, measured in known)
         excess = statistics.median(upper / measured - 1 for upper, measured in known) if known else None
-        ooms = [one for one in runs.runs if one.run["status"] == "oom"]
+        ooms = [estimated_run for estimated_run in runs.runs if estimated_run.run["status"] == "oom"]
         predicted = sum(
-            not one.estimates[by].fits(one.run["device_memory_mib"] or one.estimates[by].device_memory_mib or 0.0)
-            for one in ooms
+            not estimated_run.estimates[by].fits(
+                estimated_run.run["device_memory_mib"] or estimated_run.estimates[by].device_memory_mib or 0.0
+            )
+            for estimated_run in ooms
         )
         rows.append(
             {
@@ -204,13 +213,26 @@ def _bound_blocks(runs: EstimatedRuns, kept: Sequence[EstimatedRun]) -> list[Blo
 
 
 def _furthest_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
-    errors = [(abs(pair[1] / pair[0] - 1), pair, one) for one in runs if (pair := one.pair("process"))]
+    errors = [
+        (abs(pair[1] / pair[0] - 1), pair, estimated_run)
+        for estimated_run in runs
+        if (pair := estimated_run.pair("process"))
+    ]
     rows: list[tuple[Cell, ...]] = []
-    for _, (measured, estimated), one in sorted(errors, key=lambda error: -error[0])[:_SHOWN]:
-        causes = one.causes_mib or {}
+    for _, (measured, estimated), estimated_run in sorted(errors, key=lambda error: -error[0])[:_SHOWN]:
+        causes = estimated_run.causes_mib or {}
         largest = max(causes, key=lambda cause: abs(causes[cause]), default=MISSING)
         shift = f"{estimated / measured - 1:+.1%}"
-        rows.append((Code(one.run["run_id"]), one.run["family"], largest, mib(measured), mib(estimated), shift))
+        rows.append(
+            (
+                Code(estimated_run.run["run_id"]),
+                estimated_run.run["family"],
+                largest,
+                mib(measured),
+                mib(estimated),
+                shift,
+            )
+        )
     heads = ("run", "family", "largest cause", "measured", "estimated", "error")
     return [Fold("runs furthest off", (table(heads, rows, words=3),))] if rows else []
 
@@ -219,17 +241,17 @@ def shipped_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
     """Return the packaged corrected models beside the plain trace, on runs that both answer."""
     rows: list[dict[str, Cell]] = []
     for target, name in OF_TARGET.items():
-        own = [one for one in _solo(runs) if is_corrected(one, target)]
-        trace, shipped = spread_of(own, name), spread_of(own, name, SHIPPED)
+        corrected = [estimated_run for estimated_run in _solo(runs) if is_corrected(estimated_run, target)]
+        trace, shipped = spread_of(corrected, name), spread_of(corrected, name, SHIPPED)
         if trace and shipped:
             texts = spread_text(name, trace), spread_text(name, shipped)
             nearer = "trace" if trace.median_size <= shipped.median_size else "corrected model"
             rows.append(
                 {
                     "target": target,
-                    "model": own[0].estimates[SHIPPED].answered_by[target],
+                    "model": corrected[0].estimates[SHIPPED].answered_by[target],
                     "nearer": nearer if texts[0] != texts[1] else "neither",
-                    "*families": ", ".join(sorted({one.run["family"] for one in own})),
+                    "*families": ", ".join(sorted({estimated_run.run["family"] for estimated_run in corrected})),
                     "runs": shipped.pairs,
                     "trace": texts[0],
                     "corrected model": texts[1],
@@ -273,8 +295,8 @@ def _sensor_blocks(data: Path) -> list[Block]:
         return [Heading("Power sensors"), Lead("No sensor gave an energy counter to check power against.")]
     reference = max(counters, key=lambda source: (len(watts[source]), "nvml" in source))
     cells = []
-    for source, own in sorted(watts.items()):
-        ratios = [value / watts[reference][run] for run, value in own.items() if run in watts[reference]]
+    for source, watts_of_run in sorted(watts.items()):
+        ratios = [value / watts[reference][run] for run, value in watts_of_run.items() if run in watts[reference]]
         if ratios and source != reference:
             low, middle, high = np.quantile(ratios, [0.1, 0.5, 0.9])
             cells.append((source, len(ratios), f"{middle:.3f}", f"{low:.3f} to {high:.3f}"))
@@ -288,13 +310,13 @@ def protocol_blocks(data: Path) -> tuple[Block, ...]:
     from tests.bench.gpu_protocols import published_trials
 
     measured, published = gpu_figures.measured(data), published_trials(data)
-    keys = dict.fromkeys(one["key"] for one in (*measured, *published))
+    keys = dict.fromkeys(row["key"] for row in (*measured, *published))
     if not keys:
         raise Absent("The results have no runs of the benchmark (step bench).")
     blocks: list[Block] = []
     for key in keys:
-        rows, trials = ([one for one in of_all if one["key"] == key] for of_all in (measured, published))
-        windows = [one["window_s"] for one in (*trials, *rows) if one["window_s"] and one.get("protocol") != "adaptive"]
+        rows, trials = ([row for row in of_all if row["key"] == key] for of_all in (measured, published))
+        windows = [row["window_s"] for row in (*trials, *rows) if row["window_s"] and row.get("protocol") != "adaptive"]
         seconds = statistics.median(windows) if windows else float("nan")
         blocks += markdown_blocks(gpu_figures.lines(gpu_figures.figures(rows, trials, round(seconds, 1))))
     return tuple(blocks)
@@ -328,19 +350,22 @@ def kernel_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
     }
     blocks: list[Block] = []
     for timing, operators in times.items():
-        measured, modelled = sum(one.measured_ms for one in operators), sum(one.modelled_ms for one in operators)
-        points = [(one.measured_ms, one.modelled_ms, one.operator) for one in operators]
+        measured, modelled = (
+            sum(operator.measured_ms for operator in operators),
+            sum(operator.modelled_ms for operator in operators),
+        )
+        points = [(operator.measured_ms, operator.modelled_ms, operator.operator) for operator in operators]
         picture = against("kernels of an operator, ms", points, is_log=True, axes=("measured", "modelled"))
         rows: list[dict[str, Cell]] = [
             {
-                "operator": Code(one.operator),
-                "runs": one.runs,
-                "measured, ms": figure(one.measured_ms) if one.measured_ms else MISSING,
-                "modelled, ms": figure(one.modelled_ms) if one.modelled_ms else MISSING,
-                "modelled / measured": operator_ratio(one),
-                "share of the time": f"{one.measured_ms / measured:.1%}" if one.measured_ms else MISSING,
+                "operator": Code(operator.operator),
+                "runs": operator.runs,
+                "measured, ms": figure(operator.measured_ms) if operator.measured_ms else MISSING,
+                "modelled, ms": figure(operator.modelled_ms) if operator.modelled_ms else MISSING,
+                "modelled / measured": operator_ratio(operator),
+                "share of the time": f"{operator.measured_ms / measured:.1%}" if operator.measured_ms else MISSING,
             }
-            for one in operators[:_MOST_OPERATORS]
+            for operator in operators[:_MOST_OPERATORS]
         ]
         sums = f"{figure(measured)} ms measured, {figure(modelled)} ms by the kernel model"
         blocks += [Heading(words.get(timing, timing)), Lead(f"Kernels of a step, summed over the runs: {sums}.")]
@@ -398,8 +423,8 @@ def pair_errors(data: Path) -> PairErrors:
         except NoUtilization:
             left_out["a member's solo utilization is unknown"] += 1
             continue
-        for job, slowdown, one in zip(group.jobs, group.slowdowns, expected, strict=True):
-            members[sharing[group.group_id]].append((slowdown, one.median, job.name))
+        for job, slowdown, expectation in zip(group.jobs, group.slowdowns, expected, strict=True):
+            members[sharing[group.group_id]].append((slowdown, expectation.median, job.name))
     memory = memory_errors(groups, lambda group: sharing[group.group_id])
     return PairErrors(members=dict(sorted(members.items())), memory=memory, left_out=left_out)
 
@@ -439,9 +464,9 @@ def pair_blocks(data: Path) -> tuple[Block, ...]:
 def rank_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
     """Return runs on several GPUs beside their estimates, by layout."""
     layouts: dict[str, list[EstimatedRun]] = defaultdict(list)
-    for one in runs.runs:
-        if one.run["parallel"] is not None:
-            layouts[one.run["parallel"]].append(one)
+    for estimated_run in runs.runs:
+        if estimated_run.run["parallel"] is not None:
+            layouts[estimated_run.run["parallel"]].append(estimated_run)
     if not layouts:
         raise Absent("The results have no runs on several GPUs (step ranks).")
     names = ("process", "step_time")

@@ -129,8 +129,8 @@ def _test(place: Place, seconds: float) -> list[list[str]]:
 
 def _probes(*names: str) -> Callable[[Place, float], list[list[str]]]:
     def commands(place: Place, seconds: float) -> list[list[str]]:
-        own = ["-m", "infra.offline.probes", f"probes=[{','.join(names)}]", f"out={place.work / 'probes'}"]
-        return [[*own, f"device={place.device}", f"seconds={seconds:.0f}"]]
+        command = ["-m", "infra.offline.probes", f"probes=[{','.join(names)}]", f"out={place.work / 'probes'}"]
+        return [[*command, f"device={place.device}", f"seconds={seconds:.0f}"]]
 
     return commands
 
@@ -256,7 +256,7 @@ class Call:
         self.pack_s = max(self.pack_s, self.packed_at_s - began_s)
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says."""
+        """Return the content of summary.json."""
         return {
             "calls": self.rows,
             "runs": self.counts,
@@ -295,8 +295,8 @@ class Call:
 
     def left(self) -> list[str]:
         """Return the steps of the plan that are not done, in order."""
-        done = {row["step"] for row in self.rows if row["outcome"] in ("done", "not here")}
-        return [name for name in STEPS if name not in done]
+        finished = {row["step"] for row in self.rows if row["outcome"] in ("done", "not here")}
+        return [name for name in STEPS if name not in finished]
 
 
 USAGE = f"""usage: python -m infra.offline.steps STEP[,STEP...] results=DIR [KEY=VALUE ...]
@@ -343,7 +343,7 @@ def run(settings: StepsSettings) -> int:
     """
     began_s = time.monotonic()
     place = _place(settings)
-    rows, note = _prepared(settings, place.work)
+    rows, note = _prepare(settings, place.work)
     call = Call(place=place, results=Path(settings.results).resolve(), rows=rows, note=note)
     before = len(call.rows)
     planned = {name: STEPS[name].minutes for name in settings.steps}
@@ -373,7 +373,7 @@ def _place(settings: StepsSettings) -> Place:
     )
 
 
-def _prepared(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]], str]:
+def _prepare(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]], str]:
     """Make the work folder, from `previous` or as it is; return the rows of earlier calls, and what to report."""
     if Path(settings.results).resolve().is_relative_to(work):
         raise UsageError(

@@ -21,7 +21,7 @@ from conf.reports.page_text import MISSING
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
 from learn.sharing.admitting import Admission, GpuState, KnownJob, admit
-from learn.sharing.profile import JobProfile
+from learn.sharing.slowdowns import JobProfile
 
 _SHARES = ("gpu_util", "memory_util", "smact", "smocc", "drama", "tensor")
 _FIGURES = tuple(field.name for field in dataclasses.fields(JobProfile) if field.name != "name")

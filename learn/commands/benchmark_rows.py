@@ -20,11 +20,11 @@ import numpy as np
 
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError, unknown_name
-from featurize.device.device_spec import describe_device
+from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.job.code_names import parse_trust
 from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
-from learn.job.training_job import Case
+from learn.job.training_job import Case, TrainingJob
 from learn.judging.evaluate import GROUPINGS, SPLITS, Part
 from learn.judging.scores import Asked, Given, given_of, median, sample
 from learn.rows.data import (
@@ -43,7 +43,6 @@ from learn.rows.processes import NoResult, in_processes
 from learn.rows.step_store import StepStore, traced_column
 
 if TYPE_CHECKING:
-    from featurize.device.device_spec import DeviceSpec
     from learn.peers.base import Answer
     from warehouse.exchange.published import PublishedFile, PublishedRow
 
@@ -114,9 +113,7 @@ class BenchmarkSettings(Checked):
         "text | list of text | null",
         build=_once,
     )
-    doubtful: str = key(
-        "keep", "rows that the rows beside them contradict; nothing is ever fitted on them", choices=DOUBTFUL
-    )
+    doubtful: str = key("keep", "rows that neighbouring rows contradict; nothing is fitted on them", choices=DOUBTFUL)
     estimators: tuple[str, ...] | None = key(
         None,
         "as in [trace,horus]; default all that estimate the target but xmem, which trains for real",
@@ -130,9 +127,7 @@ class BenchmarkSettings(Checked):
         "what split=leave_one_out leaves out; errors are printed by it, too. target=slowdown has model and device",
         choices=(*GROUPINGS, "model"),
     )
-    rows: int | None = key(
-        None, "how many rows of each file (family) take part, spread over its modules; default all", "int >= 1"
-    )
+    rows: int | None = key(None, "rows of each file (family), spread over its modules; default all", "int >= 1")
     seed: int = key(0, "seed of the choice of rows, and of splits and fits", "int >= 0")
     family: str = key("all", "one family, or all")
     source: str | None = key(
@@ -143,11 +138,9 @@ class BenchmarkSettings(Checked):
     workers: int | None = key(
         None, "processes; default the number of CPUs; 0 works in this process, without any limit", "int >= 0"
     )
-    limit_s: float = key(
-        600, "longest time an estimate may take, in seconds; of estimators that learn nothing", "number > 0"
-    )
+    limit_s: float = key(600, "longest time for an estimate that learns nothing, s", "number > 0")
     memory_gib: float | None = key(
-        None, "what each process may allocate; beyond it, its estimates fail with that as their reason", "number > 0"
+        None, "most memory of each process; beyond it, its estimates fail with that reason", "number > 0"
     )
     out: str | None = key(None, "write all figures and estimates into this JSON file", "new path")
     report: str | None = key(None, "write tables and plots into this HTML file", "new path")
@@ -163,9 +156,9 @@ class BenchmarkSettings(Checked):
         build=parse_trust,
     )
 
-    def problems(self) -> list[str]:
-        problems = self._problems_of_slowdown() if self.target == SLOWDOWN else self._problems_of_rows()
-        return [*problems, *self._problems_of_paths()]
+    def problems(self) -> Iterator[str]:
+        yield from self._problems_of_slowdown() if self.target == SLOWDOWN else self._problems_of_rows()
+        yield from self._problems_of_paths()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -179,78 +172,68 @@ class BenchmarkSettings(Checked):
             and ((targets := get_estimator(name).targets) is None or self.target in targets)
         )
 
-    def _problems_of_slowdown(self) -> list[str]:
-        """Return the problems of target=slowdown, which takes few of the keys."""
+    def _problems_of_slowdown(self) -> Iterator[str]:
+        """Yield the problems of target=slowdown, which takes few of the keys."""
         from learn.sharing.command import SPLITS as GROUP_SPLITS
 
-        problems = foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
+        yield from foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
         if self.by not in (None, *GROUP_SPLITS):
-            problems.append(str(unknown_name("by", self.by, GROUP_SPLITS)))
-        return problems
+            yield str(unknown_name("by", self.by, GROUP_SPLITS))
 
-    def _problems_of_rows(self) -> list[str]:
-        problems = []
-        if self.published is None:
-            if self.paper:
-                problems.append("paper=true makes its tables from published files; give published=FOLDER with it")
-            if self.files is not None:
-                problems.append("files= picks published files; give published=FOLDER with it")
-        else:
-            problems += self._problems_of_published()
+    def _problems_of_rows(self) -> Iterator[str]:
+        if self.published is not None:
+            yield from self._problems_of_published()
+        elif self.paper:
+            yield "paper=true makes its tables from published files; give published=FOLDER with it"
+        if self.published is None and self.files is not None:
+            yield "files= picks published files; give published=FOLDER with it"
         if self.by not in (None, *GROUPINGS):
-            problems.append(str(unknown_name("by", self.by, GROUPINGS)))
+            yield str(unknown_name("by", self.by, GROUPINGS))
         if self.split == "leave_one_out" and self.by is None:
-            problems.append(
-                f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
-            )
-        return [*problems, *self._problems_of_estimators()]
+            yield f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
+        yield from self._problems_of_estimators()
 
-    def _problems_of_published(self) -> list[str]:
-        problems = [] if self.published else ["published= names no file or folder"]
-        if self.target not in PUBLISHED_TARGETS and self.published:
+    def _problems_of_published(self) -> Iterator[str]:
+        if not self.published:
+            yield "published= names no file or folder"
+        elif self.target not in PUBLISHED_TARGETS:
             other = "; step times are compared where warehouse.ingest brought the files: data=FOLDER"
-            problems.append(
+            yield (
                 f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}"
                 + (other if self.target == "step_time" else "")
             )
         if self.paper:
-            problems += foreign_keys(self, _OF_PAPER, "paper=true")
+            yield from foreign_keys(self, _OF_PAPER, "paper=true")
         if self.source is not None:
-            problems.append("source= is for the warehouse's runs, and published= was given")
-        return problems
+            yield "source= is for the warehouse's runs, and published= was given"
 
-    def _problems_of_estimators(self) -> list[str]:
-        problems = []
+    def _problems_of_estimators(self) -> Iterator[str]:
         formulas = STEP_FORMULAS if self.target == "step_time" and self.published is None else ()
         for name in self.estimators or ():
             if name not in (*ESTIMATORS, *formulas):
-                problems.append(str(unknown_name("estimator", name, (*ESTIMATORS, *formulas))))
+                yield str(unknown_name("estimator", name, (*ESTIMATORS, *formulas)))
             elif name not in formulas:
-                problems += _refused(partial(require_target, get_estimator(name), self.target))
+                yield from _refusal_of(partial(require_target, get_estimator(name), self.target))
         if self.estimators is not None and not self.estimators:
-            problems.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
-        return problems
+            yield f"estimators must name at least one of {', '.join(ESTIMATORS)}"
 
-    def _problems_of_paths(self) -> list[str]:
-        """Return what is wrong with the files to write: now, not after an hour."""
+    def _problems_of_paths(self) -> Iterator[str]:
+        """Yield the problems of the files to write: now, not after an hour."""
         from learn.estimation.requests import checked_path
 
-        problems = []
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:
-                problems += _refused(partial(checked_path, getattr(self, name), name, like))
+                yield from _refusal_of(partial(checked_path, getattr(self, name), name, like))
         if self.out is not None and self.out == self.report:
-            problems.append(f"out= and report= are the same file, {self.out}")
-        return problems
+            yield f"out= and report= are the same file, {self.out}"
 
 
-def _refused(check: Callable[[], object]) -> list[str]:
-    """Return the message of the `UsageError` that `check` raises, if any."""
+def _refusal_of(check: Callable[[], object]) -> Iterator[str]:
+    """Yield the message of the `UsageError` that `check` raises, if any."""
     try:
         check()
     except UsageError as error:
-        return [str(error)]
-    return []
+        yield str(error)
 
 
 NEVER_FITTED_ON = "models"  # form of the published comparison's files
@@ -264,7 +247,7 @@ class RowSelection:
     file       what separates figures: the published file, the warehouse's family
     name       for people
     asked      bool: answers are wanted; fitted_on: bool, an estimator may learn from it
-    subjects   what a training-free estimator is asked about: the published row, or the case
+    refused    why there is no such job, where there is none
     estimates  published estimates of the row, name -> value
     """
 
@@ -273,13 +256,13 @@ class RowSelection:
     name: np.ndarray
     asked: np.ndarray
     fitted_on: np.ndarray
-    subjects: tuple[Any, ...]
+    refused: tuple[str | None, ...]
     estimates: tuple[Mapping[str, float], ...]
     notes: tuple[str, ...]
 
     def bins(self, file: str, widths_gb: Sequence[int] = ()) -> dict[str, Bins]:
-        """The classes that a file's rows are judged by: `published`, and for memory `ours` and each of `widths_gb`, by
-        its name as `2 GB`."""
+        """Return the classes that a file's rows are judged by: `published`, and for memory `ours` and each of
+        `widths_gb`, by its name as `2 GB`."""
         rows = self.rows.subset(self.file == file)
         target = rows.target
         # A quantile of no labels does not exist; a file of nothing but out-of-memory rows has none.
@@ -306,7 +289,7 @@ def _card(rows: Rows) -> float | None:
 
 
 def of_runs(settings: BenchmarkSettings) -> RowSelection:
-    """The usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
+    """Return the usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name, trust=settings.trust
     )
@@ -325,14 +308,14 @@ def of_runs(settings: BenchmarkSettings) -> RowSelection:
         notes.append("the labels are of simulated devices: the figures say nothing about real GPUs")
     n = len(rows)
     everything = np.ones(n, dtype=bool)
-    return RowSelection(rows, rows.family, rows.run_ids, everything, everything, rows.cases, ({},) * n, tuple(notes))
+    return RowSelection(rows, rows.family, rows.run_ids, everything, everything, (None,) * n, ({},) * n, tuple(notes))
 
 
 # ---- published files
 
 
 def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
-    """The rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
+    """Return the rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
 
     Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
     Raises `UsageError` where nothing is left to ask, or nothing to fit on.
@@ -363,8 +346,9 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
         notes_text = "; ".join(notes)
         raise UsageError(f"{where}, target={target.name}{f' ({notes_text})' if notes_text else ''}")
 
-    cases, able = zip(*(_case(row, spec) for _, row in rows), strict=True)
-    fitted_on = np.array([ok and file.form != NEVER_FITTED_ON for (file, _), ok in zip(rows, able, strict=True)])
+    cases, refused = zip(*(_case(row, spec) for _, row in rows), strict=True)
+    pairs = zip(rows, refused, strict=True)
+    fitted_on = np.array([why is None and file.form != NEVER_FITTED_ON for (file, _), why in pairs])
     asked = np.array([file.path.stem in asked_of for file, _ in rows])
     if learned and not fitted_on.any():
         raise UsageError(
@@ -378,7 +362,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
             f"{', '.join(sorted(never))}: never fitted on; learned estimators are fitted on all rows of {names} but "
             "those of models of the same names"
         )
-    records = tuple(_labelled(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
+    records = tuple(_label(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
     statuses = Counter(row.status for _, row in rows)
     row_names = [f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name for _, row in rows]
     return RowSelection(
@@ -387,7 +371,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
         np.array(row_names, dtype=object),
         asked,
         fitted_on,
-        tuple(row for _, row in rows),
+        refused,
         tuple(row.estimates if target.is_memory else {} for _, row in rows),
         tuple(notes),
     )
@@ -399,20 +383,20 @@ def _usable(
     stem = file.path.stem
     rows = [row for row in file.rows if row.status != "invalid"]
     if reasons := Counter(str(row.reason) for row in file.rows if row.status == "invalid"):
-        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_counted(reasons)})")
+        notes.append(f"{stem}: {reasons.total()} rows make no sense and are left out ({_count(reasons)})")
     if settings.family != "all":
         rows = [row for row in rows if (row.family or _case(row, spec)[0].family) == settings.family]
     if settings.doubtful == "drop":
         rows = [row for row in rows if row.doubt is None]
     if not target.is_memory:
-        why = [_unlabelled(row, target.column) for row in rows]
+        why = [_explain_unlabelled(row, target.column) for row in rows]
         if counts := Counter(filter(None, why)):
-            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_counted(counts)})")
+            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_count(counts)})")
         rows = [row for row, reason in zip(rows, why, strict=True) if reason is None]
     return rows
 
 
-def _unlabelled(row: PublishedRow, column: str) -> str | None:
+def _explain_unlabelled(row: PublishedRow, column: str) -> str | None:
     if row.status == "oom":
         return "out of memory"
     if column not in row.utilization:
@@ -423,33 +407,31 @@ def _unlabelled(row: PublishedRow, column: str) -> str | None:
     return None if value > 0 else "0 beside a model that trained: a sensor that gave nothing"
 
 
-def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
-    """Return the case, and whether there is such a job. A row without one is asked all the same: its refusal says
-    why."""
+def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, str | None]:
+    """Return the case, and where there is no such job, why: every estimator refuses it by that reason."""
     from featurize.training.training_step import Training
     from learn.fitting.published_jobs import config_of, workload_of
-    from learn.job.training_job import TrainingJob
     from warehouse.exchange.published import TORCH_VERSION
 
+    reason = None
     try:
-        return Case(config_of(row), spec.name, True, TORCH_VERSION), True
+        return Case(config_of(row), spec.name, True, TORCH_VERSION), None
     except CommandError:
         pass
-    is_able = True
     try:
         job = workload_of(row)
     except CommandError as error:
-        is_able, reason = False, str(error)
-
-        def build(*_: object) -> NoReturn:
-            raise UsageError(reason)
-
-        size = row.batch_size or 1
-        job = TrainingJob(name=row.name, build=build, batch=build, settings=Training(), batch_size=size)
-    return Case(None, spec.name, True, TORCH_VERSION, module=job), is_able
+        reason, size = str(error), row.batch_size or 1
+        refuse = partial(_refuse, reason)
+        job = TrainingJob(name=row.name, build=refuse, batch=refuse, settings=Training(), batch_size=size)
+    return Case(None, spec.name, True, TORCH_VERSION, module=job), reason
 
 
-def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
+def _refuse(reason: str, *_: object) -> NoReturn:
+    raise UsageError(reason)
+
+
+def _label(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
     out_of_memory = target.is_memory and row.status == "oom"
     label = row.memory_mib if target.is_memory else row.utilization[target.column]
     if out_of_memory:
@@ -472,7 +454,7 @@ def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -
 
 
 def _group(row: PublishedRow, case: Case) -> str:
-    """One model at several batch sizes is one group, in whichever file and spelling."""
+    """Return the group of a row: one model at several batch sizes is one group, in whichever file and spelling."""
     if row.model is not None:
         return f"model-{row.model.lower()}"
     if case.config is None:
@@ -487,10 +469,10 @@ def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
     if not counts:
         return []
     about = f"{counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on)"
-    return [f"{file}: {about}: {_counted(counts, '; ')}"]
+    return [f"{file}: {about}: {_count(counts, '; ')}"]
 
 
-def _counted(reasons: Counter[str], between: str = ", ") -> str:
+def _count(reasons: Counter[str], between: str = ", ") -> str:
     return between.join(f"{n} {reason}" for reason, n in reasons.most_common())
 
 
@@ -538,14 +520,15 @@ def ask_free(
     places: list[tuple[str, int]] = []  # each job's estimator and row
     for name in sorted(names, key=SLOW.__contains__):
         for i in index.tolist():
-            case, subject = selection.rows.cases[i], selection.subjects[i]
-            if name == "trace" and (given := _of_record(case, selection.rows.target, steps)) is not None:
+            case, reason = selection.rows.cases[i], selection.refused[i]
+            given = None if reason is None else Given(estimate=None, reason=reason)
+            if name == "trace" and given is None:
+                given = _of_record(case, selection.rows.target, steps)
+            if given is not None:
                 answers[name][i] = given
                 continue
-            spec = describe_device(case.device)
-            if isinstance(subject, Case):
-                subject = replace(subject, described=spec)  # a copy: what a case remembers need not travel
-            jobs.append(PoolItem(ESTIMATORS[name], subject, spec, settings.target))
+            described = replace(case, described=describe_device(case.device))  # a copy: its memory need not travel
+            jobs.append(PoolItem(ESTIMATORS[name], described, settings.target))
             places.append((name, i))
     for name, given_rows in answers.items():
         tally.step(len(given_rows))
@@ -567,8 +550,7 @@ class PoolItem:
     """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
 
     where: str
-    subject: PublishedRow | Case
-    device: DeviceSpec
+    case: Case
     target: str
 
 
@@ -576,13 +558,9 @@ def answer(job: PoolItem) -> Answer:
     """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
 
     def parts() -> Mapping[str, float]:
-        from learn.fitting.published_jobs import workload_of
-
-        estimator, case = pkgutil.resolve_name(job.where)(), job.subject
-        if not isinstance(case, Case):
-            case = Case(module=workload_of(case), described=job.device)
+        estimator, case = pkgutil.resolve_name(job.where)(), job.case
         if job.target == "memory":
-            parts: Mapping[str, float] = estimator.parts_mib(case.job, job.device)
+            parts: Mapping[str, float] = estimator.parts_mib(case.job, case.described)
             return parts
         estimator.target = get_target(job.target)
         return {job.target: estimator.figure(case)}

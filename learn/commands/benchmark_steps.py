@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+import warehouse
 from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, same_device
@@ -36,7 +37,7 @@ from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.judging.evaluate import TEST_TENTHS, Part
 from learn.judging.scores import Asked, Benchmark, Given, judged, median
-from learn.rows.data import get_target, make_bins
+from learn.rows.data import get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore
 
 RANKS = "ranks"  # name of this estimator
@@ -55,8 +56,6 @@ _NO_CONFIG = "no trial config describes the row"
 
 def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
     """Return whether a benchmark is about step times that were measured, here or elsewhere, and not simulated ones."""
-    import warehouse
-
     if settings.target != _TARGET or settings.published is not None or settings.source == "simulated":
         return False
     if settings.source is not None:
@@ -81,12 +80,13 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
     tally = Tally(progress)
     rows, left_out = measured_rows(
         settings.data,
-        _heard(tally),
+        lambda _text, done, of: tally.traced(done, of),
         steps=settings.rows,
         kernels=_OPERATORS,
         same_shapes=True,
         wanted=lambda row: _is_wanted(row, settings),
     )
+    tally.step()  # of the last row, before which it was called last
     fit = TimeFit(rows, WEIGHTS)
     masks = _masks(fit, settings)
     names = settings.estimators or _DEFAULTS
@@ -118,17 +118,6 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
         published=(),
         notes=(*_notes(settings, masks, names, asked), *notes),
     )
-
-
-def _heard(tally: Tally) -> Callable[[str, int, int], None]:
-    """Return a callback that counts rows; it is called before each row is traced."""
-
-    def heard(_label: str, done: int, of: int) -> None:
-        if not done:
-            tally.add(of)
-        tally.step()
-
-    return heard
 
 
 def _is_wanted(row: MeasuredTime, settings: BenchmarkSettings) -> bool:
@@ -221,8 +210,6 @@ def _ask_estimators(
 
 def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection, np.ndarray]:
     """Return the rows that have a trial config, and the place of each among those of the fit."""
-    from learn.rows.data import load_rows
-
     rows = load_rows(settings.data, _TARGET, source=tuple(_OF_SOURCE), trust=settings.trust)
     place_of = {row.run_id: position for position, row in enumerate(fit.rows) if row.run_id}
     rows = rows.subset([position for position, run_id in enumerate(rows.run_ids) if run_id in place_of])
@@ -231,7 +218,7 @@ def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection,
     place = np.array([place_of[run_id] for run_id in rows.run_ids])
     everything = np.ones(len(rows), dtype=bool)
     selection = RowSelection(
-        rows, fit.sources[place], rows.run_ids, everything, everything, rows.cases, ({},) * len(rows), ()
+        rows, fit.sources[place], rows.run_ids, everything, everything, (None,) * len(rows), ({},) * len(rows), ()
     )
     return selection, place
 
@@ -342,12 +329,7 @@ def rank_job_of(cells: Mapping[str, str]) -> RankJob:
         raise UsageError(f"{LLM_FOUNDRY}: no job is known with {', '.join(unknown)}")
     weights, gradients = _TYPES[cells["MP Mode"]]
     return RankJob(
-        config=mpt_config(
-            cells["Model"].lower(),
-            int(cells["SeqLen (T)"]),
-            int(cells["MicroBatchSize"]),
-            recompute=cells["Activation Checkpointing"] == "True",
-        ),
+        config=mpt_config(cells),
         accumulation=int(cells["GradAccum"]),
         parallel={
             "fsdp": int(cells["# GPUs"]),
@@ -369,8 +351,6 @@ def ask_ranks(
         data: The data folder, whose column `origin` has the published cells.
         tally: Is called for each row.
     """
-    import warehouse
-
     with contextlib.closing(warehouse.connect(data)) as connection:
         asked = connection.execute("SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"])
         cells_of = dict(asked.fetchall())

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,7 +38,17 @@ from featurize.job.training_settings import (
     QUANTIZATIONS,
     TrainingKeywords,
 )
-from learn.estimation.estimate_view import PastRun, bound_name, coverage_text, known_to, load_run, print_notes, rate
+from learn.estimation.estimate_view import (
+    PastRun,
+    bound_name,
+    coverage_text,
+    known_to,
+    load_run,
+    print_json,
+    print_notes,
+    print_table,
+    rate,
+)
 from learn.estimation.estimating import (
     BOUND,
     BY,
@@ -62,14 +72,11 @@ from learn.estimation.notes import (
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators.protocol import LEVEL
 from learn.job.inputs import DEFAULT_DTYPE, model_batches, model_inputs
-from learn.job.training_job import (
-    load_factory,
-)
+from learn.job.training_job import load_factory, name_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from learn.estimation.requests import AnyModel, Inputs
+
 
 FILES = ("report", "snapshot")
 IMPORTANT, ALL = NOTES = ("important", "all")
@@ -323,7 +330,7 @@ class EstimateSettings(ModelKeys):
     )
     time_limit_s: float = key(600, "for a script: it is ended after this many seconds", "number > 0")
     memory_limit_gib: float | None = key(
-        None, "for a script: memory of this machine that it may take; default three quarters", "number > 0 | null"
+        None, "for a script: its most memory on this machine; default three quarters", "number > 0 | null"
     )
     show_output: bool = key(False, "for a script: show what it prints, on standard error")
     trust: tuple[str, ...] = key(
@@ -376,8 +383,6 @@ class EstimateSettings(ModelKeys):
 
     def print_answer(self, title: str, done: Estimate, past: PastRun | None = None) -> None:
         """Print the estimate of one job in the format, with the notes that the keys ask for."""
-        from learn.estimation.estimate_view import print_json, print_table
-
         if self.format == "json":
             print_json(title, done, past)
         else:
@@ -386,8 +391,6 @@ class EstimateSettings(ModelKeys):
 
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, here or by a service, and print it. Returns the exit code."""
-    from learn.job.training_job import name_of
-
     if settings.server is not None:
         return entry_of_server(settings)
     settings.require_one_job()
@@ -471,7 +474,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    """The lines that hold something, each with its number in the file; `-` is standard input."""
+    """Return the lines that hold something, each with its number in the file; `-` is standard input."""
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
@@ -486,7 +489,7 @@ def _lines(path: str) -> list[tuple[int, str]]:
 
 
 def config_mapping(value: Any) -> Mapping[str, Any]:
-    """A config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
+    """Return a config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -497,7 +500,7 @@ def config_mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-_WIDTH_WITH_ENERGY = 90  # characters
+_WIDTH_WITH_ENERGY, _COLUMNS = 90, 7  # characters; columns of a table that is less wide
 
 
 def print_fits(
@@ -538,8 +541,10 @@ def print_fits(
             for device_fit in fits
             if device_fit.problem is not None
         ]
-        table, notes = _table_of_devices(fits, bound_name(answers[0])), [*problems, *{**of_amd, **shared}]
-        _print(f"{title}, memory in MiB", table, answers, notes, all_notes)
+        bound = bound_name(answers[0]).replace(" bound", "\nbound")
+        heads = ["device", "peak", bound, "may\ntake", "room", "fits", "samples/s", "J a step"]
+        notes = [*problems, *{**of_amd, **shared}]
+        _print(f"{title}, memory in MiB", heads, map(_row_of_device, fits), answers, notes, all_notes)
     else:
         at_limit = _at_limit(largest)
         decided_by = POINT if at_limit.upper_mib is None else by
@@ -547,14 +552,30 @@ def print_fits(
         line = f"{title}: the largest batch on {at_limit.device} is {least}{largest.batch:,}, by the {decided_by}"
         if largest.is_lower_bound:
             line += "; no larger one is tried"
-        _print(line, _table_of_batches(largest), [at_limit], at_limit.notes, all_notes)
+        heads = ["batch", "peak memory", bound_name(at_limit), "the card", "fits"]
+        _print(line, heads, _rows_of_batches(largest), [at_limit], at_limit.notes, all_notes)
     return 0
 
 
-def _print(line: str, table: Table, answers: Sequence[Estimate], notes: Collection[Note], all_notes: bool) -> None:
+def _print(
+    line: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    answers: Sequence[Estimate],
+    notes: Collection[Note],
+    all_notes: bool,
+) -> None:
+    """Print a line, a table and notes. The table of devices is 80 characters wide; energy, the last of its columns, is
+    shown where the terminal is wider."""
     from rich.console import Console
+    from rich.table import Table
 
-    screen = Console()
+    screen, table = Console(), Table()
+    shown = heads if screen.width >= _WIDTH_WITH_ENERGY else heads[:_COLUMNS]
+    for name in shown:
+        table.add_column(name, justify="left" if name == heads[0] else "right", no_wrap=name == heads[0])
+    for row in rows:
+        table.add_row(*row[: len(shown)])
     screen.print(line, soft_wrap=True, highlight=False, markup=False)
     screen.print(table)
     checks = dict.fromkeys(text for answer in answers if (text := coverage_text(answer)))
@@ -569,28 +590,12 @@ def _at_limit(largest: LargestBatch) -> Estimate:
     return nearest
 
 
-def _table_of_batches(largest: LargestBatch) -> Table:
-    table = _table("batch", "peak memory", bound_name(_at_limit(largest)), "the card", "fits")
+def _rows_of_batches(largest: LargestBatch) -> Iterator[list[str]]:
     for batch, answer in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
         if answer is not None:
             memory = (answer.peak_memory_mib, answer.upper_mib, answer.device_memory_mib)
             texts = [MISSING if mib is None else f"{mib:,.0f} MiB" for mib in memory]
-            table.add_row(f"{batch:,}", *texts, "yes" if batch == largest.batch else "no")
-    return table
-
-
-def _table_of_devices(fits: tuple[DeviceFit, ...], bound: str) -> Table:
-    """Return the table, in MiB. It is 80 characters wide; energy has a column where the terminal is wider."""
-    from rich.console import Console
-
-    heads = ["device", "peak", bound.replace(" bound", "\nbound"), "may\ntake", "room", "fits", "samples/s"]
-    rows = [_row_of_device(device_fit) for device_fit in fits]
-    if Console().width >= _WIDTH_WITH_ENERGY:
-        heads.append("J a step")
-    table = _table(*heads)
-    for row in rows:
-        table.add_row(*row[: len(heads)])
-    return table
+            yield [f"{batch:,}", *texts, "yes" if batch == largest.batch else "no"]
 
 
 def _row_of_device(device_fit: DeviceFit) -> list[str]:
@@ -602,16 +607,6 @@ def _row_of_device(device_fit: DeviceFit) -> list[str]:
     ]
     time = [MISSING if value is None else rate(value) for value in (answer.samples_per_s, answer.energy_j)]
     return [device_fit.device, *memory, "yes" if device_fit.fits else "no", *time]
-
-
-def _table(first: str, *others: str) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
 
 
 # Keys that name another job than a script, or that the script chooses itself.

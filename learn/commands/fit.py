@@ -165,7 +165,7 @@ def fit(
             f"estimator={name} by default: the labels of simulated rows are the trace's own figures, which {PREFERRED} "
             "repeats; choose another with estimator=NAME"
         )
-    notes += estimator.predict(rows.cases[:1], store).warnings
+    notes += estimator.predict(rows.cases[:1], store).warnings  # one case: only the model's warnings are wanted
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
     notes += remarks(kind, rows, bins)
     if settings.snapshot is not None:
@@ -192,34 +192,23 @@ def entry(settings: FitSettings) -> int:
         from learn.sharing.command import fit_entry
 
         return fit_entry(settings)
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    screen = Console()
-    with StepBar(settings.target) as bar:
-        fitted = fit(settings, progress=bar.update)
-
+    from learn.judging.benchmark_view import print_table, screen_of
     from learn.judging.report import metric_rows
 
-    rows = fitted.meta["rows"]
+    with StepBar(settings.target) as bar:
+        fitted = fit(settings, progress=bar.update)
+    screen, rows = screen_of(80), fitted.meta["rows"]
     families = ", ".join(f"{name} {n}" for name, n in rows["family"].items())
     screen.print(
         f"{settings.target} by {fitted.meta['estimator']}: {rows['train'] + rows['test']} rows ({families}), "
         f"{', '.join(rows['source'])}, {', '.join(rows['device'])}",
         soft_wrap=True,
-        highlight=False,
         markup=False,
     )
-    table = Table()
-    table.add_column("metric")
-    table.add_column("3-fold CV", justify="right")
-    table.add_column(f"held out (n={rows['test']})", justify="right")
-    for row in metric_rows(fitted.evaluation):
-        table.add_row(*map(Text, row))  # a unit in brackets is not markup
-    screen.print(table)
-    screen.print(f"bins: {fitted.meta['bins']['rule']}", soft_wrap=True, highlight=False)
+    heads = ["metric", "3-fold CV", f"held out (n={rows['test']})"]
+    print_table(("", heads, [[*row] for row in metric_rows(fitted.evaluation)]))
+    screen.print(f"bins: {fitted.meta['bins']['rule']}", soft_wrap=True)
     for note in fitted.meta["warnings"]:
-        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
-    screen.print(f"artifact: {fitted.path}", soft_wrap=True, highlight=False, markup=False)
+        screen.print(f"note: {note}", soft_wrap=True, markup=False, style="yellow")
+    screen.print(f"artifact: {fitted.path}", soft_wrap=True, markup=False)
     return 0

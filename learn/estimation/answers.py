@@ -20,10 +20,15 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.disk_cache import keep, recall
 from conf.units import MIB
 from featurize.configs.features import is_current
-from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, MachineProfile, UnsuitableDevice
+from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, UnsuitableDevice
 from featurize.job.training_settings import TrainingSettings, training_of
+from featurize.memory.replay import loads_cudnn
 from featurize.operators.replacing import without_collection
-from featurize.timing.model_flops import seconds_at_peak
+from featurize.recording.skeleton import build_on_meta
+from featurize.recording.step_trace import BatchMix, StepTrace
+from featurize.recording.values import tensors_of
+from featurize.timing.overlap import SimulatedStep, lengthened, simulate
+from featurize.timing.times import seconds_at_peak
 from learn.estimation.job_estimate import (
     COVERAGES,
     HELD_OUT,
@@ -31,11 +36,13 @@ from learn.estimation.job_estimate import (
     Energy,
     Estimate,
     Memory,
+    RankGroup,
     Timing,
     estimators_named,
     uncertainty_of,
     widest,
 )
+from learn.estimation.known_runs import KnownRun, moved
 from learn.estimation.notes import (
     AMD_GPU,
     INFO,
@@ -53,23 +60,21 @@ from learn.estimation.notes import (
     times,
 )
 from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
+from learn.estimation.requests import Request, StepFiles
 from learn.estimators.protocol import LEVEL, TRAINING_FREE, MemoryBound, get_estimator
+from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, load_latest
+from learn.job.traced import CannotTrace, TracedStep, key_of, step_of, trace_of, wants_values
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
+from learn.peers.base import TRACE_HAS_NO_BOUND, Peer, analyse
 from learn.rows.data import get_target
 from learn.rows.step_store import StepRecord, StepStore, traced_column
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
-    from featurize.recording.step_trace import BatchMix, StepTrace
-    from featurize.timing.overlap import SimulatedStep
     from featurize.trace.trace_cache import Traces
-    from learn.estimation.job_estimate import RankGroup
-    from learn.estimation.known_runs import KnownRun
     from learn.estimation.platforms import Platform
-    from learn.estimation.requests import Request, StepFiles
     from learn.estimators.protocol import Prediction
-    from learn.fitting.artifacts import Artifact, Wanted
-    from learn.job.traced import TracedStep
+    from learn.fitting.artifacts import Wanted
 
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
@@ -90,7 +95,7 @@ def answered(
     Raises:
         UsageError: Peak memory cannot be estimated. Other figures may be None.
     """
-    (asked,) = _asked([request], timeline, traces)
+    (asked,) = _ask_all([request], timeline, traces)
     if asked.error is not None:
         raise asked.error
     return asked.estimate, asked.traced
@@ -99,7 +104,7 @@ def answered(
 @naming_the_extra()
 @as_a_training_script()
 @without_collection()
-def _asked(requests: Sequence[Request], timeline: bool, traces: Traces | None) -> list[_Answer]:
+def _ask_all(requests: Sequence[Request], timeline: bool, traces: Traces | None) -> list[_Answer]:
     """Return the answers to requests that differ in their platform alone: each fitted model is asked once for all."""
     began = time.monotonic_ns()
     steps = StepStore(requests[0].options.data)
@@ -128,8 +133,6 @@ def _asked(requests: Sequence[Request], timeline: bool, traces: Traces | None) -
 @as_a_training_script()
 def traces_of(request: Request) -> Traces:
     """Return the job's trace alone, as `answered` takes it. Raises `UsageError` as `learn.job.traced.step_of`."""
-    from learn.job.traced import trace_of
-
     traces: Traces = {}
     trace_of(_in_loop(request, request.job), request.platform.device, traces)
     return traces
@@ -213,8 +216,6 @@ class _Answer:
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
     def _step_of(self, job: TrainingJob, **options: Any) -> TracedStep:
-        from learn.job.traced import step_of
-
         return step_of(job, self.device, allocator=self.platform.allocator, **options)
 
     def trace(self, failure: CommandError | None) -> None:
@@ -285,8 +286,6 @@ class _Answer:
 
     def _answer_without_trace(self, failure: CommandError) -> None:
         """Take what was stored of the job. Raises `failure`, why it cannot be traced, where nobody answers."""
-        from learn.job.traced import CannotTrace
-
         if self.request.options.estimator in (None, "trace") and self.job.parallel is None:
             self._ask_stored()
         if self.memory is None:
@@ -304,9 +303,6 @@ class _Answer:
 
     def _ask_method(self, estimator: str) -> None:
         """Memory by a training-free method. `UsageError` with the method's reason."""
-        from learn.job.traced import wants_values
-        from learn.peers.base import Peer, analyse
-
         if beyond := training_of(self.alone.settings).beyond_trials():
             raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
         known = get_estimator(estimator)
@@ -333,8 +329,6 @@ class _Answer:
 
     def _case_in_a_plain_loop(self, overrides: contextlib.ExitStack) -> Case:
         """Return the case in such a loop, its record at hand while models are asked."""
-        from learn.job.traced import step_of
-
         case = self.case
         if case.training_loop or case.spec is None:
             return case
@@ -353,8 +347,6 @@ class _Answer:
         each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
         answer; memory, which hardly depends on the loop, is answered by any.
         """
-        from learn.fitting.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
-
         case, estimator = self.case, self.request.options.estimator
         folder = DataFolder.resolve(self.request.options.data)
         if self.request.options.data is not None:
@@ -389,7 +381,7 @@ class _Answer:
     def _take_fitted(self) -> None:
         """Take the figures of fitted models, and note what has none."""
         answers = [(question, self._take_model(question)) for question in self.questions]
-        self.notes += _merged([note for question, notes in answers for note in (*question.notes, *(notes or ()))])
+        self.notes += _merge([note for question, notes in answers for note in (*question.notes, *(notes or ()))])
         if absent := [question.target for question, notes in answers if notes is None]:
             home = DataFolder.resolve(self.request.options.data).models
             text = (
@@ -504,8 +496,6 @@ class _Answer:
 
     def _by_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
         """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
-        from featurize.timing.overlap import lengthened
-
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
         talk = communication_of_step(traced, job, device)
         step = lengthened(self._priced(traced, loop), talk, device)
@@ -516,7 +506,12 @@ class _Answer:
                 self._take(target, getattr(step, get_target(target).column), "trace", loop)
                 if target == "step_time":
                     of_step = {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
-                    notes += _note_of_host(step, job) if step.bound_by == "host" else []
+                    if step.bound_by == "host":
+                        upper_ms = f"{step.step_time_upper_ms:,.2f} on 9 of 10 machines"
+                        text = f"the host bounds the step: {step.step_time_ms:,.2f} ms, up to {upper_ms}"
+                        if job.config is None:
+                            text += "; for a module, framework= says what launches the kernels"
+                        notes.append(Note("host-bound", INFO, text, (target,)))
         timed = step if self.loops["step_time"] == loop else self._priced(traced, PIPELINE)
         ranks, sent, assumed = ranks_of(traced, job, device, talk)
         notes += [*assumed, *(Note("trace", WARNING, text) for text in traced.trace.notes)]
@@ -553,8 +548,6 @@ class _Answer:
 
     def _priced(self, traced: TracedStep, loop: str) -> SimulatedStep:
         """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
-        from featurize.timing.overlap import simulate
-
         if loop != PIPELINE:
             return traced.step
         waits_ms, settings = loading_ms(traced, self.alone), self.alone.settings
@@ -576,10 +569,22 @@ class _Answer:
             notes.append(Note("near-limit", WARNING, text))
         notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
         if (mix := traced.trace.mix) is not None:
-            notes.append(Note("batch-mix", INFO, _of_mix(mix, job.shape_text(), traced)))
+            text = (
+                f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the "
+                f"longest, {job.shape_text()}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved "
+                f"by the mix {memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of "
+                "it fragmentation; utilization and step time are of the longest"
+            )
+            notes.append(Note("batch-mix", INFO, text))
         notes += workspace_notes(memory.workspaces, self.platform.torch_version)
         if device.architecture.vendor == AMD:
-            notes.append(Note(AMD_GPU, WARNING, _of_amd(traced.trace, self._on)))
+            of_context = ", its context is assumed" if self._on.name in MACHINES else ""
+            of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes"
+            text = (
+                "on an AMD GPU: no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
+                f"{of_context}{of_layers if loads_cudnn(traced.trace) else ''}"
+            )
+            notes.append(Note(AMD_GPU, WARNING, text))
         if self.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:
             text = (
                 "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. "
@@ -593,8 +598,6 @@ class _Answer:
 
     def _notes_of_memory(self, memory: Memory, limit_mib: float) -> tuple[list[Note], list[Note]]:
         """Return the notes that come first, that the job does not fit, and those on what bounds its memory."""
-        from learn.peers.base import TRACE_HAS_NO_BOUND
-
         device, by = self.device, self.by["memory"]
         peak_mib, upper_mib, room = memory.peak_memory_mib, memory.upper_mib, _room(self.device, limit_mib)
         first: list[Note] = []
@@ -647,7 +650,6 @@ class _Answer:
 
     def _moved_by(self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep) -> Estimate:
         """Return the estimate moved by runs, each traced at its batch size."""
-        from learn.estimation.known_runs import moved
 
         def trace_of(batch_size: int) -> TracedStep:
             if batch_size == self.job.batch_size:
@@ -660,18 +662,8 @@ class _Answer:
         return moved(done, runs, trace_of, self.request.options.coverage, without)
 
 
-def _note_of_host(step: SimulatedStep, job: TrainingJob) -> list[Note]:
-    figures = f"{step.step_time_ms:,.2f} ms, up to {step.step_time_upper_ms:,.2f} on 9 of 10 machines"
-    text = f"the host bounds the step: {figures}"
-    if job.config is None:
-        text += "; for a module, framework= says what launches the kernels"
-    return [Note("host-bound", INFO, text, ("step_time",))]
-
-
 def _parameters(job: TrainingJob) -> int | None:
     """Counted on a model that is built but not traced; None where it can't be built either."""
-    from featurize.recording.skeleton import build_on_meta
-
     try:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
     except Exception:  # a model may raise anything, and the trace's reason is noted already
@@ -717,7 +709,7 @@ def _of_loop(
     return None, passed_over
 
 
-def _merged(notes: list[Note]) -> list[Note]:
+def _merge(notes: list[Note]) -> list[Note]:
     """Return one note for those that say the same of several targets, whose names then begin its text."""
     targets: dict[Note, list[str]] = {}
     for note in notes:
@@ -740,33 +732,13 @@ def note_of_two_loops(loops: Mapping[str, str]) -> list[Note]:
     return [Note("two-loops", WARNING, f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one")]
 
 
-def _of_amd(trace: StepTrace, on: MachineProfile) -> str:
-    from featurize.memory.replay import loads_cudnn
-
-    of_context = ", its context is assumed" if on.name in MACHINES else ""
-    of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes" if loads_cudnn(trace) else ""
-    return (
-        f"on an AMD GPU: no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
-        f"{of_context}{of_layers}"
-    )
-
-
 def _room(device: DeviceSpec, limit_mib: float) -> str:
     return f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
 
 
-def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
-    memory = traced.memory
-    return (
-        f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the longest, "
-        f"{longest}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved by the mix "
-        f"{memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of it fragmentation; "
-        "utilization and step time are of the longest"
-    )
-
-
 def _at_peak_s(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
-    """Seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the model."""
+    """Return the seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the
+    model."""
     groups = () if trace.pipeline is None else trace.pipeline.groups
     if not groups:
         return seconds_at_peak(trace, device, settings)
@@ -782,8 +754,6 @@ def tokens_of(job: TrainingJob, trace: StepTrace) -> int | None:
     script's inputs are not kept: there, what the first embedding of that shape looks up counts.
     """
     if job.recorded is None:
-        from featurize.recording.values import tensors_of
-
         inputs, _targets = job.batch("meta")
         shapes = [
             tuple(x.shape)
@@ -812,23 +782,20 @@ def answers_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate
     The job is traced once. What is new is left in the user's cache."""
     key, request = _key(request)
     keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
-    known_answers = _found([answer_key for answer_key in keys if answer_key is not None])
-    missing = [place for place, answer_key in enumerate(keys) if answer_key not in known_answers]
-    asked = _asked([replace(request, platform=platforms[place]) for place in missing], False, {}) if missing else []
-    made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
-    answers = {
-        f"answer {keys[place]}": estimate.to_mapping()
-        for place, estimate in made.items()
-        if isinstance(estimate, Estimate)
+    known_answers = _find([answer_key for answer_key in keys if answer_key is not None])
+    outcomes: dict[int, Estimate | CommandError] = {
+        place: known_answers[answer_key] for place, answer_key in enumerate(keys) if answer_key in known_answers
     }
-    keep(answers if key is not None else {})
-    outcomes = [
-        known_answers[answer_key] if answer_key in known_answers else made[place]
-        for place, answer_key in enumerate(keys)
-    ]
+    if missing := [place for place in range(len(platforms)) if place not in outcomes]:
+        asked = _ask_all([replace(request, platform=platforms[place]) for place in missing], False, {})
+        made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
+        if key is not None:
+            new = {keys[place]: estimate for place, estimate in made.items() if isinstance(estimate, Estimate)}
+            keep({f"answer {answer_key}": estimate.to_mapping() for answer_key, estimate in new.items()})
+        outcomes |= made
     return [
-        _remembered(answer_key, outcome) if isinstance(outcome, Estimate) else outcome
-        for answer_key, outcome in zip(keys, outcomes, strict=True)
+        _remember(keys[place], outcome) if isinstance(outcome, Estimate) else outcome
+        for place, outcome in sorted(outcomes.items())
     ]
 
 
@@ -848,7 +815,7 @@ def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: 
     return estimate
 
 
-def _found(keys: Sequence[str]) -> dict[str | None, Estimate]:
+def _find(keys: Sequence[str]) -> dict[str | None, Estimate]:
     """Return the answers that are in memory or in the user's cache, by key."""
     known_answers: dict[str | None, Estimate] = {key: _answers[key] for key in keys if key in _answers}
     others = [key for key in keys if key not in known_answers]
@@ -858,7 +825,7 @@ def _found(keys: Sequence[str]) -> dict[str | None, Estimate]:
     return known_answers
 
 
-def _remembered(key: str | None, known: Estimate) -> Estimate:
+def _remember(key: str | None, known: Estimate) -> Estimate:
     """Keep an answer in memory. Returns a copy whose mappings are the caller's to change."""
     if key is None:
         return known
@@ -877,8 +844,6 @@ def clear() -> None:
 def _key(request: Request) -> tuple[str | None, Request]:
     """Return what identifies the answer apart from its platform, and the request as it is then answered: its job is
     built once. No key with workspaces, which depend on this process's cuDNN."""
-    from learn.job.traced import key_of
-
     if request.platform.workspaces is not None:
         return None, request
     job_key, build = key_of(request.job)

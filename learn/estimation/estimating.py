@@ -490,8 +490,8 @@ MOST_SAMPLES = 65_536
 _GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
 _WIDER = 4  # times as wide is each further step away from the line's prediction
 _BY_LINE = 2  # tries of the line's own prediction between a batch that fits and one that does not
-# Between a batch that fits and one that does not, so many sizes, or one in so many of the batch, are halved at once:
-# memory grows in steps of the allocator's segments.
+# Between a batch that fits and one that does not, up to `_FEW` sizes, or a `_NARROW`-th of the batch, are halved at
+# once: memory grows in steps of the allocator's segments.
 _FEW, _NARROW = 64, 32
 _FAR = 2  # times a batch that fits: one that does not says little of the limit
 
@@ -525,7 +525,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
         low, high = (batch, high) if fitted else (low, batch)
         if low == most:
             return most
-        guess = _predicted(tried, low, high, limit_mib)
+        guess = _predict(tried, low, high, limit_mib)
         if high is None:
             guess = (
                 low * (2 if len(tried) == 1 else _GROWTH) if guess is None else max(guess, low + 2 ** (len(tried) // 4))
@@ -543,7 +543,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
     return low
 
 
-def _predicted(tried: Mapping[int, float], low: int, high: int | None, limit_mib: float) -> int | None:
+def _predict(tried: Mapping[int, float], low: int, high: int | None, limit_mib: float) -> int | None:
     """Return the largest batch that fits by a line through two figures; None where there is no rising line."""
     if len(tried) < 2:
         return None

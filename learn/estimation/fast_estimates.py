@@ -276,7 +276,7 @@ def _of_family(
 
 
 def _moved_mib(family: str, device: DeviceSpec, on: MachineProfile) -> float:
-    """Return what the card holds more on this machine than on the one that the models were fitted for."""
+    """Return how much more the card holds on this machine than on the one that the models were fitted for."""
     loads_cudnn = family in _WITH_CUDNN
     return on.outside_mib(loads_cudnn) + on.other_mib - machine(DESCRIBED, device).outside_mib(loads_cudnn)
 
@@ -461,7 +461,7 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
     records = zip(rows.records, rows.label / rough, strict=True)
     multiples = replace(rows, records=tuple(replace(row, label=float(label)) for row, label in records))
     train, test = hold_out(rows, np.unique(rows.family, return_inverse=True)[1], seed)
-    judged = _fitted(multiples.subset(train), seed).predict([rows.cases[place] for place in test])
+    judged = _fit(multiples.subset(train), seed).predict([rows.cases[place] for place in test])
     point = judged.point * rough[test]
     meta = {
         "format": FORMAT,
@@ -484,11 +484,11 @@ def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
         above = {family: conformal_score(np.sort(times[family_of == family]), LEVEL) for family in FAMILIES}
         meta["above"] = {family: round(factor, 4) for family, factor in above.items()}
     (folder / "model").mkdir(parents=True)
-    _fitted(multiples, seed).save(folder / "model")
+    _fit(multiples, seed).save(folder / "model")
     (folder / "meta.json").write_text(json.dumps(stamped(folder, meta, "meta.json"), indent=1, sort_keys=True))
 
 
-def _fitted(rows: Rows, seed: int) -> Estimator:
+def _fit(rows: Rows, seed: int) -> Estimator:
     from learn.estimators.tabular import LightGBMEstimator
 
     estimator = LightGBMEstimator(seed)

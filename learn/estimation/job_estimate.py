@@ -335,7 +335,7 @@ class Timing:
     mfu           model FLOPs utilization: FLOPs of the matrix products, convolutions and attention, forward and
                   backward, over what the GPU model does in a step time at the peak rate of the job's precision. What
                   checkpoints compute again does not count (PaLM, arXiv:2204.02311, appendix B). None where the GPU
-                  model has no such rate. See `featurize.timing.model_flops`
+                  model has no such rate. See `featurize.timing.times.seconds_at_peak`
     communication_ms   what the ranks' collectives take in a step; `exposed_ms` of it is not hidden by computation, and
                   part of the step time
     bubble_ms     part of a pipeline's step time in which the rank waits for stages that compute
@@ -405,7 +405,7 @@ class Estimate(Energy, Timing, Activity, Memory):
         return estimate_text(self)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the same, and the breakdown as a bar."""
+        """Return the HTML for a notebook: the same, and the breakdown as a bar."""
         from learn.estimation.step_report import estimate_html
 
         return estimate_html(self)
@@ -452,7 +452,7 @@ class Estimate(Energy, Timing, Activity, Memory):
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The fields, `warnings`, and `fits`: into the empty card."""
+        """Return the fields, `warnings`, and `fits`: into the empty card."""
         return {**asdict(self), "warnings": list(self.warnings), "fits": self.fits_device}
 
 

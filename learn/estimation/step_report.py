@@ -50,7 +50,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of
 from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
-from featurize.timing.model_flops import precision_in_words
+from featurize.timing.times import precision_in_words
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
 from learn.estimation.notes import (
     OUT_OF_MEMORY,
@@ -142,14 +142,12 @@ def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
 def _tiles(job: TrainingJob, device: DeviceSpec, done: Estimate) -> Tiles:
     used = done.peak_memory_mib / device.memory_mib
     share = f"{used:,.0%} of the card" if used >= 0.01 else "less than 1% of the card"
-    tiles = [Tile(_named(done, "peak memory", "memory"), f"{done.peak_memory_mib:,.0f} MiB", share)]
+    tiles = [Tile(_name(done, "peak memory", "memory"), f"{done.peak_memory_mib:,.0f} MiB", share)]
     if done.upper_mib is not None:
         tiles.append(Tile(bound_name(done), f"{done.upper_mib:,.0f} MiB", coverage_text(done)))
     if done.step_time_ms is not None:
         tiles.append(
-            Tile(
-                _named(done, "step time", "step_time"), f"{done.step_time_ms:,.1f} ms", f"SM activity {done.smact:.0%}"
-            )
+            Tile(_name(done, "step time", "step_time"), f"{done.step_time_ms:,.1f} ms", f"SM activity {done.smact:.0%}")
         )
     if done.samples_per_s is not None:
         tokens = "of one GPU" if done.tokens_per_s is None else f"{rate(done.tokens_per_s)} tokens/s"
@@ -161,15 +159,13 @@ def _tiles(job: TrainingJob, device: DeviceSpec, done: Estimate) -> Tiles:
             by_power if done.mfu is None else Tile("model FLOPs", f"{done.mfu:.1%} of peak", f"{joule} a step")
         )
     if done.drama is not None:
-        tiles.append(
-            Tile(_named(done, "DRAM activity", "drama"), f"{done.drama:.0%}", f"SM occupancy {done.smocc:.0%}")
-        )
+        tiles.append(Tile(_name(done, "DRAM activity", "drama"), f"{done.drama:.0%}", f"SM occupancy {done.smocc:.0%}"))
     if done.parameters is not None:
         tiles.append(Tile("parameters", _short(done.parameters), f"batch of {job.batch_size:,}"))
     return Tiles(tuple(tiles))
 
 
-def _named(done: Estimate, name: str, target: str) -> str:
+def _name(done: Estimate, name: str, target: str) -> str:
     basis = basis_of(done, target)
     return f"{name} ({basis})" if basis else name
 
@@ -303,7 +299,7 @@ def _activations(traced: TracedStep) -> Section:
 
 
 def _tensors(traced: TracedStep) -> Section:
-    """The largest blocks alive at the peak; equal ones are counted together."""
+    """Return the largest blocks alive at the peak; equal ones are counted together."""
     live: dict[int, None] = {}
     highest = -1
     at_peak: list[int] = []
@@ -406,12 +402,12 @@ def tree_of(sizes: Mapping[str, int]) -> Node:
             node = node.children.setdefault(part, Node(part))
             node.total += nbytes
         node.own += nbytes
-    root.children = {child.name: child for child in map(_joined, root.children.values())}
+    root.children = {child.name: child for child in map(_join, root.children.values())}
     return root
 
 
-def _joined(node: Node) -> Node:
-    node.children = {child.name: child for child in map(_joined, node.children.values())}
+def _join(node: Node) -> Node:
+    node.children = {child.name: child for child in map(_join, node.children.values())}
     if len(node.children) == 1 and not node.own:
         (child,) = node.children.values()
         return Node(f"{node.name}.{child.name}", child.own, child.total, child.children)
@@ -658,7 +654,7 @@ class TimePart(NamedTuple):
 
 
 def time_parts(timed: TimedStep, input_ms: float = 0.0) -> list[TimePart]:
-    """Return what a step's time consists of: kinds of kernels, the longest first, then what the GPU waits for.
+    """Return the parts of a step's time: kinds of kernels, the longest first, then what the GPU waits for.
 
     The parts sum to `timed.step_time_ms`. What is less than 1 % of it goes into one part, "other".
 

@@ -319,10 +319,10 @@ class HybridEstimator(Estimator):
     the curve from traced to estimated memory is made monotone. It never falls below weights and context. Rows that ran
     out of memory count as "at least the device's memory".
 
-    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many), and
-    a conformal bound is taken over the scaled ones, by family and device where there are enough of them; what is of
-    none of these families has the bound of a family drawn at random. A case unlike anything that was fitted on gets a
-    wider one, and a warning that says why.
+    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many). A
+    conformal bound is taken over the scaled errors, by family and device where there are enough of them. Other families
+    have the bound of a family drawn at random. A case unlike anything fitted on gets a wider bound and a warning that
+    says why.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -343,7 +343,7 @@ class HybridEstimator(Estimator):
         label = to_space(rows.label, self.target.space)
         if self.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
-        weight = _balanced(rows.module)
+        weight = _balance(rows.module)
         if self.target.is_memory:
             traced_memory = table[:, self._columns.index(_LOG_MEMORY)]
             low, high = math.floor(traced_memory.min()), math.ceil(traced_memory.max())
@@ -364,7 +364,7 @@ class HybridEstimator(Estimator):
 
         exact = ~rows.censored
         if self.target.is_memory:
-            self._evidence = _weighed(
+            self._evidence = _weigh(
                 rows,
                 records,
                 correction,
@@ -463,7 +463,8 @@ class HybridEstimator(Estimator):
         return np.array([[row[name] for name in self._columns] for row in rows], dtype=float)
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
-        """Return what the scale is learned from: for memory nothing that the batch changes, so that bounds grow too."""
+        """Return the features that the scale is learned from: for memory nothing that the batch changes, so that bounds
+        grow too."""
         return table[:, :-1] if self.target.is_memory else table
 
     def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
@@ -495,7 +496,7 @@ class HybridEstimator(Estimator):
         informative = ~rows.censored | (gap > 0)
         rows, gap, network = rows.subset(informative), gap[informative], self._of_network(table)[informative]
         units = _units(rows)
-        weight = _balanced(rows.module)
+        weight = _balance(rows.module)
 
         def without(inside: np.ndarray) -> np.ndarray:
             exact = inside & ~rows.censored
@@ -506,7 +507,7 @@ class HybridEstimator(Estimator):
         score = gap / scale
         self._held_out_rows = len(rows)
         self._held = {}
-        kinds, scores = {}, [_evened(score, rows.family)]
+        kinds, scores = {}, [_even_out(score, rows.family)]
         places = list(map(_place, rows.cases))
         for names in ([family for family, _ in places], [f"{family} on {device}" for family, device in places]):
             for name in sorted(set(names)):
@@ -519,10 +520,10 @@ class HybridEstimator(Estimator):
                         self._held[len(scores)] = held
                     kinds[name] = len(scores)
                     scores.append(
-                        _stretched(np.sort(own_scores), _bound(own_scores, unit, np.ones(len(own_scores), dtype=bool)))
+                        _stretch(np.sort(own_scores), _bound(own_scores, unit, np.ones(len(own_scores), dtype=bool)))
                     )
         # What is new is never surer.
-        scores[0] = _stretched(scores[0], max(conformal_score(kind_scores, LEVEL) for kind_scores in scores))
+        scores[0] = _stretch(scores[0], max(conformal_score(kind_scores, LEVEL) for kind_scores in scores))
         return kinds, scores
 
     # ---- on disk
@@ -562,7 +563,7 @@ class HybridEstimator(Estimator):
         return loaded
 
 
-def _weighed(
+def _weigh(
     rows: Rows,
     records: Sequence[StepRecord],
     residual: np.ndarray,
@@ -597,9 +598,9 @@ def _weighed(
     return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
 
 
-def _evened(score: np.ndarray, family: np.ndarray) -> np.ndarray:
-    """The scores of all rows, ascending, those of small families repeated: each family counts about as much as the
-    largest one, so that an easy one does not speak for networks of no family."""
+def _even_out(score: np.ndarray, family: np.ndarray) -> np.ndarray:
+    """Return the scores of all rows, ascending, those of small families repeated: each family counts about as much as
+    the largest one, so that an easy one does not speak for networks of no family."""
     _, member, sizes = np.unique(family.astype(str), return_inverse=True, return_counts=True)
     return np.sort(np.repeat(score, np.round(sizes.max() / sizes).astype(int)[member]))
 
@@ -608,8 +609,8 @@ def _bound(score: np.ndarray, unit: np.ndarray, seen: np.ndarray) -> float:
     return max(conformal_score(np.sort(score[seen]), LEVEL), group_score(score[seen], unit[seen], LEVEL))
 
 
-def _stretched(score: np.ndarray, wanted: float) -> np.ndarray:
-    """The scores, ascending, those above the estimate multiplied so that the bound is at least `wanted`."""
+def _stretch(score: np.ndarray, wanted: float) -> np.ndarray:
+    """Return the scores, ascending, those above the estimate multiplied so that the bound is at least `wanted`."""
     bound = conformal_score(score, LEVEL)
     return np.where(score > 0, score * max(wanted / bound, 1.0), score) if bound > 0 else score
 
@@ -626,7 +627,7 @@ def _place(case: Case) -> tuple[str, str]:
 
 
 def _units(rows: Rows) -> np.ndarray:
-    """Return what is held out together: near-copies; in a family of many modules, a module."""
+    """Return the groups that are held out together: near-copies; in a family of many modules, a module."""
     units = rows.group.astype(object).copy()
     for family in set(map(str, rows.family)):
         if _of_many_modules(rows, family):
@@ -648,8 +649,8 @@ def _reasons(unlike: Unfamiliar, share: float) -> tuple[str, ...]:
     return (*unlike.reasons, f"only {share:.0%} of the learned correction is applied to the trace's figure")
 
 
-def _balanced(module: np.ndarray) -> np.ndarray:
-    """A weight for each row: a module of a hundred rows counts as much as four of them with six each."""
+def _balance(module: np.ndarray) -> np.ndarray:
+    """Return a weight for each row: a module of a hundred rows counts as much as four of them with six each."""
     _, member, sizes = np.unique(module.astype(str), return_inverse=True, return_counts=True)
     weight = 1 / np.sqrt(sizes[member])
     return np.asarray(weight / weight.mean())

@@ -29,18 +29,19 @@ LEVEL = 0.99  # level of the bounds that are reported and judged
 
 
 def conformal_score(scores: np.ndarray, level: float) -> float:
-    """Return what `level` of new scores stay under, by these ascending ones of held-out rows; never below 0."""
+    """Return the score that `level` of new ones stay under, by these ascending ones of held-out rows; never below 0."""
     rank = min(conformal_rank(len(scores), level), len(scores))
     return max(float(scores[rank - 1]), 0.0) if scores.size else 0.0
 
 
 def conformal_rank(m: int, level: float) -> int:
-    """1-based rank of the calibration residual that bounds a new one with probability `level`; may exceed m."""
+    """Return the 1-based rank of the calibration residual that bounds a new one with probability `level`; may exceed
+    m."""
     return math.ceil((m + 1) * level - 1e-9)
 
 
 def too_few_for(level: float, m: int) -> str | None:
-    """The warning a bound from m residuals has to carry at `level`, or None."""
+    """Return the warning a bound from m residuals has to carry at `level`, or None."""
     if conformal_rank(m, level) <= m:
         return None
     needed = math.ceil(level / (1 - level) - 1e-9)
@@ -87,7 +88,7 @@ class MemoryBound:
 
 
 def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
-    """Return what `level` of the scores stay under, where each group counts alike, however many rows it has.
+    """Return the score that `level` of the scores stay under, where each group counts alike, however many rows it has.
 
     So a new group's scores do on average, as far as the groups are like it (pooled distributions of groups: Dunn,
     Wasserman and Ramdas 2022, arXiv 1809.07441). A single wrong label moves it little.
@@ -106,7 +107,7 @@ def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
 def held_of(
     score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray], float], kind: str
 ) -> HeldShare | None:
-    """Return what share of rows lies below the bounds that the other groups' rows make; None with a single group.
+    """Return the share of rows that lies below the bounds that the other groups' rows make; None with a single group.
 
     Args:
         score, group: (n,) as above.
@@ -208,16 +209,18 @@ class Prediction(Protocol):
         """(n,) the single best guess; NaN in the rows of `refusals`."""
 
     def quantile(self, q: float) -> np.ndarray:
-        """(n,) the q-quantile, 0 < q < 1; grows with q."""
+        """Return the (n,) q-quantiles, 0 < q < 1; grows with q."""
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
-        """(n, k + 1) the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by row."""
+        """Return (n, k + 1), the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by
+        row."""
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
-        """(n,) a bound, never below the point, that `level` of new labels stay under; None: none was calibrated."""
+        """Return (n,) bounds, never below the point, that `level` of new labels stay under; None: none was
+        calibrated."""
 
     def held_of(self, row: int) -> HeldShare | None:
-        """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
+        """Return the share of left-out rows that the row's bound at `LEVEL` held; None where that was not measured."""
 
 
 class Estimator(ABC):
@@ -259,7 +262,7 @@ class Estimator(ABC):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Return what `save` wrote, predicting the same figures."""
+        """Return the estimator that `save` wrote, which predicts the same figures."""
         raise NotImplementedError
 
 
@@ -311,7 +314,7 @@ def open_state(cls: type[EstimatorT], folder: Path) -> tuple[EstimatorT, dict[st
 
 # Label <-> the space in which errors are taken. Labels near 0 are lifted to 1e-9, so that a logarithm exists.
 def to_space(values: np.ndarray, space: str) -> np.ndarray:
-    """`log` takes the natural logarithm; `ratio` is left as it is."""
+    """Return the values in the space: `log` takes the natural logarithm, `ratio` changes nothing."""
     values = np.asarray(values, dtype=float)
     return np.log(np.maximum(values, 1e-9)) if space == "log" else values
 
@@ -398,7 +401,7 @@ class ResidualPrediction:
 
 
 def _quantile(ascending: np.ndarray, q: float) -> float:
-    """Return what `np.quantile` returns, which sorts again and takes a hundred times longer."""
+    """Return the result of `np.quantile`, which sorts again and takes a hundred times longer."""
     place = q * (len(ascending) - 1)
     low, high = ascending[int(place)], ascending[min(int(place) + 1, len(ascending) - 1)]
     part = place - int(place)

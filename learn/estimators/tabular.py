@@ -242,7 +242,7 @@ class FeatureTable:
         return [i for i, name in enumerate(self.columns) if name in self.words]
 
     def matrix(self, cases: Sequence[Case]) -> np.ndarray:
-        """(n, columns) float64; NaN is missing."""
+        """Return (n, columns) float64; NaN is missing."""
         table = np.full((len(cases), len(self.columns)), np.nan)
         for places, columns in case_columns(cases):
             table[places] = self.encoded(columns, len(places))

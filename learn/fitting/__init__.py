@@ -1,5 +1,5 @@
 """Fits and what they leave: artifacts on disk, promotion, the kernel model's parameters.
 
-Start reading at `fit_call.fit`; `learn.fit_kernels` uses the fits of kernels, power, links and hosts. Called by
-commands, nights and estimates, which read artifacts; it calls judges and estimators.
+Start reading at `artifacts.save_artifact`; `learn.fit_kernels` uses the fits of kernels, power, links and hosts. Called
+by commands, nights and estimates, which read artifacts; it calls judges and estimators.
 """

@@ -36,12 +36,11 @@ from featurize.configs.features import FEATURES_STAMP, is_current
 from featurize.configs.trial import printable
 from featurize.device.device_spec import plain_device, same_device
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
-from learn.rows.data import check_target, get_target
+from learn.rows.data import Rows, check_target, get_target
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from learn.judging.evaluate import Evaluation
-    from learn.rows.data import Rows
-    from warehouse.files.folder import DataFolder
 
 
 FILES = "files"
@@ -58,7 +57,8 @@ class DamagedArtifact(EnvironmentProblem):
 
 
 def stamped(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`meta` with the checksums of every file of the folder but `name`, which is to hold it, and with its own."""
+    """Return `meta` with the checksums of every file of the folder but `name`, which is to hold it, and with its
+    own."""
     files = {
         path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
@@ -70,19 +70,19 @@ def stamped(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The artifact's JSON, its own checksum verified where it has one. Raises `DamagedArtifact`."""
+    """Return the artifact's JSON, its own checksum verified where it has one. Raises `DamagedArtifact`."""
     try:
         size = path.stat().st_size
         if size > MOST_JSON_BYTES:
-            raise DamagedArtifact(f"{_shown(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
+            raise DamagedArtifact(f"{_show(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict):
-            raise DamagedArtifact(f"{_shown(path)} is not a JSON object")
+            raise DamagedArtifact(f"{_show(path)} is not a JSON object")
         checksum = own_sha256(described)
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error
+        raise DamagedArtifact(f"{_show(path)} cannot be read: {printable(str(error))}") from error
     if described.get(OWN_SHA256, checksum) != checksum:
-        raise DamagedArtifact(f"{_shown(path)} is not what was written: its checksum is another")
+        raise DamagedArtifact(f"{_show(path)} is not what was written: its checksum is another")
     return described
 
 
@@ -93,19 +93,19 @@ def checked(folder: Path, meta: Mapping[str, Any]) -> None:
     """
     named = meta.get(FILES)
     if not isinstance(named, Mapping):
-        raise DamagedArtifact(f"{_shown(folder)} is damaged: meta.json names no files with their checksums")
+        raise DamagedArtifact(f"{_show(folder)} is damaged: meta.json names no files with their checksums")
     try:
         below = [path for path in (folder / MODEL).rglob("*") if path.is_symlink() or not path.is_dir()]
         names = sorted({*map(str, named), *(path.relative_to(folder).as_posix() for path in below)})
         there = [path for name in names if (path := folder / name).exists()]
         state = [(path.stat().st_size, path.stat().st_mtime_ns, path.lstat().st_ino) for path in there]
     except OSError as error:
-        raise DamagedArtifact(f"{_shown(folder)}: {printable(str(error))}") from error
+        raise DamagedArtifact(f"{_show(folder)}: {printable(str(error))}") from error
     key = (str(folder), str(meta.get(OWN_SHA256)), *names, *state)
     if key not in _verified:
         _verified[key] = next(_problems(folder, named, names), None)
     if (problem := _verified[key]) is not None:
-        raise DamagedArtifact(f"{_shown(folder)} is damaged: {problem}")
+        raise DamagedArtifact(f"{_show(folder)} is damaged: {problem}")
 
 
 def say_damaged(error: DamagedArtifact, instead: str) -> None:
@@ -117,7 +117,7 @@ def say_damaged(error: DamagedArtifact, instead: str) -> None:
 
 
 def _problems(folder: Path, named: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with the files that the JSON names, and with all below `model/`."""
+    """Yield the problems of the files that the JSON names, and of all below `model/`."""
     for name in names:
         path, about, shown = folder / name, named.get(name), printable(name)
         if ".." in path.parts or not path.resolve().is_relative_to(folder.resolve()):
@@ -146,7 +146,7 @@ def _structure(path: Path) -> str | None:
     return None if path.suffix in (".json", ".txt") else "a model has no such file"
 
 
-def _shown(path: Path) -> str:
+def _show(path: Path) -> str:
     return printable(str(path), 300)
 
 
@@ -192,7 +192,7 @@ class Artifact:
         checked(self.path, self.meta)
 
     def require(self) -> Artifact:
-        """The artifact, if it can answer: verified, and loaded where this code computes its features. Raises
+        """Return the artifact, if it can answer: verified, and loaded where this code computes its features. Raises
         `DamagedArtifact`."""
         self.check()
         if is_current(self.meta["feature_version"]):
@@ -347,8 +347,8 @@ def save_artifact(
 
 
 def versions(data: DataPlace, target: str) -> list[Artifact]:
-    """Every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is not
-    what was written is named on standard error and left out."""
+    """Return every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is
+    not what was written is named on standard error and left out."""
     opened = []
     for path in version_folders(data, get_target(target).name):
         try:
@@ -366,7 +366,8 @@ def version_folders(data: DataPlace, target: str) -> list[Path]:
 
 
 def newest_whole(versions: Sequence[Version], load: Callable[[Version], Loaded]) -> Loaded | None:
-    """Return what `load` makes of the newest version that is not damaged, named on standard error if it is; or None."""
+    """Return the result of `load` on the newest version that is not damaged, named on standard error if it is; or
+    None."""
     for older, version in reversed(list(enumerate(versions))):
         try:
             return load(version)
@@ -379,7 +380,7 @@ def open_artifact(path: Path) -> Artifact:
     """Return the artifact in that folder, of whose `meta.json` the rest of the code may believe the types. Raises
     `DamagedArtifact`."""
     if not path.resolve().is_relative_to(path.parent.resolve()):
-        raise DamagedArtifact(f"{_shown(path)} is damaged: it lies outside of {path.parent.name}")
+        raise DamagedArtifact(f"{_show(path)} is damaged: it lies outside of {path.parent.name}")
     meta = read_json(path / "meta.json")
     rows = meta.get("rows")
     counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
@@ -420,8 +421,8 @@ def newest(
     learnt: bool = False,
     for_modules: bool = False,
 ) -> Artifact | None:
-    """The newest version that was fitted on rows of that family, device and source (None: any), or None; where no
-    estimator is named, of the hybrid, and of another only where there is no hybrid. With
+    """Return the newest version that was fitted on rows of that family, device and source (None: any), or None; where
+    no estimator is named, of the hybrid, and of another only where there is no hybrid. With
     `learnt`, the versions of training-free estimators do not count; `for_modules`, only those of estimators that read
     traced steps, fitted on rows of real devices. Its features may be those of other code.
     """
@@ -441,11 +442,12 @@ def newest(
 
 
 def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:
-    """`find_latest`, where having none is an error: `UsageError` that lists what there is and how to fit one."""
+    """Return `find_latest`'s version, where having none is an error: `UsageError` that lists what there is and how to
+    fit one."""
     artifact = find_latest(data, target, **wanted)
     if artifact is None:
         asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
-        there = sorted({_described(a) for a in versions(data, target)})
+        there = sorted({_describe(a) for a in versions(data, target)})
         raise UsageError(
             f"no fitted model for target={target}{f' with {asked}' if asked else ''}; "
             f"there {'are: ' + '; '.join(there) if there else 'is none at all'}; "
@@ -455,7 +457,7 @@ def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artif
 
 
 def require_current(artifact: Artifact) -> Artifact:
-    """The artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
+    """Return the artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
     theirs = artifact.meta.get("feature_version")
     if not is_current(theirs):
         target = artifact.meta["target"]
@@ -467,11 +469,11 @@ def require_current(artifact: Artifact) -> Artifact:
 
 
 def default_artifact(target: str) -> Artifact | None:
-    """The model that comes with the project (`learn/default_models`), or None for a target without one.
+    """Return the packaged model (`learn/default_models`), or None for a target without one.
 
-    It is used also where this code's features have moved on since it was fitted:
-    `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and whoever shows its
-    figures says so.
+    It is used also where this code's features have changed since it was fitted:
+    `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and callers that show its
+    figures say so.
     """
     path = DEFAULT_MODELS / get_target(target).name
     try:
@@ -479,21 +481,20 @@ def default_artifact(target: str) -> Artifact | None:
     except OSError:
         return None
     try:
-        return _opened(path, written_ns)
+        return _open(path, written_ns)
     except DamagedArtifact as error:
         say_damaged(error, "install the project anew; the trace answers")
         return None
 
 
 @lru_cache(maxsize=8)
-def _opened(path: Path, _written_ns: int) -> Artifact:
+def _open(path: Path, _written_ns: int) -> Artifact:
     """Return a whole artifact, checked and loaded once; what happens to its files later changes nothing of it."""
     return open_artifact(path).require()
 
 
 def models_folder(data: DataPlace) -> Path:
-    """The `models/` folder of a data folder (None: the default one)."""
-    from warehouse.files.folder import DataFolder
+    """Return the `models/` folder of a data folder (None: the default one)."""
 
     folder = data if isinstance(data, DataFolder) else DataFolder.resolve(data)
     return Path(folder.models)
@@ -509,7 +510,7 @@ def _reads_modules(artifact: Artifact) -> bool:
     return reads and "simulated" not in artifact.meta["rows"]["source"]
 
 
-def _described(artifact: Artifact) -> str:
+def _describe(artifact: Artifact) -> str:
     rows = artifact.meta["rows"]
     devices = ", ".join(sorted({plain_device(name) for name in rows["device"]}))
     return f"{artifact.meta['estimator']} for {', '.join(rows['family'])} on {devices} ({', '.join(rows['source'])})"

@@ -449,7 +449,7 @@ def _machines(data: str | os.PathLike[str] | None) -> float | None:
 
 
 def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> list[Times]:
-    """Return what `_megatron_times` does, of the smallest batch of each of Zeus' jobs; first the GPU model."""
+    """Return the same as `_megatron_times`, for the smallest batch of each of Zeus' jobs; first the GPU model."""
     timed: dict[tuple[str, str], Times] = {}
     for row in rows:
         if row.step_ms is not None:
@@ -546,7 +546,7 @@ def fitted_links(
         data: The folder; None: the default one. Rows of `warehouse.ingest source=allreduce`.
     """
     measured = queried(data, _REDUCED)
-    rows, left_out = read_each(measured, lambda values: _measured(*values))
+    rows, left_out = read_each(measured, lambda values: _read_measured(*values))
     if not rows:
         return packaged_links(), [], left_out
     devices = np.array([row.device.name for row in rows])
@@ -555,7 +555,7 @@ def fitted_links(
         "numbers of GPUs left out": held_out_by(np.array([str(row.ranks) for row in rows])),
     }
     constants, ratios = judged_by_splits(
-        lambda of: _fitted([rows[place] for place in np.flatnonzero(of)]),
+        lambda of: _fit([rows[place] for place in np.flatnonzero(of)]),
         lambda learned: _log_ratios(rows, learned),
         splits,
     )
@@ -567,7 +567,7 @@ def fitted_links(
     return constants, [score for score in scores if score.count], left_out
 
 
-def _measured(device_name: str | None, dims: str, dtype: str, duration_us: float) -> MeasuredAllReduce:
+def _read_measured(device_name: str | None, dims: str, dtype: str, duration_us: float) -> MeasuredAllReduce:
     device, shape = described(device_name), json.loads(dims)
     ranks = shape["arguments"]["ranks"]
     if ranks > _MOST_RANKS:
@@ -590,7 +590,7 @@ def _log_ratios(rows: Sequence[MeasuredAllReduce], constants: LinkConstants) -> 
     return np.array([row.log_ratio(constants) for row in rows])
 
 
-def _fitted(rows: Sequence[MeasuredAllReduce]) -> LinkConstants:
+def _fit(rows: Sequence[MeasuredAllReduce]) -> LinkConstants:
     from scipy.optimize import minimize
 
     packaged = dataclasses.asdict(packaged_links())

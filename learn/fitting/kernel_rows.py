@@ -9,9 +9,11 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +26,7 @@ from featurize.device.device_spec import DeviceSpec, load_device
 from featurize.families import gpt
 from featurize.job.training_settings import Training, TrialConfig, uses_tf32
 from featurize.nets.vision import import_library
-from featurize.recording.step_trace import Operator, StepTrace
+from featurize.recording.step_trace import Operator
 from featurize.timing.calls import HALF, TENSOR, Calls, as_calls, kernel_calls, product
 from featurize.timing.step_time import input_ms
 from featurize.trace.tracer import TraceError, trace_config, trace_step
@@ -135,7 +137,7 @@ def measured_times(
         [most],
     )
     traces: dict[tuple[Any, ...], Calls] = {}
-    return read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
+    return read_each(rows, lambda values: _read_measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
 
 
 def kernel_times(
@@ -191,7 +193,7 @@ class RowLeftOut(Exception):
 def read_each(
     rows: Sequence[Any], read: Callable[[Any], Row], progress: Progress | None = None
 ) -> tuple[list[Row], dict[str, int]]:
-    """Return what `read` makes of each row, and for each reason of its `RowLeftOut` the number of rows."""
+    """Return the result of `read` on each row, and for each reason of its `RowLeftOut` the number of rows."""
     kept: list[Row] = []
     left_out: Counter[str] = Counter()
     for done, row in enumerate(rows):
@@ -329,21 +331,25 @@ def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None
     )
 
 
-def _measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
+def _read_measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
     device = described(row["device_name"])
-    release = _release(row["torch_version"])
+    release = re.match(r"(\d+)\.(\d+)", str(row["torch_version"]))
     if source == LLM_FOUNDRY:
         return _of_llm_foundry(row, device, traces)
     try:
         config = config_of_one_gpu(row["config"])
     except UnreadableConfig as error:
         raise RowLeftOut(f"{source}: no trial config") from error
-    fused = release is None or release >= _FIRST_FUSED
+    fused = release is None or (int(release[1]), int(release[2])) >= _FIRST_FUSED
     key = (row["config"], device.architecture.attention, fused)
     if key not in traces:
-        with _attention(fused):
-            traces[key] = _traced(lambda: trace_config(config, device=device), config.precision, listed=fused)
+        with contextlib.ExitStack() as after:
+            if not fused:  # timm's models then compute attention as they did before PyTorch had a fused one
+                layers = import_library("timm.layers")
+                after.callback(layers.set_fused_attn, layers.use_fused_attn())
+                layers.set_fused_attn(False)
+            traces[key] = _trace(lambda: trace_config(config, device=device), config.precision, listed=fused)
     return MeasuredTime(
         name=str(getattr(config, "model", config.family)),
         source=source,
@@ -360,37 +366,34 @@ def _measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> M
 def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     """Return one micro-step of one GPU: sharded weights arrive while the GPU computes, so it runs as if alone."""
     cells = json.loads(row["origin"])
-    size, length, samples = cells["Model"].lower(), int(cells["SeqLen (T)"]), int(cells["MicroBatchSize"])
-    recompute = cells["Activation Checkpointing"] == "True"
+    size = cells["Model"].lower()
     if size not in SIZES or not cells["Precision"].endswith("bf16"):
         raise RowLeftOut(f"{LLM_FOUNDRY}: {size} in {cells['Precision']}")
-    key = (size, length, samples, recompute, device.architecture.attention)
+    config = mpt_config(cells)
+    key = (config, device.architecture.attention)
     if key not in traces:
-        traces[key] = _traced(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
+        step = partial(
+            trace_step,
+            lambda: gpt.build(config).to(torch.bfloat16),
+            lambda on: gpt.batch(config, on),
+            loss=mpt_loss,
+            device=device,
+            settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
+            training_loop=False,
+        )
+        traces[key] = _trace(step, "bf16", listed=True)
     return MeasuredTime(
-        name=f"MPT-{size}, {samples} x {length}",
+        name=f"MPT-{size}, {config.batch_size} x {config.sequence_length}",
         source=LLM_FOUNDRY,
         group=size,
         device=device,
         calls=traces[key],
-        measured_ms=samples * length / float(cells["Throughput (T/s/GPU)"]) * 1e3,
+        measured_ms=config.batch_size * config.sequence_length / float(cells["Throughput (T/s/GPU)"]) * 1e3,
         run_id=row["run_id"],
     )
 
 
-def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: DeviceSpec) -> StepTrace:
-    config = mpt_config(size, length, samples, recompute=recompute)
-    return trace_step(
-        lambda: gpt.build(config).to(torch.bfloat16),
-        lambda on: gpt.batch(config, on),
-        loss=mpt_loss,
-        device=device,
-        settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
-        training_loop=False,
-    )
-
-
-def _traced(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
+def _trace(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
     try:
         step = trace()
     except (TraceError, UsageError) as error:
@@ -398,33 +401,11 @@ def _traced(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls
     return kernel_calls(step.operators, **uses_tf32(precision), listed=listed)
 
 
-@contextlib.contextmanager
-def _attention(fused: bool) -> Iterator[None]:
-    """Make timm's models compute attention as they did with a release of PyTorch before it had a fused one."""
-    if fused:
-        yield
-        return
-    layers = import_library("timm.layers")
-    before = layers.use_fused_attn()
-    layers.set_fused_attn(False)
-    try:
-        yield
-    finally:
-        layers.set_fused_attn(before)
-
-
 def _group(config: TrialConfig) -> str:
-    """Return what is left out together: a family's name, or of timm the letters that its model's name begins with."""
+    """Return the group that is left out together: a family's name, or for timm the letters that its model's name begins
+    with."""
     model = getattr(config, "model", None)
     if config.family != "timm" or not model:
         return config.family
     word = next((part for part in model.split("_") if part not in _PREFIXES), model)
     return "".join(letter for letter in word if letter.isalpha()) or word
-
-
-def _release(version: str | None) -> tuple[int, int] | None:
-    try:
-        major, minor = (int(part) for part in str(version).split("+")[0].split(".")[:2])
-    except ValueError:
-        return None
-    return major, minor

@@ -58,7 +58,7 @@ class Promotion:
     device_name: str | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as JSON has them."""
         return asdict(self)
 
 
@@ -89,7 +89,7 @@ def refit(
     kind = get_estimator(estimator)
     require_target(kind, target)
     folder = DataFolder.resolve(data).open()
-    if (recorded := _recorded(folder, target, estimator, cycle, source, device_name)) is not None:
+    if (recorded := _read_recorded(folder, target, estimator, cycle, source, device_name)) is not None:
         return recorded
     promotion_of = partial(Promotion, target=target, estimator=estimator, source=source, device_name=device_name)
     steps = StepStore(folder)
@@ -104,7 +104,7 @@ def refit(
         progress("fitting the candidate")
         fitted = kind(seed=seed).fit(known, steps)
         progress("judging it")
-        candidate = _judged(fitted, rows.subset(held_out), known, rows, steps)
+        candidate = _judge(fitted, rows.subset(held_out), known, rows, steps)
         _require_judges(candidate, int(held_out.sum()))
     except CommandError as error:
         return promotion_of(decision="skipped", why=str(error), figures={"current": None, "candidate": None})
@@ -115,7 +115,7 @@ def refit(
         try:
             answering, seen = require_current(current).estimator, _seen_groups(folder, current, every)
             unseen = np.array([group not in seen for group in rows.group], dtype=bool)
-            verdict = _beside(_judged(answering, rows.subset(held_out & unseen), known, rows, steps), candidate, seed)
+            verdict = _beside(_judge(answering, rows.subset(held_out & unseen), known, rows, steps), candidate, seed)
         except StaleArtifact:
             no_answer = "the current one was fitted with features of other code and cannot answer any more"
             verdict = _alone("promoted", no_answer, candidate)
@@ -157,7 +157,7 @@ def _sides(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
     return rows, held_out, known
 
 
-def _judged(estimator: Estimator, asked: Rows, known: Rows, rows: Rows, steps: StepStore) -> Evaluation:
+def _judge(estimator: Estimator, asked: Rows, known: Rows, rows: Rows, steps: StepStore) -> Evaluation:
     bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
     return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
 
@@ -177,8 +177,10 @@ def _notes(every: Rows, candidate: Evaluation) -> Iterator[str]:
 
 
 def is_held_out(groups: Iterable[Any]) -> np.ndarray:
-    """(n,) bool: of near-copy groups by their key, the fifth that no candidate is ever fitted on. It hangs on the key
-    alone, so that every night's rows find their side and the rows to judge by only grow."""
+    """Return (n,) bool: the fifth of the near-copy groups, by their key, that no candidate is ever fitted on.
+
+    It depends on the key alone, so rows keep their side from night to night and the held-out set only grows.
+    """
     limit = int(HELD_OUT_SHARE * 2**64)
     digests = (hashlib.sha256(f"held out {key}".encode()).digest() for key in groups)
     return np.array([int.from_bytes(digest[:8], "big") < limit for digest in digests], dtype=bool)
@@ -189,7 +191,7 @@ def _alone(decision: str, reason: str, candidate: Evaluation) -> dict[str, Any]:
     ours, judges = figures(candidate), candidate.test_rows
     explanation = (
         f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
-        "told their bin"
+        "in their estimated bin"
     )
     if "own_labels" in ours:
         explanation = f"its errors are {NOT_INFORMATIVE}: the trace simulated these very labels"
@@ -243,8 +245,8 @@ def _reasons(candidate: Evaluation) -> str:
 
 
 def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozenset[str]:
-    """The near-copy groups of the rows that the artifact was fitted on; of those not among `rows` (marked stale since,
-    or of another device), by their configs in the warehouse."""
+    """Return the near-copy groups of the rows that the artifact was fitted on; of those not among `rows` (marked stale
+    since, or of another device), by their configs in the warehouse."""
     group_of = dict(zip(rows.run_ids.tolist(), rows.group.tolist(), strict=True))
     seen = {group_of[run_id] for run_id in artifact.fitted_run_ids if run_id in group_of}
     others = sorted(artifact.fitted_run_ids - group_of.keys())
@@ -259,7 +261,7 @@ def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozense
     return frozenset(seen)
 
 
-def _recorded(
+def _read_recorded(
     folder: DataFolder, target: str, estimator: str, cycle: str, source: str | None, device_name: str | None
 ) -> Promotion | None:
     """Return the decision of this cycle before it was killed, where it wrote a model."""
@@ -376,8 +378,8 @@ def errors(of: Evaluation) -> np.ndarray:
 
 
 def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """(lower, upper) limit of the mean of (n,) values, each at 95 %: percentiles over draws of whole groups, with
-    replacement, since near-copies err alike (cluster bootstrap; Davison and Hinkley 1997, section 3.8)."""
+    """Return (lower, upper) limit of the mean of (n,) values, each at 95 %: percentiles over draws of whole groups,
+    with replacement, since near-copies err alike (cluster bootstrap; Davison and Hinkley 1997, section 3.8)."""
     names, member = np.unique(np.asarray(group).astype(str), return_inverse=True)
     total = np.bincount(member, weights=values, minlength=len(names))
     size = np.bincount(member, minlength=len(names))
@@ -391,5 +393,5 @@ def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float,
 
 
 def in_words(space: str) -> str:
-    """The unit of `mean_abs_error`."""
+    """Return the unit of `mean_abs_error`."""
     return "of the natural logarithm" if space == "log" else "of the ratio"

@@ -1,9 +1,9 @@
 """Jobs that others published measurements of, each built as its authors' scripts build it.
 
-Start reading at `workload_of` for whole jobs of published rows, at `layer_calls` for layers that were timed by
-themselves, at `zeus_calls` for the jobs whose power Zeus measured (NSDI 2023), at `megatron_step` for the GPTs that
-vTrain timed under Megatron-DeepSpeed (MICRO 2024), at `mpt_config` for LLM Foundry's MPT. Libraries of models (timm,
-torchvision, transformers) are imported when a job is built.
+Start reading at `workload_of` for whole jobs of published rows; `layer_calls` has layers that were timed alone,
+`zeus_calls` the jobs whose power Zeus measured (NSDI 2023), `megatron_step` the GPTs that vTrain timed under
+Megatron-DeepSpeed (MICRO 2024), and `mpt_config` LLM Foundry's MPT. Libraries of models (timm, torchvision,
+transformers) are imported when a job is built.
 
 Megatron's own layers compute scores, softmax and dropout one after the other, with weights in half precision
 (megatron/model/transformer.py, `CoreAttention`). PyTorch's fuse attention, under autocast.
@@ -11,11 +11,11 @@ Megatron's own layers compute scores, softmax and dropout one after the other, w
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.nn import functional
 from conf.errors import UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import DeviceSpec
-from featurize.families import gpt
+from featurize.families import gpt, timm
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import MEGATRON, Training, uses_tf32
 from featurize.nets.vision import import_library
@@ -33,10 +33,6 @@ from featurize.timing.calls import Calls, kernel_calls
 from featurize.trace.tracer import trace_step
 from learn.job.training_job import TrainingJob, of_config
 from warehouse.exchange.published import PublishedRow, timm_config
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 
 TOKENS = 512  # sequence length of the published transformers
 
@@ -49,8 +45,6 @@ def workload_of(row: PublishedRow) -> TrainingJob:
     weights and trained on images of its own default size; the other models are those of `KNOWN_MODELS`. All in the
     usual loop and in fp32; with Adam, except timm's (`warehouse.exchange.published.timm_config` says why).
     """
-    from featurize.families import timm
-
     if row.family is not None:
         return replace(of_config(config_of(row)), training_loop=True)
     if row.model is None or row.batch_size is None:
@@ -78,130 +72,83 @@ def known_workload(name: str, batch_size: int) -> TrainingJob:
     return known[name.lower()](name, batch_size)
 
 
-def _workload(
-    name: str,
-    build: Callable[[], nn.Module],
-    batch: Callable[..., Any],
-    batch_size: int,
-    loss: Callable[..., Any] | None,
-) -> TrainingJob:
-    from featurize.job.training_settings import Training
-
-    return TrainingJob(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
+_workload = partial(TrainingJob, settings=Training())
 
 
 def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the cross entropy of [N, classes]. Models without a head return features: their mean costs the same."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
     while not isinstance(output, torch.Tensor):
         output = output[0]
-    return cross_entropy(output, targets) if output.dim() == 2 else output.mean()
+    return functional.cross_entropy(output, targets) if output.dim() == 2 else output.mean()
 
 
-@dataclass(frozen=True)
-class _Vision:
-    """Build by a torchvision or timm factory. `arguments` make random initialisation cheap, with the same network."""
-
-    library: str
-    factory: str
-    side: int = 224
-    arguments: tuple[tuple[str, object], ...] = ()
-
-    def __call__(self, name: str, batch_size: int) -> TrainingJob:
-        module = import_library(self.library)
-
-        def build() -> nn.Module:
-            if self.library == "timm":
-                return module.create_model(self.factory, **dict(self.arguments))
-            return getattr(module, self.factory)(**dict(self.arguments))
-
-        def batch(device: str) -> tuple[tuple[Tensor, ...], Tensor]:
-            import torch
-
-            images = torch.randn(batch_size, 3, self.side, self.side, device=device)
-            return (images,), torch.zeros(batch_size, dtype=torch.long, device=device)
-
-        return _workload(name, build, batch, batch_size, _first_logits_loss)
+def _vision(
+    library: str, factory: str, name: str, batch_size: int, *, side: int = 224, **arguments: Any
+) -> TrainingJob:
+    """Return the job of a torchvision or timm factory. `arguments` make random initialisation cheap, with the same
+    network."""
+    import_library(library)
+    build, batch = partial(_built, library, factory, arguments), partial(_image_batch, batch_size, side)
+    return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=_first_logits_loss)
 
 
-@dataclass(frozen=True)
-class _Language:
-    """Build a model of the transformers package from its configuration, with random weights.
+def _built(library: str, factory: str, arguments: Mapping[str, Any]) -> nn.Module:
+    module: nn.Module = getattr(import_library(library), factory)(**arguments)
+    return module
+
+
+def _image_batch(batch_size: int, side: int, device: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    images = torch.randn(batch_size, 3, side, side, device=device)
+    return (images,), torch.zeros(batch_size, dtype=torch.long, device=device)
+
+
+def _language(model: str, config: str, head: str, name: str, batch_size: int, **sizes: int) -> TrainingJob:
+    """Return the job of a model of the transformers package from its configuration, with random weights.
 
     head: `classes`, a sequence classifier with two labels, as fine-tuning scripts have it; `masked_token`, a language
     model whose loss is over the tokens in place; `next_token`, one whose loss is over the following tokens.
     """
+    made = getattr(import_library("transformers"), config)(**sizes)
+    build = partial(_built, "transformers", model, {"config": made})
+    batch = partial(_token_batch, batch_size, made.vocab_size, head)
+    loss = _next_token_loss if head == "next_token" else None
+    return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=loss)
 
-    model: str
-    config: str
-    sizes: Mapping[str, int]
-    head: str
 
-    def __call__(self, name: str, batch_size: int) -> TrainingJob:
-        library = import_library("transformers")
-        config = getattr(library, self.config)(**self.sizes)
-        vocabulary = config.vocab_size
-
-        def build() -> nn.Module:
-            return getattr(library, self.model)(config)
-
-        def batch(device: str) -> tuple[tuple[Tensor, ...], Tensor]:
-            import torch
-
-            tokens = torch.randint(vocabulary, (batch_size, TOKENS), device=device)
-            if self.head == "classes":
-                return (tokens,), torch.zeros(batch_size, dtype=torch.long, device=device)
-            return (tokens,), tokens
-
-        loss = _next_token_loss if self.head == "next_token" else None
-        return _workload(name, build, batch, batch_size, loss)
+def _token_batch(batch_size: int, vocabulary: int, head: str, device: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    tokens = torch.randint(vocabulary, (batch_size, TOKENS), device=device)
+    return (tokens,), torch.zeros(batch_size, dtype=torch.long, device=device) if head == "classes" else tokens
 
 
 def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the loss of [N, T, V] against the tokens one place on; both are copied, as the package's own losses do."""
-    from torch.nn.functional import cross_entropy
-
     logits = output.logits[:, :-1, :].contiguous()
     following = targets[:, 1:].contiguous()
-    return cross_entropy(logits.flatten(0, 1), following.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
+_BERT = ("BertForMaskedLM", "BertConfig", "masked_token")
+_XLNET = ("XLNetForSequenceClassification", "XLNetConfig", "classes")
+_GPT2 = ("GPT2LMHeadModel", "GPT2Config", "next_token")
 # The published comparison's names. Heads, losses and image sizes are not recorded; those here are what usual scripts
 # take, and agree with the figures: BERT's Horus estimates hold one [512, vocabulary] tensor a sample, which masked
 # language modelling has; FakeTensor's for Xception are those of 224 pixels, not its paper's 299; Horus's for Inception
 # v3 are those of 299 pixels without the auxiliary classifier. Attention is each package's default for fp32.
 KNOWN_MODELS: Mapping[str, Callable[[str, int], TrainingJob]] = {
-    "vgg16": _Vision("torchvision.models", "vgg16", arguments=(("init_weights", False),)),
-    "resnet50": _Vision("torchvision.models", "resnet50"),
-    "Xception": _Vision("timm", "legacy_xception"),
-    "mobilenetV2": _Vision("torchvision.models", "mobilenet_v2"),
-    "efficientnet": _Vision("torchvision.models", "efficientnet_b0"),
-    "inception": _Vision(
-        "torchvision.models",
-        "inception_v3",
-        side=299,
-        arguments=(("init_weights", False), ("aux_logits", False)),
+    "vgg16": partial(_vision, "torchvision.models", "vgg16", init_weights=False),
+    "resnet50": partial(_vision, "torchvision.models", "resnet50"),
+    "Xception": partial(_vision, "timm.models", "legacy_xception"),
+    "mobilenetV2": partial(_vision, "torchvision.models", "mobilenet_v2"),
+    "efficientnet": partial(_vision, "torchvision.models", "efficientnet_b0"),
+    "inception": partial(_vision, "torchvision.models", "inception_v3", side=299, init_weights=False, aux_logits=False),
+    "BERT_base": partial(_language, *_BERT),
+    "BERT_large": partial(
+        _language, *_BERT, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
     ),
-    "BERT_base": _Language("BertForMaskedLM", "BertConfig", {}, "masked_token"),
-    "BERT_large": _Language(
-        "BertForMaskedLM",
-        "BertConfig",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-        "masked_token",
-    ),
-    "xlnet_base": _Language(
-        "XLNetForSequenceClassification",
-        "XLNetConfig",
-        {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072},
-        "classes",
-    ),
-    "xlnet_large": _Language("XLNetForSequenceClassification", "XLNetConfig", {}, "classes"),
-    "gpt2_large": _Language(
-        "GPT2LMHeadModel", "GPT2Config", {"n_embd": 1280, "n_layer": 36, "n_head": 20}, "next_token"
-    ),
-    "gpt2_xl": _Language("GPT2LMHeadModel", "GPT2Config", {"n_embd": 1600, "n_layer": 48, "n_head": 25}, "next_token"),
+    "xlnet_base": partial(_language, *_XLNET, d_model=768, n_layer=12, n_head=12, d_inner=3072),
+    "xlnet_large": partial(_language, *_XLNET),
+    "gpt2_large": partial(_language, *_GPT2, n_embd=1280, n_layer=36, n_head=20),
+    "gpt2_xl": partial(_language, *_GPT2, n_embd=1600, n_layer=48, n_head=25),
 }
 
 
@@ -224,13 +171,13 @@ def layer_calls(name: str, sizes: Mapping[str, int], phase: str | None, dtype: s
     precision = _PRECISIONS[dtype]
     operators = _operators(name, tuple(sorted(sizes.items())), precision, device)
     wanted = [op for op in operators if phase in (None, op.phase)]
-    if phase != "forward" and LAYERS[name] is _gated:
+    if phase != "forward" and LAYERS[name] is _make_gated:
         # The benchmark adds up the weights' gradients from run to run.
         wanted += [_accumulation(weight) for weight in _gated_weights(sizes)]
     return kernel_calls(wanted, **uses_tf32(precision))
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _operators(
     name: str, sizes: tuple[tuple[str, int], ...], precision: str, device: DeviceSpec
 ) -> tuple[Operator, ...]:
@@ -269,7 +216,7 @@ def _targets(sizes: Mapping[str, int]) -> int:
 
 
 def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    """A rank's part of a decoder block of Megatron-LM without flash attention (megatron/model/transformer.py).
+    """Return a rank's part of a decoder block of Megatron-LM without flash attention (megatron/model/transformer.py).
 
     Its fused kernels of bias, dropout and residual stand as the operators that they replace; scores outweigh them.
     """
@@ -306,7 +253,7 @@ def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    """The logits of a rank's part of the vocabulary, and Megatron's cross entropy over them."""
+    """Return the logits of a rank's part of the vocabulary, and Megatron's cross entropy over them."""
     width, vocabulary = sizes["width"], sizes["vocabulary"] // sizes["ranks"]
 
     class CrossEntropy(torch.autograd.Function):  # megatron/core/tensor_parallel/cross_entropy.py
@@ -336,8 +283,8 @@ def _head(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     return Head(), (sizes["length"], sizes["samples"], width)
 
 
-def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
-    """The feed-forward layer of Llama (transformers, modeling_llama.py: LlamaMLP)."""
+def _make_gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
+    """Return the feed-forward layer of Llama (transformers, modeling_llama.py: LlamaMLP)."""
     width, inner = sizes["width"], sizes["inner"]
 
     class Gated(nn.Module):
@@ -356,8 +303,8 @@ def _gated(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
 LAYERS: Mapping[str, Callable[[Mapping[str, int]], tuple[nn.Module, tuple[int, ...]]]] = {
     "block": _block,
     "head": _head,
-    "silu": _gated,
-    "gelu": _gated,
+    "silu": _make_gated,
+    "gelu": _make_gated,
 }
 
 
@@ -441,10 +388,6 @@ def _shufflenet() -> nn.Module:
     )
 
 
-def _resnet50() -> nn.Module:
-    return import_library("timm").create_model("resnet50")
-
-
 def _bert(head: str) -> nn.Module:
     import transformers
 
@@ -472,7 +415,7 @@ _MOST_TOKENS = 384
 # The model, and its inputs by the batch size.
 JOBS: Mapping[tuple[str, str], tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     ("shufflenetv2", "cifar100"): (_shufflenet, _images(32)),
-    ("resnet50", "imagenet"): (_resnet50, _images(224)),
+    ("resnet50", "imagenet"): (lambda: import_library("timm").create_model("resnet50"), _images(224)),
     ("bert_base_uncased", "squad"): (
         lambda: _bert("BertForQuestionAnswering"),
         _tokens(160, 32, "start_positions", "end_positions"),
@@ -590,21 +533,21 @@ SIZES = {
 _TOKENS = 50_368
 
 
-def mpt_config(size: str, length: int, samples: int, *, recompute: bool) -> gpt.Config:
-    """Return the model of a size of `SIZES` with a batch of this many samples of `length` tokens; `recompute`: blocks
-    are checkpointed."""
-    width, heads, depth = SIZES[size]
+def mpt_config(cells: Mapping[str, str]) -> gpt.Config:
+    """Return the model of a row of LLM Foundry with its micro-batch, by the published file's columns. Raises `KeyError`
+    for a size that is not in `SIZES`."""
+    width, heads, depth = SIZES[cells["Model"].lower()]
     return gpt.Config(
         vocabulary_size=_TOKENS,
-        sequence_length=length,
+        sequence_length=int(cells["SeqLen (T)"]),
         embedding_size=width,
         heads=heads,
         depth=depth,
         feed_forward=4 * width,
         projection="linear",
         dropout=0.0,
-        batch_size=samples,
-        activation_checkpointing=recompute,
+        batch_size=int(cells["MicroBatchSize"]),
+        activation_checkpointing=cells["Activation Checkpointing"] == "True",
     )
 
 
@@ -614,7 +557,7 @@ def mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def fused_mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return what stands for the fused cross entropy that LLM Foundry takes by default (flash-attn's): it reads the
+    """Return the replacement of the fused cross entropy that LLM Foundry takes by default (flash-attn's): it reads the
     logits once, and once more to write their gradient in their own type. The value is another."""
 
     class Fused(torch.autograd.Function):

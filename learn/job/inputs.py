@@ -58,14 +58,14 @@ def with_batch_size(inputs: Any, batch_size: int, *, from_size: int) -> Any:
         return inputs
     if isinstance(inputs, Sequence) and not is_shape(inputs) and not isinstance(inputs, str):
         return tuple(
-            _scaled(value, batch_size, from_size, f"input {place}") for place, value in enumerate(inputs, start=1)
+            _scale(value, batch_size, from_size, f"input {place}") for place, value in enumerate(inputs, start=1)
         )
-    return _scaled(inputs, batch_size, from_size, "the input")
+    return _scale(inputs, batch_size, from_size, "the input")
 
 
-def _scaled(value: Any, to: int, size: int, name: str) -> Any:
+def _scale(value: Any, to: int, size: int, name: str) -> Any:
     if isinstance(value, Mapping):
-        return {key: _scaled(item, to, size, f"input {key}") for key, item in value.items()}
+        return {key: _scale(item, to, size, f"input {key}") for key, item in value.items()}
     if is_tensor(value):
         return resized(value, [to, *value.shape[1:]]) if value.dim() and _has_batch(value.shape, size, name) else value
     if is_shape(value):
@@ -73,7 +73,7 @@ def _scaled(value: Any, to: int, size: int, name: str) -> Any:
     if isinstance(value, list | tuple) and holds_tensors(value):
         if len(value) == size:
             return [value[place % size] for place in range(to)]
-        return [_scaled(item, to, size, f"{name}, element {place}") for place, item in enumerate(value, start=1)]
+        return [_scale(item, to, size, f"{name}, element {place}") for place, item in enumerate(value, start=1)]
     return value
 
 
@@ -116,7 +116,7 @@ def samples_of(inputs: Any) -> int:
 
 
 def maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[str], tuple[Inputs, Tensor | None]]:
-    """`make(device)` -> the batch's inputs and target on that device."""
+    """Return `make(device)` -> the batch's inputs and target on that device."""
     if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
     if is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping):
@@ -218,7 +218,7 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
                 if not given.is_meta:
                     remember(copied, given)
             else:
-                copied = _filled(copied) if given.is_meta else copied.copy_(given)
+                copied = _fill(copied) if given.is_meta else copied.copy_(given)
             return copied.requires_grad_(value.requires_grad)
 
         return make
@@ -230,12 +230,12 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
 
     def make_of_shape(device: str) -> Tensor:
         empty = torch.empty(shape, dtype=dtype, device=device)
-        return empty if device == "meta" else _filled(empty)
+        return empty if device == "meta" else _fill(empty)
 
     return make_of_shape
 
 
-def _filled(tensor: Tensor) -> Tensor:
+def _fill(tensor: Tensor) -> Tensor:
     return tensor.normal_() if tensor.is_floating_point() or tensor.is_complex() else tensor.zero_()
 
 
@@ -273,7 +273,7 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
         return [(batch, None) for batch in batches]
     if inputs is None:
         raise UsageError("batches= of sequence lengths needs inputs=, the batch that is set to each length")
-    lengths = _drawn(batches) if isinstance(batches, Mapping) else list(batches)
+    lengths = _draw(batches) if isinstance(batches, Mapping) else list(batches)
     if wrong := [length for length in lengths if length < 1]:
         raise UsageError(f"batches: a sequence length must be >= 1, got {wrong[0]}")
     given_length = _length_of(inputs)
@@ -285,7 +285,7 @@ def is_of_lengths(batches: Any) -> bool:
     return all(isinstance(length, Integral) and not isinstance(length, bool) for length in batches)
 
 
-def _drawn(shares: Mapping[int, Any]) -> list[int]:
+def _draw(shares: Mapping[int, Any]) -> list[int]:
     for length, share in shares.items():
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
             raise UsageError(f"batches: the share of length {length} must be a number > 0, got {share!r}")
@@ -349,7 +349,7 @@ def model_inputs(given: list[Any] | Mapping[str, Any] | None, batch: int | None)
     Raises:
         UsageError: An invalid shape or type, or a first dimension that is not the batch's.
     """
-    return None if given is None else _in_batches_of(_typed(given, "input"), batch)
+    return None if given is None else _in_batches_of(_convert(given, "input"), batch)
 
 
 def model_batches(given: list[Any] | Mapping[Any, Any] | None, batch: int | None) -> Any:
@@ -364,14 +364,14 @@ def model_batches(given: list[Any] | Mapping[Any, Any] | None, batch: int | None
     """
     if given is None or isinstance(given, Mapping) or is_of_lengths(given):
         return given
-    return [_in_batches_of(_typed(entry, f"batches[{place}]"), batch) for place, entry in enumerate(given)]
+    return [_in_batches_of(_convert(entry, f"batches[{place}]"), batch) for place, entry in enumerate(given)]
 
 
 def _in_batches_of(inputs: Any, batch: int | None) -> Any:
     return inputs if batch is None else with_batch_size(inputs, batch, from_size=batch_size_of(inputs))
 
 
-def _typed(value: Any, name: str) -> Any:
+def _convert(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         if set(value) == {"shape", "dtype"}:  # a shape with a type of its own
             import torch
@@ -380,7 +380,7 @@ def _typed(value: Any, name: str) -> Any:
                 raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
             dtype = torch_dtype(value["dtype"], f"{name}.dtype")
             return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=dtype, device="meta")
-        return {key: _typed(item, f"{name}.{key}") for key, item in value.items()}
+        return {key: _convert(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list) and not is_shape(value):
-        return [_typed(item, f"{name}[{place}]") for place, item in enumerate(value)]
+        return [_convert(item, f"{name}[{place}]") for place, item in enumerate(value)]
     return value

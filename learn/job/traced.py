@@ -29,7 +29,7 @@ from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.trace import trace_cache
-from featurize.trace.steps_in_a_loop import is_installed, names_in
+from featurize.trace.later_steps import is_installed, names_in
 from learn.job.training_job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
         try:
             trace = trace_cache.traced(key, spec, job.training_loop, made, traces)
         except TraceError as error:
-            raise _explained(error) from error
+            raise _explain(error) from error
     if multiplies_8_bits(trace.operators):
         require_8_bits(spec)
     return trace
@@ -178,7 +178,7 @@ def breakdown(
     }
 
 
-def _explained(error: TraceError) -> CannotTrace:
+def _explain(error: TraceError) -> CannotTrace:
     """With the line of the user's code, and with what may help."""
     cause = error.__cause__ or error
     message = str(cause).lower()
@@ -280,7 +280,7 @@ class _FingerprintPickler(Pickler):
         if isinstance(value, Tensor):
             return _tensor(value)
         if isinstance(value, nn.Module):
-            return copyreg.__newobj__, (type(value),), _ordered(vars(value))  # type: ignore[attr-defined]
+            return copyreg.__newobj__, (type(value),), _order(vars(value))  # type: ignore[attr-defined]
         if isinstance(value, type):
             return _class(value)
         if isinstance(value, types.FunctionType):
@@ -328,7 +328,7 @@ def _class(kind: type) -> Any:
             for name, part in vars(kind).items()
             if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)
         }
-        return _rebuild_marker, (kind.__module__, kind.__qualname__), (kind.__bases__, _ordered(state))
+        return _rebuild_marker, (kind.__module__, kind.__qualname__), (kind.__bases__, _order(state))
     forward = getattr(kind, "forward", None)
     own_forward = forward if isinstance(forward, types.FunctionType) else None
     return _rebuild_marker, (kind.__module__, kind.__qualname__, _stamp(path) if path else None), own_forward
@@ -348,7 +348,7 @@ def _function(function: types.FunctionType) -> Any:
         for attribute in sorted(names_in(code) & vars(value).keys())
     ]
     defaults = function.__defaults__, function.__kwdefaults__, vars(function)
-    return _rebuild_marker, (_text_of(code),), (defaults, cells, _ordered(named), of_modules)
+    return _rebuild_marker, (_text_of(code),), (defaults, cells, _order(named), of_modules)
 
 
 def _place(value: object) -> tuple[object, ...]:
@@ -356,7 +356,7 @@ def _place(value: object) -> tuple[object, ...]:
     return getattr(value, "__module__", None), getattr(value, "__qualname__", None), line
 
 
-def _ordered(values: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, Any]]]:
+def _order(values: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, Any]]]:
     """Return the names of empty mappings, which most of a module's values are, and the other values by name, sets as
     sorted lists."""
     empty, ordered = [], []

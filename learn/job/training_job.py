@@ -161,7 +161,7 @@ def as_a_training_script() -> Iterator[None]:
 
 
 def of_config(config: TrialConfig) -> TrainingJob:
-    """The workload of a trial config, as the farm runs it."""
+    """Return the workload of a trial config, as the farm runs it."""
     from featurize.families import get_family, loss_of
 
     family = get_family(config.family)
@@ -178,7 +178,7 @@ def of_config(config: TrialConfig) -> TrainingJob:
 
 
 def name_of(config: TrialConfig) -> str:
-    """A config in a few words: its family, and where that has models by name the model and its arguments."""
+    """Return a config in a few words: its family, and where that has models by name the model and its arguments."""
     model = getattr(config, "model", None)
     arguments = getattr(config, "arguments", "{}")
     words = [config.family, *([str(model)] if model else []), *([str(arguments)] if arguments != "{}" else [])]
@@ -194,7 +194,7 @@ def of_module(
     loss: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> TrainingJob:
-    """The job of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
+    """Return the job of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
 
     batches      inputs and target of each step, in order; one pair where all steps have the same batch. Inputs are a
                  tensor or shape, or a sequence of them, as positional arguments, or a mapping of keyword arguments;
@@ -284,11 +284,11 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
             raise UsageError(f"model={text} is a module that is there already, and takes no arguments")
         return cast("nn.Module", named)
     if arguments is not None or getattr(named, "config_class", None) is not None:
-        return _configured(str(text), arguments)
+        return _configure(str(text), arguments)
     return functools.wraps(named, updated=())(lambda: mending(named))
 
 
-def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
+def _configure(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
     """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for invalid arguments."""
     from featurize.families import zoo
     from featurize.job.code_names import CodeName
@@ -332,7 +332,7 @@ class Case:
     @cached_property
     def spec(self) -> DeviceSpec | None:
         """The device's description; None for a device that nobody described."""
-        return self.described or _described(self.device)
+        return self.described or _describe(self.device)
 
     @cached_property
     def job(self) -> TrainingJob:
@@ -357,12 +357,12 @@ class Case:
 
 
 def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about: Any) -> tuple[Case, ...]:
-    """A case for each trial config, all on one device."""
+    """Return a case for each trial config, all on one device."""
     return tuple(Case(config, device, **about) for config in configs)
 
 
 @lru_cache(maxsize=256)
-def _described(name: str) -> DeviceSpec | None:
+def _describe(name: str) -> DeviceSpec | None:
     try:
         return describe_device(name)
     except UsageError:

@@ -27,20 +27,19 @@ from conf.reports.blocks import (
     TableColumn,
 )
 from learn.judging.report import plots_of
-from learn.judging.scores import NOT_INFORMATIVE, by_group, worst_of
+from learn.judging.scores import NOT_INFORMATIVE, Benchmark, Figures, by_group, worst_of
 from learn.rows.data import LEVELS, MIB_PER_GB, TARGETS, Bins
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from learn.commands.benchmark_rows import BenchmarkSettings
-    from learn.judging.scores import Benchmark, Figures
 
 OTHERS = "(published)"  # behind the name of an estimator whose figures are published ones
 # Columns of words; the others hold figures.
 WORDS = {
     *("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of"),
-    *("group", "row", "in doubt"),
+    *("group", "row", "in doubt", "metric"),
 }
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
@@ -82,7 +81,8 @@ class BenchmarkProgress:
             if of_file.own_labels:
                 figures_text = NOT_INFORMATIVE
             print(
-                f"{of_file.file}, {of_file.estimator}: answered {_answered(of_file)}, {figures_text}", file=sys.stderr
+                f"{of_file.file}, {of_file.estimator}: answered {_answered_text(of_file)}, {figures_text}",
+                file=sys.stderr,
             )
 
 
@@ -131,7 +131,7 @@ def errors_table(done: Benchmark) -> TableText:
         "p90 +c": lambda figures: error(figures.shifted.p90),
     }
     if done.target.is_memory:
-        cells["fit told right"] = lambda figures: _share(figures.fit_right)
+        cells["fit right"] = lambda figures: _share(figures.fit_right)
         cells["by bound"] = lambda figures: _share(figures.fit_right_bound)
     times: dict[str, Cell] = {
         "s each": lambda figures: _text(figures.median_seconds, ".2f", ".4f", below=0.1),
@@ -139,7 +139,7 @@ def errors_table(done: Benchmark) -> TableText:
     }
     kind = "relative" if done.relative else "absolute"
     title = f"{kind} errors; +c: with one constant per file added"
-    return _figures_table(title, done, {"answered": _answered}, cells, times)
+    return _figures_table(title, done, {"answered": _answered_text}, cells, times)
 
 
 def classes_table(done: Benchmark) -> TableText:
@@ -206,7 +206,7 @@ def print_table(table: TableText) -> None:
 
     title, columns, rows = table
     # titles hold brackets, which are not markup
-    drawn = rich_table.Table(title=Text(title), title_justify="left")
+    drawn = rich_table.Table(title=Text(title) if title else None, title_justify="left")
     for name in columns:
         whole = name in ("rows", "estimator", "answered")
         drawn.add_column(Text(name), justify="left" if name in WORDS else "right", overflow="fold", no_wrap=whole)
@@ -243,7 +243,7 @@ def _recalls(figures: Figures) -> str:
     return " ".join(values) if len(values) <= _CLASSES else f"{len(values)} classes"
 
 
-def _answered(figures: Figures) -> str:
+def _answered_text(figures: Figures) -> str:
     asked = f"{figures.answered_ok:,}/{figures.ok:,}"
     return asked + (f" + {figures.answered_oom}/{figures.oom} oom" if figures.oom else "")
 
@@ -268,7 +268,7 @@ def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
 
 
 def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
-    """The rows that one estimator is furthest off."""
+    """Return the rows that one estimator is furthest off."""
     constant = figures.constant or 0.0
     rows = []
     for row, error in worst_of(done.scored[figures.file, figures.estimator], constant, n, space=done.target.space):

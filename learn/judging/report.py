@@ -33,7 +33,7 @@ from conf.reports.blocks import (
 from conf.reports.charts import DARK_SHADE, SHADES, Axis, GridCell, Margins, Plot, draw_grid
 from conf.reports.page_text import count_of
 from learn.judging.evaluate import PUBLISHED, TEST, Evaluation
-from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, signed_errors, told_classes
+from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, estimated_classes, signed_errors
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 ONE_CLASS = "one class"
@@ -86,6 +86,50 @@ def metric_text(name: str, value: float | None, unit: str) -> str:
     return f"{value:.4f}" if unit == "ratio" else f"{value:,.1f}"
 
 
+_FACTS = """- **Estimator**: `{estimator}` (`learn/estimators/hybrid.py`), seed {seed}.
+- **Features**: version `{feature_version}`.
+- **Made with**: {environment}.
+- **Rows**: {sources}; of devices: {devices}.
+
+| target | rows by family | out of memory |
+|---|---|---|
+{rows}
+
+30 % of the rows are held out, with their near-copies (3-fold mean in brackets). Absolute errors: MiB, or the ratio.
+
+| | {targets} |
+|---|---|---|---|
+{figures}
+
+"""
+
+
+def model_card(metas: Mapping[str, Mapping[str, Any]], about: str) -> str:
+    """Return the card of models: facts of their `meta.json` by target, and the prose of the card `about`."""
+
+    def figure(name: str, meta: Mapping[str, Any]) -> str:
+        test, cv = (metric_text(name, meta["metrics"][name][of], meta["unit"]) for of in ("test", "cv_mean"))
+        return f"{test} ({cv})"
+
+    first = next(iter(metas.values()))
+    figures = [(words, *(figure(name, meta) for meta in metas.values())) for name, words in METRICS.items()]
+    families = {target: _counted(meta["rows"]["family"]) for target, meta in metas.items()}
+    facts = _FACTS.format(
+        **{name: first[name] for name in ("estimator", "seed", "feature_version")},
+        environment=", ".join(f"{name} {version}" for name, version in sorted(first["environment"].items()) if version),
+        sources=_counted(first["rows"]["source"]),
+        devices=_counted(first["rows"]["device"]),
+        rows="\n".join(f"| {name} | {families[name]} | {meta['rows']['censored']:,} |" for name, meta in metas.items()),
+        targets=" | ".join(metas),
+        figures="\n".join(f"| {' | '.join(cells)} |" for cells in figures),
+    )
+    return about[: about.index("- **Estimator**")] + facts + about[about.index("## What they know") :]
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+
+
 def write_report(folder: Path, evaluation: Evaluation, meta: Mapping[str, Any]) -> None:
     """Write `report.html` and `test_predictions.csv` into `folder`."""
     _write_predictions(folder / "test_predictions.csv", evaluation)
@@ -100,7 +144,7 @@ def _where(evaluation: Evaluation) -> str:
 
 def _write_predictions(path: Path, evaluation: Evaluation) -> None:
     labels = evaluation.bins.labels
-    classes = zip(*told_classes(evaluation.scored, PUBLISHED, evaluation.bins), strict=True)
+    classes = zip(*estimated_classes(evaluation.scored, PUBLISHED, evaluation.bins), strict=True)
     rows = zip(evaluation.scored, evaluation.test_rows.records, classes, strict=True)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -301,7 +345,7 @@ def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
     estimator. Nothing where there are more classes than can be read."""
     bins = done.bins[file]["published"]
     classes_of = {
-        name: told_classes([row for row in rows if row.estimate is not None], "published", bins)
+        name: estimated_classes([row for row in rows if row.estimate is not None], "published", bins)
         for name, rows in _own(done, file).items()
     }
     present = sorted({int(k) for pair in classes_of.values() for classes in pair for k in classes})
@@ -314,16 +358,16 @@ def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
         counts = np.array([[((true == t) & (answered == p)).sum() for p in present] for t in present])
         of = scores[name]
         verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
-        label = f"{name}: rows by their class and the one that was told"
-        svg = draw_grid(labels, labels, partial(_confused, counts, labels), label, "class", "told")
+        label = f"{name}: rows by their true and their estimated class"
+        svg = draw_grid(labels, labels, partial(_confusion_cell, counts, labels), label, "class", "estimated")
         charts.append(Chart(f"{name}: {verdict}", svg))
     return (Charts(tuple(charts)),)
 
 
-def _confused(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
+def _confusion_cell(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -> GridCell:
     count = int(counts[i, k])
     level = math.ceil(SHADES * count / max(int(counts[i].sum()), 1))
-    title = f"{count:,} rows of {labels[i]} were told to be in {labels[k]}"
+    title = f"{count:,} rows of {labels[i]} were estimated to be in {labels[k]}"
     return GridCell(f"h{level}", title, f"{count}" if count else "", ink="over" if level >= DARK_SHADE else "on")
 
 
@@ -365,7 +409,7 @@ _PLOTS: Mapping[str, Callable[[Benchmark, str], tuple[Block, ...]]] = {
     ),
     "The same by the operator that makes the most of a network's forward pass.": partial(_heatmap, "operator"),
     "Median of the signed error by batch size, in steps of two.": _by_batch,
-    "Rows by their class and the one that was told; the colour is the share of the class.": confusion,
+    "Rows by their true and their estimated class; the colour is the share of the class.": confusion,
     "Reliability: share of labels at or under each predicted quantile.": _reliable,
     "Coverage over tightness: the share of rows under a bound, and how far it lies over the need. Without bounds of "
     "its own, an estimator's line is its estimate with one margin on top, the same for all rows.": tightness,

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +98,7 @@ def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, spa
 
 
 def has_relative(label: np.ndarray, space: str) -> np.ndarray:
-    """(n,) bool: the labels that are large enough for a relative error."""
+    """Return (n,) bool: the labels that are large enough for a relative error."""
     return label >= RELATIVE_FLOOR if space == "ratio" else label > 0
 
 
@@ -445,7 +445,9 @@ def figures_of(
         return mean(((limit > card) == oom)[mask & (card > 0)])
 
     def classes(shift: float | None) -> dict[str, ClassScores]:
-        scores = {name: class_scores(*told_classes(answered, name, b, shift), b.labels) for name, b in known.items()}
+        scores = {
+            name: class_scores(*estimated_classes(answered, name, b, shift), b.labels) for name, b in known.items()
+        }
         return {name: of_bins for name, of_bins in scores.items() if of_bins is not None}
 
     known = bins or {}
@@ -550,23 +552,23 @@ def worst_of(
     return sorted(pairs, key=lambda pair: -abs(pair[1]))[:n]
 
 
-def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> list[tuple[Scored, float]]:
-    """Return (row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
-    errors = []
+def signed_errors(
+    rows: Sequence[Scored], constant: float | None, *, space: str = "log"
+) -> Iterator[tuple[Scored, float]]:
+    """Yield (row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
     for row in rows:
         if row.label is None or row.estimate is None:
             continue
         gap = row.estimate + (constant or 0.0) - row.label
         if space == "ratio":
-            errors.append((row, gap))
+            yield row, gap
         elif row.label >= RELATIVE_FLOOR:
-            errors.append((row, gap / row.label))
-    return errors
+            yield row, gap / row.label
 
 
 def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
-    """`n` positions, ascending, each group in proportion to its size; all for None. The same seed, the same choice; a
-    larger `n` only adds to it."""
+    """Return `n` positions, ascending, each group in proportion to its size; all for None. The same seed, the same
+    choice; a larger `n` only adds to it."""
     if n is None or n >= len(groups):
         return list(range(len(groups)))
     members: dict[str, list[int]] = defaultdict(list)
@@ -582,7 +584,7 @@ def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
     return sorted(index for _, index in sorted(ranked)[:n])
 
 
-def told_classes(
+def estimated_classes(
     rows: Sequence[Scored], name: str, bins: Bins, shift: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (n,) int twice: the classes that answered rows belong to, and those that they are estimated to belong to.

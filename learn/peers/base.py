@@ -43,6 +43,7 @@ from learn.estimators.protocol import (
     to_space,
     write_state,
 )
+from learn.job.traced import step_of
 from learn.job.training_job import Case, TrainingJob
 from learn.rows.data import Rows
 from learn.rows.step_store import StepStore
@@ -117,8 +118,8 @@ def arrays_of(net: nn.Module) -> dict[str, np.ndarray]:
 
 
 def with_arrays(net: NetT, arrays: Mapping[str, np.ndarray]) -> NetT:
-    """The net with those weights, in float64 and for predicting: its answer for a case then depends on its neighbours
-    in the batch by rounding at 1e-15 only, which `steady` takes away."""
+    """Return the net with those weights, in float64 and for predicting: its answer for a case then depends on its
+    neighbours in the batch by rounding at 1e-15 only, which `steady` takes away."""
     net.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
     return net.double().eval()
 
@@ -214,7 +215,7 @@ class Peer(Estimator):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Return what `save` wrote."""
+        """Return the estimator that `save` wrote."""
         return open_state(cls, Path(folder))[0]
 
 
@@ -245,7 +246,8 @@ def _answer(peer: type[Peer], case: Case) -> Answer:
 
 
 def meta_model(workload: TrainingJob) -> nn.Module:
-    """The workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it is.
+    """Return the workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it
+    is.
 
     Raises `CannotEstimate` where it can't be built.
     """
@@ -254,7 +256,8 @@ def meta_model(workload: TrainingJob) -> nn.Module:
 
 
 def real_model(workload: TrainingJob) -> nn.Module:
-    """The workload's model on real memory, in training mode; the caller's own is copied, so that it stays as it is.
+    """Return the workload's model on real memory, in training mode; the caller's own is copied, so that it stays as it
+    is.
 
     Raises `CannotEstimate` where it can't be built, or was given without memory.
     """
@@ -274,8 +277,8 @@ def real_model(workload: TrainingJob) -> nn.Module:
 
 
 def on_device(model: nn.Module, device: str) -> nn.Module:
-    """A copy with uninitialised parameters and buffers on `device` (`meta`, or any under a fake-tensor mode), ties
-    kept; the original is neither changed nor read."""
+    """Return a copy with uninitialised parameters and buffers on `device` (`meta`, or any under a fake-tensor mode),
+    ties kept; the original is neither changed nor read."""
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in memo:
@@ -289,12 +292,12 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
-    """The size in bytes of each different tensor; ties count once."""
+    """Return the size in bytes of each different tensor; ties count once."""
     return [t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()]
 
 
 def loss_of(workload: TrainingJob, output: Any, targets: Tensor | None) -> Tensor:
-    """The workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
+    """Return the workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
     if targets is None and workload.loss is None and (loss := own_loss(output)) is not None:
         return loss
     if targets is None:
@@ -432,8 +435,6 @@ class Trace(Peer):
     warning: ClassVar[str] = TRACE_HAS_NO_BOUND
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        from learn.job.traced import step_of
-
         try:
             return step_of(workload, device).breakdown
         except CommandError as error:
@@ -446,8 +447,6 @@ class Trace(Peer):
 @lru_cache(maxsize=100_000)
 def _step(case: Case) -> SimulatedStep:
     """Remembered: cross-validation asks for each case many times."""
-    from learn.job.traced import step_of
-
     try:
         return step_of(case.job, described(case)).step
     except CommandError as error:

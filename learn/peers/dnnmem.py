@@ -46,9 +46,9 @@ class DNNMem(Peer):
         with explained("the forward pass", model):
             inputs, targets = workload.batch("meta")
             operators = _record(workload, model, inputs, targets)
-        weights = sum(map(_rounded, unique_bytes(model.parameters())))
-        trained = sum(map(_rounded, unique_bytes(p for p in model.parameters() if p.requires_grad)))
-        others = sum(map(_rounded, unique_bytes([*model.buffers(), *batch_tensors(inputs, targets)])))
+        weights = sum(map(_round_up, unique_bytes(model.parameters())))
+        trained = sum(map(_round_up, unique_bytes(p for p in model.parameters() if p.requires_grad)))
+        others = sum(map(_round_up, unique_bytes([*model.buffers(), *batch_tensors(inputs, targets)])))
         parts = {
             "weights": weights,
             "weight gradients": trained,
@@ -72,7 +72,7 @@ class _Operator:
 
 
 def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
-    """Bytes at the peak, by kind, above what lives throughout."""
+    """Return the bytes at the peak, by kind, above what lives throughout."""
     size = {tensor: nbytes for op in operators for tensor, nbytes in op.made.items()}
     outputs = gradients = 0
     peak = {"outputs": 0, "output gradients": 0, "workspace": 0}
@@ -102,7 +102,7 @@ def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
 
 
 def _record(workload: TrainingJob, model: nn.Module, inputs: Any, targets: Any) -> list[_Operator]:
-    """The forward operators of model and loss, in order, from dispatch on meta tensors."""
+    """Return the forward operators of model and loss, in order, from dispatch on meta tensors."""
     operators: list[_Operator] = []
     held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing
     made_here: set[int] = set()
@@ -126,7 +126,7 @@ def _record(workload: TrainingJob, model: nn.Module, inputs: Any, targets: Any) 
             made = {}
             for tensor in tensors_of(result):
                 if (storage := storage_of(tensor)) not in known:
-                    made[storage] = _rounded(tensor.untyped_storage().nbytes())
+                    made[storage] = _round_up(tensor.untyped_storage().nbytes())
             read = tuple(storage for storage, floats in given if floats and storage in made_here)
             made_here.update(made)
             if made:
@@ -139,7 +139,7 @@ def _record(workload: TrainingJob, model: nn.Module, inputs: Any, targets: Any) 
 
 
 def _workspace(func: Callable[..., Any], args: Sequence[Any]) -> int:
-    """Bytes of one sample's unrolled input; 0 for anything but a convolution."""
+    """Return the bytes of one sample's unrolled input; 0 for anything but a convolution."""
     if not str(func).startswith("aten.convolution"):
         return 0
     given, weight = args[0], args[1]
@@ -153,8 +153,8 @@ def _workspace(func: Callable[..., Any], args: Sequence[Any]) -> int:
         if not transposed:
             length = (length + 2 * padding[i] - dilation[i] * (kernel - 1) - 1) // stride[i] + 1
         places *= length
-    return _rounded(weight.shape[1] * columns * places * given.element_size())
+    return _round_up(weight.shape[1] * columns * places * given.element_size())
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK

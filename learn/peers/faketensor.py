@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -37,8 +37,12 @@ class FakeTensor(Peer):
     warning: ClassVar[str] = f"{Peer.warning}; faketensor leaves the CUDA context out"
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
+        # The mode logs a traceback of each operator that fails; the reason that is raised says as much.
+        logger, quiet = logging.getLogger("torch._subclasses.fake_tensor"), contextlib.ExitStack()
+        quiet.callback(setattr, logger, "disabled", logger.disabled)
+        logger.disabled = True
         # A model may hold plain tensors in addition to its buffers.
-        with _quiet_failures(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        with quiet, fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             model = _fake_model(workload)
             with explained("making the batch"), torch.device("cpu"):
                 inputs, targets = workload.batch("cpu")
@@ -57,20 +61,8 @@ class FakeTensor(Peer):
         return peak
 
 
-@contextlib.contextmanager
-def _quiet_failures() -> Iterator[None]:
-    """The mode logs a traceback of each operator that fails; the reason that is raised says as much."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def _fake_model(workload: TrainingJob) -> nn.Module:
-    """The model with fake tensors of the CPU, under the mode that the caller has entered.
+    """Return the model with fake tensors of the CPU, under the mode that the caller has entered.
 
     A model that reads figures from tensors while it is built (stochastic depth's rates, in timm) can't be built of fake
     ones; it is built on meta with `unset_fake_temporarily`, where figures asked of the CPU are real, and converted.

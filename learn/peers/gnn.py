@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -91,9 +91,9 @@ class GNNEstimator(Estimator):
         rows, records = traced_rows(rows.trusted, StepStore() if steps is None else steps, LEAST_ROWS)
         self.target = rows.target
 
-        raw = [_Raw.of(case, record) for case, record in zip(rows.cases, records, strict=True)]
+        raw = [graph_of(case, record) for case, record in zip(rows.cases, records, strict=True)]
         self._scaling = _learn_scaling(raw)
-        graphs = [graph.scaled(self._scaling) for graph in raw]
+        graphs = [scaled(graph, self._scaling) for graph in raw]
         label = to_space(rows.label, rows.target.space)
         exact = label[~rows.censored]
         kind = "sum" if rows.target.is_memory else "ratio" if rows.target.space == "ratio" else "plain"
@@ -125,7 +125,7 @@ class GNNEstimator(Estimator):
         for i, case in enumerate(cases):
             record = steps.record(case)
             if record.error is None:
-                graphs[i] = _Raw.of(case, record).scaled(self._scaling)
+                graphs[i] = scaled(graph_of(case, record), self._scaling)
             else:
                 refusals[i] = record.error
         centre = np.full(len(cases), np.nan)
@@ -165,65 +165,50 @@ class GNNEstimator(Estimator):
             return steady(answers(with_arrays(GraphNet(**self._shape), self._weights), graphs))
 
 
-@dataclass(frozen=True, eq=False)
-class _Raw:
-    """A case's graph before it is standardised."""
-
-    record_nodes: np.ndarray
-    node_columns: tuple[str, ...]
-    categories: np.ndarray
-    edges: np.ndarray
-    scalars: Mapping[str, float]
-    states: float
-
-    @classmethod
-    def of(cls, case: Case, record: StepRecord) -> _Raw:
-        graph = record.operator_graph()
-        columns = tuple(map(str, graph["node_columns"]))
-        categories = np.minimum(graph["categories"].astype(np.int64), CATEGORIES - 1)
-        values = record.values
-        scalars = {name: float(values[name]) for name in _SCALARS}
-        scalars |= {name: float(value) for name, value in values.items() if name.startswith("gpu_")}
-        scalars["log_batch"] = math.log2(case.batch_size)
-        for name in _SUMMED:
-            amounts = np.exp2(graph["nodes"][:, columns.index(name)].astype(float))
-            sums = np.bincount(categories, weights=amounts, minlength=CATEGORIES)
-            scalars |= {f"{name}_{i}": float(math.log2(1 + total)) for i, total in enumerate(sums)}
-        mib = 4 * 2 ** (values["net_log_parameters"] - _MIB_LOG2)
-        return cls(
-            graph["nodes"],
-            columns,
-            categories,
-            graph["edges"].astype(np.int64),
-            scalars,
-            mib * (2 + values["net_states"]),
-        )
-
-    def scaled(self, scaling: Scaling) -> Graph:
-        if self.node_columns != scaling.node_columns:
-            raise UsageError("the operator graph has other columns than when this was fitted: fit it again")
-        source, reader = self.edges
-        written = self.record_nodes[:, self.node_columns.index("log_bytes_written")].astype(float)
-        inner = written[source] / _MIB_LOG2, np.log1p(reader - source) / 4
-        # Both ways, distinguished by the last feature: what an operator keeps depends on who reads it.
-        there, back = (np.stack([*inner, np.full(len(source), way)], axis=1) for way in (0.0, 1.0))
-        scalars = np.array([self.scalars.get(name, 0.0) for name in scaling.scalar_columns])
-        return Graph(
-            category_V=self.categories,
-            nodes_VX=_standardised(self.record_nodes, scaling.nodes),
-            source_E=np.concatenate([source, reader]),
-            reader_E=np.concatenate([reader, source]),
-            edges_EZ=np.concatenate([there, back]).astype(np.float32),
-            scalars_S=_standardised(scalars, scaling.scalars),
-            size_V=np.exp2(written - _MIB_LOG2).astype(np.float32),
-            states=float(self.states),
-        )
+def graph_of(case: Case, record: StepRecord) -> Graph:
+    """Return a case's graph before it is standardised, without scalars by column."""
+    graph = record.operator_graph()
+    columns = tuple(map(str, graph["node_columns"]))
+    categories = np.minimum(graph["categories"].astype(np.int64), CATEGORIES - 1)
+    values = record.values
+    scalars = {name: float(values[name]) for name in _SCALARS}
+    scalars |= {name: float(value) for name, value in values.items() if name.startswith("gpu_")}
+    scalars["log_batch"] = math.log2(case.batch_size)
+    for name in _SUMMED:
+        amounts = np.exp2(graph["nodes"][:, columns.index(name)].astype(float))
+        sums = np.bincount(categories, weights=amounts, minlength=CATEGORIES)
+        scalars |= {f"{name}_{i}": float(math.log2(1 + total)) for i, total in enumerate(sums)}
+    source, reader = graph["edges"].astype(np.int64)
+    written = graph["nodes"][:, columns.index("log_bytes_written")].astype(float)
+    inner = written[source] / _MIB_LOG2, np.log1p(reader - source) / 4
+    # Both ways, distinguished by the last feature: what an operator keeps depends on who reads it.
+    there, back = (np.stack([*inner, np.full(len(source), way)], axis=1) for way in (0.0, 1.0))
+    return Graph(
+        node_columns=columns,
+        category_V=categories,
+        nodes_VX=graph["nodes"],
+        source_E=np.concatenate([source, reader]),
+        reader_E=np.concatenate([reader, source]),
+        edges_EZ=np.concatenate([there, back]).astype(np.float32),
+        scalars=scalars,
+        size_V=np.exp2(written - _MIB_LOG2).astype(np.float32),
+        states=float(4 * 2 ** (values["net_log_parameters"] - _MIB_LOG2) * (2 + values["net_states"])),
+    )
 
 
-def _learn_scaling(raw: Sequence[_Raw]) -> Scaling:
+def scaled(graph: Graph, scaling: Scaling) -> Graph:
+    """Return the graph with standardised features. Raises `UsageError` where it has other columns than the fit."""
+    if graph.node_columns != scaling.node_columns:
+        raise UsageError("the operator graph has other columns than when this was fitted: fit it again")
+    scalars = np.array([graph.scalars.get(name, 0.0) for name in scaling.scalar_columns])
+    nodes_VX = _standardise(graph.nodes_VX, scaling.nodes)
+    return replace(graph, nodes_VX=nodes_VX, scalars_S=_standardise(scalars, scaling.scalars))
+
+
+def _learn_scaling(raw: Sequence[Graph]) -> Scaling:
     columns = tuple(sorted({name for graph in raw for name in graph.scalars}))
     scalars = np.array([[graph.scalars.get(name, 0.0) for name in columns] for graph in raw])
-    nodes = np.concatenate([graph.record_nodes for graph in raw]).astype(float)
+    nodes = np.concatenate([graph.nodes_VX for graph in raw]).astype(float)
     return Scaling(raw[0].node_columns, columns, _mean_and_scale(nodes), _mean_and_scale(scalars))
 
 
@@ -232,7 +217,7 @@ def _mean_and_scale(table: np.ndarray) -> np.ndarray:
     return np.stack([table.mean(axis=0), np.where(scale > 1e-6, scale, 1.0)], axis=1)
 
 
-def _standardised(values: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _standardise(values: np.ndarray, by: np.ndarray) -> np.ndarray:
     """float32; what lies far from everything seen is taken as 6 deviations away."""
     return np.asarray(np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0), dtype=np.float32)
 
@@ -246,17 +231,20 @@ _LEAST_LOG, _MOST_LOG = -8.0, 3.0  # share of an operator's output that counts
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """One case. category_V int64; nodes_VX, edges_EZ, scalars_S float, standardised; source_E, reader_E int64;
-    size_V: mebibytes that each operator writes; states: mebibytes of weights, gradients and the optimizer's states."""
+    """One case. category_V int64; nodes_VX, edges_EZ, scalars_S float, the first and the last standardised by `scaled`;
+    source_E, reader_E int64; size_V: mebibytes that each operator writes; states: mebibytes of weights, gradients and
+    the optimizer's states. Nodes have a column each of node_columns; scalars are by name."""
 
+    node_columns: tuple[str, ...]
     category_V: np.ndarray
     nodes_VX: np.ndarray
     source_E: np.ndarray
     reader_E: np.ndarray
     edges_EZ: np.ndarray
-    scalars_S: np.ndarray
+    scalars: Mapping[str, float]
     size_V: np.ndarray
     states: float
+    scalars_S: np.ndarray = field(default_factory=lambda: np.empty(0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +260,7 @@ class Batch:
 
     @classmethod
     def of(cls, graphs: Sequence[Graph], dtype: torch.dtype = torch.float32) -> Batch:
-        """The graphs side by side, none joined to another."""
+        """Return the graphs side by side, none joined to another."""
         counts = [len(graph.category_V) for graph in graphs]
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
         ends = [np.stack([graph.source_E, graph.reader_E]) + start for graph, start in zip(graphs, first, strict=True)]
@@ -324,7 +312,7 @@ class GraphNet(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, batch: Batch) -> Tensor:
-        """(G,) the label in its space."""
+        """Return (G,) labels in their space."""
         from torch_geometric.nn import global_max_pool, global_mean_pool
 
         x_VD = self.of_category(batch.category_V) + self.of_node(batch.nodes_VX)
@@ -354,7 +342,7 @@ def train(
     *,
     epochs: int,
 ) -> GraphNet:
-    """The net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
+    """Return the net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
 
     label (n,) is in the target's space; where censored, only what is below it is an error.
     """
@@ -388,7 +376,7 @@ def train(
 
 
 def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:
-    """(n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
+    """Return (n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
     with torch.inference_mode():
         parts = [Batch.of(graphs[i : i + 128], torch.float64) for i in range(0, len(graphs), 128)]
         return np.concatenate([net(batch).numpy() for batch in parts]) if parts else np.empty(0)

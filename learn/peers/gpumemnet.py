@@ -128,8 +128,8 @@ class GPUMemNetEstimator(Estimator):
         """Return an untrained member."""
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
-        """One ensemble a family, of the rows with exact labels (10 at least, in 2 groups) and the out-of-memory ones.
-        `UsageError` where no family has as many."""
+        """Fit one ensemble a family to the rows with exact labels (10 at least, in 2 groups) and the out-of-memory
+        ones. `UsageError` where no family has as many."""
         require_target(type(self), rows.target.name)
         require_rows(rows, least=LEAST_ROWS)
         rows = rows.trusted
@@ -342,7 +342,7 @@ class BinnedPrediction:
         return np.asarray(np.maximum(self._quantile(q), self.point))
 
     def _quantile(self, q: np.ndarray) -> np.ndarray:
-        """(n,) where each row's distribution reaches q, by linear interpolation inside the bin."""
+        """Return (n,) where each row's distribution reaches q, by linear interpolation inside the bin."""
         row = np.arange(len(q))
         reached = np.cumsum(self.probabilities, axis=1)
         reached[:, -1] = np.where(np.isnan(reached[:, -1]), np.nan, 1.0)
@@ -354,7 +354,7 @@ class BinnedPrediction:
 
 
 def cumulative(edges: np.ndarray, probabilities: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """(n, v) mass below each of the values (n, v), under bins (n, k + 1) of the probabilities (n, k)."""
+    """Return (n, v) mass below each of the values (n, v), under bins (n, k + 1) of the probabilities (n, k)."""
     below = np.zeros(values.shape)
     for k in range(probabilities.shape[1]):
         low, width = edges[:, k, None], edges[:, k + 1, None] - edges[:, k, None]
@@ -365,8 +365,9 @@ def cumulative(edges: np.ndarray, probabilities: np.ndarray, values: np.ndarray)
 
 
 def bin_edges(rows: Rows) -> np.ndarray:
-    """(k + 1,) edges of one family's bins. Memory: from 0 to above the largest need, and a bin above the memory of the
-    largest device that jobs ran out of, unless others need more than it has. Utilization: the published three."""
+    """Return (k + 1,) edges of one family's bins. Memory: from 0 to above the largest need, and a bin above the memory
+    of the largest device that jobs ran out of, unless others need more than it has. Utilization: the published
+    three."""
     family = str(rows.family[0])
     if not rows.target.is_memory:
         return np.array([0.0, *utilization_bins(rows.target).edges_of([family])[0], 1.0])
@@ -381,7 +382,7 @@ def bin_edges(rows: Rows) -> np.ndarray:
 
 
 def classes_of(rows: Rows, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) int bin of each of a family's rows, and (n,) bool: it is that one or any above.
+    """Return (n,) int bin of each of a family's rows, and (n,) bool: it is that one or any above.
 
     As published, what ran out of the largest device is in the bin above it, the top one. Of what ran out of a smaller
     device no more is known than that: it is in that device's bin or above."""
@@ -398,7 +399,7 @@ def _configs(cases: Sequence[Case]) -> list[TrialConfig]:
 
 
 def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
-    """(n, s) logarithms of counts and sizes, and the activation function's sine and cosine."""
+    """Return (n, s) logarithms of counts and sizes, and the activation function's sine and cosine."""
     columns = feature_columns(configs)
     counts = np.stack([columns[name] for name in (*_COUNTS, *_SIZES)], axis=1)
     angles = []
@@ -413,8 +414,9 @@ def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
 
 @lru_cache(maxsize=20_000)
 def tokens_of(config: TrialConfig) -> np.ndarray:
-    """(l, t) the layer sequence, l at most `MAX_TOKENS`: log counts of `KINDS` in a run of layers, and logarithms of
-    its activations, of these times the batch size, and of its parameters. Short plans have a token a layer."""
+    """Return (l, t), the layer sequence, l at most `MAX_TOKENS`: log counts of `KINDS` in a run of layers, and
+    logarithms of its activations, of these times the batch size, and of its parameters. Short plans have a token a
+    layer."""
     place = {**{kind: i for i, kind in enumerate(KINDS)}, **dict.fromkeys(ACTIVATIONS, KINDS.index("activation"))}
     plan = layers_of(config)
     count = max(1, min(len(plan), MAX_TOKENS))
@@ -440,7 +442,7 @@ class Inputs:
     length_N: np.ndarray
 
     def at(self, index: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of those positions as tensors, tokens cut to the longest of them."""
+        """Return rows of those positions as tensors, tokens cut to the longest of them."""
         longest = int(self.length_N[index].max(initial=0))
         return _tensor(self.scalars_NS[index]), _tensor(self.tokens_NLT[index, :longest]), _tensor(self.length_N[index])
 
@@ -519,7 +521,7 @@ def train_member(
     how: NetTraining,
     seed: int,
 ) -> nn.Module:
-    """The net, trained on the rows outside `held_out` (n,) bool, as it was when those were estimated best.
+    """Return the net, trained on the rows outside `held_out` (n,) bool, as it was when those were estimated best.
 
     classes (n,) int; `or_above` (n,) bool: the row's class is that one or any above."""
     inside, outside = np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -541,7 +543,7 @@ def train_member(
 
 
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
-    """(n, classes) of a net from `learn.peers.base.with_arrays`."""
+    """Return (n, classes) of a net from `learn.peers.base.with_arrays`."""
     batches = []
     order = np.arange(len(inputs.length_N))
     with torch.inference_mode():
@@ -552,7 +554,8 @@ def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
 
 
 def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """The rows in batches of about equal lengths, in random order: what is short need not be padded to the longest."""
+    """Return the rows in batches of about equal lengths, in random order: what is short need not be padded to the
+    longest."""
     shuffled = rng.permutation(rows)
     ordered = shuffled[np.argsort(length[shuffled], kind="stable")]
     batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
@@ -560,7 +563,7 @@ def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Gen
 
 
 def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> Tensor:
-    """(n,) minus the logarithm of the net's probability of the row's class, or to that one and all above."""
+    """Return (n,), minus the logarithm of the net's probability of the row's class, or to that one and all above."""
     logits_NC, class_N, or_above_N = net(*inputs.at(rows)), target[0][rows], target[1][rows]
     loss_N = F.cross_entropy(logits_NC, class_N, reduction="none")
     if not or_above_N.any():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ from learn.peers.base import (
 
 STEPS = 2
 PREFIX = "xmem::"  # prefix of the marks that name a step's phases in the profile
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 RAM_SHARE = 0.8  # share of the free memory; the rest is for what the first guess leaves out
 
 
@@ -191,34 +192,23 @@ def _profile(workload: TrainingJob) -> tuple[list[int], list[int], list[Profiler
             inputs, targets = workload.batch("cpu")
         with explained("the training step", model):
             step = PlainStep(workload, model, "cpu")
-            quiet = _quiet_profiler()
+            quiet = contextlib.ExitStack()
+            if _LOG_LEVEL not in os.environ:  # else the profiler's library announces each start on stderr
+                os.environ[_LOG_LEVEL] = "6"
+                quiet.callback(os.environ.pop, _LOG_LEVEL, None)
             with quiet, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 for i in range(STEPS):
-                    step(inputs, targets, partial(_marked, i))
+                    step(inputs, targets, partial(_mark, i))
     events = _events(profiler.profiler.kineto_results.experimental_event_tree())
     return unique_bytes([*model.parameters(), *model.buffers()]), unique_bytes(batch_tensors(inputs, targets)), events
 
 
-def _marked(step: int, phase: str) -> contextlib.AbstractContextManager[Any]:
+def _mark(step: int, phase: str) -> contextlib.AbstractContextManager[Any]:
     return record_function(f"{PREFIX}{step}:{phase}")
 
 
-@contextlib.contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """The profiler's library announces each start on stderr; the variable keeps it silent unless it is the user's."""
-    name = "KINETO_LOG_LEVEL"
-    mine = name not in os.environ
-    if mine:
-        os.environ[name] = "6"
-    try:
-        yield
-    finally:
-        if mine:
-            os.environ.pop(name, None)
-
-
 def _events(roots: Iterable[Any]) -> list[ProfilerEvent]:
-    """The memory events of a profile's tree in the order of time, each with the phase that was last begun."""
+    """Return the memory events of a profile's tree in the order of time, each with the phase that was last begun."""
     marks: list[tuple[int, str]] = []
     moves: list[tuple[int, int, int, bool]] = []
     stack = [(root, False) for root in roots]

@@ -100,7 +100,8 @@ def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | 
 
 
 def _tokens_of(inputs: object) -> int:
-    """The length of sequences: of [N, length] whole numbers, or [N, length, width] floats; 0 where there are none."""
+    """Return the length of sequences: of [N, length] whole numbers, or [N, length, width] floats; 0 where there are
+    none."""
     from featurize.recording.values import tensors_of
 
     for tensor in tensors_of(inputs):

@@ -97,7 +97,7 @@ def plan(
         page = checked_path(Path(report), like="plan.html")
     spec = platform_and_options(options)[0].device
     counts = checked_gpus(gpus)
-    job = _planned(model, inputs, global_batch, options)
+    job = _plan_job(model, inputs, global_batch, options)
     ways = _ways(checkpointing, job.settings)
     searches = _Searches(job, ways)
     layouts, notes = [], []
@@ -153,7 +153,7 @@ class _PlannedJob:
         return MicroBatches(given=given, per_replica=self.global_batch // layout.replicas, pipelined=layout.pp)
 
     def of(self, layout: Parallel, size: int, count: int, way: str | None) -> Request:
-        """Return what is asked of one layout with one micro-batch."""
+        """Return the request for one layout with one micro-batch."""
         if layout.pp > 1:  # its micro-steps are micro-batches of one schedule
             layout, size, count = replace(layout, micro_batches=count), size * count, 1
         without: dict[str, Any] = {} if way is not None else {"checkpoint_every": 1, "checkpoint_reentrant": False}
@@ -162,7 +162,7 @@ class _PlannedJob:
         return replace(self.request, job=job)
 
 
-def _planned(model: object, inputs: Inputs | None, global_batch: object, options: Mapping[str, Any]) -> _PlannedJob:
+def _plan_job(model: object, inputs: Inputs | None, global_batch: object, options: Mapping[str, Any]) -> _PlannedJob:
     """Return the job, checked. Raises `UsageError`."""
     if isinstance(model, TrialConfig | Mapping) or not callable(model):
         raise UsageError(
@@ -284,7 +284,7 @@ class _Searches:
         self._keep(replace(whole, known=TRACED), search.estimates.get(whole))
 
     def notes(self) -> list[str]:
-        """Return what the rows were extrapolated from; nothing where all were traced."""
+        """Return notes on the traces that rows were extrapolated from; none where all were traced."""
         rows = [row for row in self.rows if row.known == EXTRAPOLATED]
         if not rows:
             return []

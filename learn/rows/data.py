@@ -22,7 +22,7 @@ import numpy as np
 
 from conf.errors import CommandError, UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
-from featurize.device.device_spec import plain_device, same_device
+from featurize.device.device_spec import known_device, load_device, plain_device, same_device
 from learn.job.training_job import Case
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ TARGETS: dict[str, Target] = {
 
 
 def get_target(name: str) -> Target:
-    """The target of that name. An unknown one raises `UsageError` listing the known."""
+    """Return the target of that name. An unknown one raises `UsageError` listing the known."""
     if name not in TARGETS:
         raise unknown_name("target", name, TARGETS)
     return TARGETS[name]
@@ -101,7 +101,7 @@ class Bins:
         return np.asarray(rows, dtype=float).reshape(len(rows), len(self.labels) - 1)
 
     def classify(self, values: np.ndarray | Sequence[float], families: Sequence[str] | np.ndarray) -> np.ndarray:
-        """Class index of each value, (n,) int."""
+        """Return the class index of each value, (n,) int."""
         return np.asarray((np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1))
 
     def to_mapping(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Bins:
 
 
 def default_bin_gb(families: Sequence[str] | np.ndarray) -> int:
-    """The published width: 1 GB where every row is an MLP, else 8 GB."""
+    """Return the published width: 1 GB where every row is an MLP, else 8 GB."""
     return 1 if set(families) == {"mlp"} else 8
 
 
@@ -140,7 +140,7 @@ def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) 
 
 
 def utilization_bins(target: Target) -> Bins:
-    """low / medium / high with the published edges of each row's own family."""
+    """Return bins low, medium and high with the published edges of each row's own family."""
     published = UTILIZATION_EDGES[target.name]
     words = "; ".join(f"{family} [{low:g}, {high:g})" for family, (low, high) in published.items())
     rule = f"medium is {words}; any other family as {_UNPUBLISHED}"
@@ -148,7 +148,7 @@ def utilization_bins(target: Target) -> Bins:
 
 
 def tercile_bins(labels: np.ndarray, target: Target) -> Bins:
-    """low / medium / high thirds of these very labels: for targets that nobody published edges for."""
+    """Return bins low, medium and high, thirds of exactly these labels: for targets that nobody published edges for."""
     low, high = np.quantile(labels, [1 / 3, 2 / 3])
     rule = f"thirds of this data: medium is [{low:.4g}, {high:.4g}) {target.unit}"
     return Bins(LEVELS, (float(low), float(high)), {}, rule)
@@ -162,7 +162,7 @@ def make_bins(
     bin_gb: int | None = None,
     ceiling_mib: float | None = None,
 ) -> Bins:
-    """The bins a target is judged by. `bin_gb` is for memory only; None takes `default_bin_gb`."""
+    """Return the bins a target is judged by. `bin_gb` is for memory only; None takes `default_bin_gb`."""
     if target.is_memory:
         return memory_bins(labels, default_bin_gb(families) if bin_gb is None else bin_gb, ceiling_mib)
     if bin_gb is not None:
@@ -326,14 +326,14 @@ class Rows:
         return float(self.card_mib[self.censored].min()) if self.censored.any() else None
 
     def fingerprint(self) -> str:
-        """16 hex digits over run ids and labels: same data, same fingerprint."""
+        """Return 16 hex digits over run ids and labels: same data, same fingerprint."""
         digest = hashlib.sha256(f"{self.target.column}\n".encode())
         for i in np.argsort(self.run_ids):
             digest.update(f"{self.run_ids[i]} {float(self.label[i])!r} {int(self.censored[i])}\n".encode())
         return digest.hexdigest()[:16]
 
     def count(self, column: str) -> dict[str, int]:
-        """Rows by `family`, `source` or `device`."""
+        """Return rows by `family`, `source` or `device`."""
         return dict(sorted(Counter(map(str, getattr(self, column))).items()))
 
 
@@ -347,7 +347,7 @@ def load_rows(
     snapshot: str | None = None,
     trust: Sequence[str] = (),
 ) -> Rows:
-    """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
+    """Return the usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
     With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change. Rows are data:
     code that a config names is not imported (`featurize.configs.trial`), except modules in `trust`; such a row is
@@ -440,7 +440,7 @@ def _choose(rows: list[dict[str, Any]], key: str, wanted: str) -> list[dict[str,
     if key == "device_name" and not chosen:
         chosen = [row for row in rows if same_device(row["device_name"], wanted)]
     if rows and not chosen:
-        raise UsageError(f"no usable rows with {key}={wanted}; there are {_listed(Counter(row[key] for row in rows))}")
+        raise UsageError(f"no usable rows with {key}={wanted}; there are {_list(Counter(row[key] for row in rows))}")
     return chosen
 
 
@@ -454,32 +454,28 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
     if len(kinds) > 1:
         first = counts.most_common(1)[0][0]
         raise UsageError(
-            f"the rows come from several {key.replace('_', ' ')}s ({_listed(counts)}), which are not mixed; "
-            f"choose one, as in {key}={_quoted(first)}"
+            f"the rows come from several {key.replace('_', ' ')}s ({_list(counts)}), which are not mixed; "
+            f"choose one, as in {key}={_quote(first)}"
         )
     return rows
 
 
 def _is_described(name: str) -> bool:
-    from featurize.device.device_spec import known_device
-
     return name == plain_device(name) and known_device(name) is not None
 
 
 @cache
 def _described_memory(name: str) -> float | None:
     """Return the MiB of the device in `conf/device`, where it is there."""
-    from featurize.device.device_spec import known_device, load_device
-
     known = known_device(name)
     return None if known is None else load_device(known).memory_mib
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     return value if all(c.isalnum() or c in "-_." for c in value) else f"\"'{value}'\""
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def _list(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
 
 
@@ -495,8 +491,7 @@ def _too_few(
     unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in runs)
     parts = [
         f"target={target.name} needs at least {MIN_ROWS} usable rows, and there are {usable}",
-        f"runs{f' with family={family}' if family else ''}: "
-        f"{_listed(Counter(row['status'] for row in runs)) or 'none'}",
+        f"runs{f' with family={family}' if family else ''}: {_list(Counter(row['status'] for row in runs)) or 'none'}",
         *([f"ok without {target.column}: {unlabelled}"] if unlabelled else []),
         *(f"{unusable.in_short}: {n}" for unusable in _UNUSABLE if (n := counts[unusable.reason])),
         *(f"unreadable configs: {unreadable.total()} ({n} times: {reason})" for reason, n in unreadable.most_common(1)),

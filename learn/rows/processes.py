@@ -146,13 +146,13 @@ def _serve(pipe: Connection) -> None:
             importlib.import_module(name)
         pipe.send("ready")
         while True:
-            pipe.send(_given(function, pipe.recv()))
+            pipe.send(_call(function, pipe.recv()))
     except (EOFError, OSError):  # the parent has left, perhaps with a result unread
         return
 
 
-def _given(function: Callable[..., Any], item: Any) -> Any:
-    """Return what the function returns, or the exception that it raises, which the parent raises."""
+def _call(function: Callable[..., Any], item: Any) -> Any:
+    """Return the function's result, or the exception that it raises, which the parent raises."""
     try:
         return function(item)
     except Exception as error:

@@ -3,7 +3,7 @@ memory and in the data folder.
 
 Start reading at `StepStore`: callers that fit, predict or judge make one and pass it on. `compute` traces a case,
 and `StepRecord.to_bytes` is how a record is stored. `with_suspects` marks memory labels that neither the job's tensors
-nor assumed workspaces explain, told from the rows beside them: published figures are often the whole card's, polled
+nor assumed workspaces explain, judged by the rows beside them: published figures are often the whole card's, polled
 once a second, so that another job on the card, or a run that never trained, is in them.
 """
 
@@ -32,15 +32,13 @@ from conf.units import MIB_PER_GIB
 from featurize.configs.features import FEATURES_VERSION
 from featurize.configs.trial import refusal
 from featurize.job.code_names import NotTrusted
-from learn.job.training_job import Case
-from learn.rows.data import Rows
+from learn.job.training_job import Case, TrainingJob
+from learn.rows.data import Rows, Target
 
 if TYPE_CHECKING:
     from featurize.configs.step_features import OpGraph
     from featurize.device.device_spec import DeviceSpec
     from learn.job.traced import TracedStep
-    from learn.job.training_job import TrainingJob
-    from learn.rows.data import Target
     from warehouse.files.folder import DataFolder
 
 
@@ -84,7 +82,8 @@ class StepRecord:
         return cls(values=values, graph=graph, error=error, seconds=stored["seconds"])
 
     def operator_graph(self) -> dict[str, np.ndarray]:
-        """categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward pass."""
+        """Return categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward
+        pass."""
         with np.load(io.BytesIO(self.packed_graph()), allow_pickle=False) as arrays:
             graph = {name: arrays[name] for name in arrays.files}
         return {**graph, "nodes": graph["nodes"].astype(np.float32)}
@@ -226,7 +225,7 @@ class StepStore:
         waiting: list[tuple[str, StepRecord]] = []
         written_s = time.monotonic()
         try:
-            computed = _computed(list(missing.items()), workers)
+            computed = _compute(list(missing.items()), workers)
             for done, (key, record) in enumerate(computed, start=1):
                 self._records[key] = record, None
                 waiting.append((key, record))
@@ -286,8 +285,8 @@ def _key(case: Case) -> Hashable:
     return (id(case.module), case.spec) if case.key is None else case.key
 
 
-def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
-    """(key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
+def _compute(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
+    """Yield (key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
     processes = len(os.sched_getaffinity(0)) if workers is None else workers
     elsewhere = processes if workers is None else 1  # cores of other processes: with one they are never done sooner
     here, began_s = 0, 0.0
@@ -380,7 +379,7 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
     networks: dict[str, list[_Measured]] = defaultdict(list)
     doubted: Counter[str] = Counter()
     doubts: dict[int, str] = {}
-    for at, row in enumerate(rows.records):
+    for place, row in enumerate(rows.records):
         values = steps.features(row.case)
         if values is None:
             continue
@@ -388,12 +387,12 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
         if row.doubt:
             doubted[network] += 1
         elif not row.censored:
-            one = _measured(at, row.label, values)
-            if one.label_mib + max(_LEAST_MIB, _SHARE_OF_LABEL * one.label_mib) < one.tensors_mib:
-                doubts[at] = "less than the job's tensors alone"
+            measured = _measure(place, row.label, values)
+            if measured.label_mib + max(_LEAST_MIB, _SHARE_OF_LABEL * measured.label_mib) < measured.tensors_mib:
+                doubts[place] = "less than the job's tensors alone"
                 doubted[network] += 1
-            elif not one.traced_mib > row.device_memory_mib:  # near the limit a job does with less
-                networks[network].append(one)
+            elif not measured.traced_mib > row.device_memory_mib:  # near the limit a job does with less
+                networks[network].append(measured)
     for network, left in networks.items():
         while unexplained := _unexplained(left):
             worst = _worst(unexplained, left)
@@ -401,46 +400,53 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
             left.remove(worst)
             doubted[network] += 1
         if 0 < len(left) <= doubted[network]:
-            for one in left:
-                if abs(one.beyond_mib) > _LEAST_MIB + one.workspaces_mib + _SHARE_OF_LABEL * one.traced_mib:
-                    doubts[one.at] = "gigabytes off its trace, in a network of which as many rows are in doubt"
+            for measured in left:
+                if (
+                    abs(measured.beyond_mib)
+                    > _LEAST_MIB + measured.workspaces_mib + _SHARE_OF_LABEL * measured.traced_mib
+                ):
+                    doubts[measured.at] = "gigabytes off its trace, in a network of which as many rows are in doubt"
     if not doubts:
         return rows
-    records = tuple(replace(row, doubt=doubts.get(at, row.doubt)) for at, row in enumerate(rows.records))
+    records = tuple(replace(row, doubt=doubts.get(place, row.doubt)) for place, row in enumerate(rows.records))
     return replace(rows, records=records)
 
 
 def _unexplained(rows: Sequence[_Measured]) -> list[_Measured]:
     """Return the rows that the others of their network do not explain."""
-    return [one for one in rows if one.unexplained_mib([other for other in rows if other is not one])]
+    return [suspect for suspect in rows if suspect.unexplained_mib([other for other in rows if other is not suspect])]
 
 
 def _worst(unexplained: Sequence[_Measured], rows: Sequence[_Measured]) -> _Measured:
     """Return a label that is too high beside a larger batch's, the furthest off its trace; else the one without which
     the fewest are left unexplained."""
 
-    def others(one: _Measured) -> list[_Measured]:
-        return [other for other in rows if other is not one]
+    def others(measured: _Measured) -> list[_Measured]:
+        return [other for other in rows if other is not measured]
 
-    too_high = [one for one in unexplained if one.above_larger_mib(others(one))]
+    too_high = [suspect for suspect in unexplained if suspect.above_larger_mib(others(suspect))]
     if too_high:
-        return max(too_high, key=lambda one: (one.beyond_mib / one.traced_mib, one.at))
+        return max(too_high, key=lambda suspect: (suspect.beyond_mib / suspect.traced_mib, suspect.at))
     return min(
         unexplained,
-        key=lambda one: (len(_unexplained(others(one))), -abs(one.beyond_mib) / one.traced_mib, one.at),
+        key=lambda suspect: (
+            len(_unexplained(others(suspect))),
+            -abs(suspect.beyond_mib) / suspect.traced_mib,
+            suspect.at,
+        ),
     )
 
 
-def _measured(at: int, label_mib: float, values: Mapping[str, float]) -> _Measured:
+def _measure(place: int, label_mib: float, values: Mapping[str, float]) -> _Measured:
     moved = [value for name, value in values.items() if name.startswith(_SCENARIO)]
     traced_mib = values["job_memory_mib"]
     tensors_mib = values["job_allocated_mib"] * (1 - values["job_share_workspace"]) + values["job_outside_mib"]
     workspaces_mib = traced_mib * (2 ** max(moved, default=0.0) - 2 ** min(moved, default=0.0))
-    return _Measured(at, label_mib, traced_mib, tensors_mib, workspaces_mib)
+    return _Measured(place, label_mib, traced_mib, tensors_mib, workspaces_mib)
 
 
 def _network(case: Case, device: str) -> str:
-    """Return what rows share that differ in nothing but the batch."""
+    """Return a key that rows share if they differ in nothing but the batch."""
     if case.config is None:
         return f"{device} {case.training_loop} {case.job.name}"
     settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}

@@ -33,7 +33,7 @@ def main(words: list[str]) -> None:
     before = dict(os.environ)
     _pretend_gpus(args)
     try:
-        environment = _prepared(args)
+        environment = _prepare(args)
     except Exception as error:  # whatever accelerate raises for what does not go together
         sys.exit(str(error).strip().partition("\n")[0] or type(error).__name__)
     started = {
@@ -47,7 +47,7 @@ def main(words: list[str]) -> None:
     print(json.dumps(started))
 
 
-def _prepared(args: argparse.Namespace) -> dict[str, str]:
+def _prepare(args: argparse.Namespace) -> dict[str, str]:
     """Complete the options by accelerate's own file, and return the environment of a process."""
     from accelerate.commands import launch
     from accelerate.utils import launch as preparing

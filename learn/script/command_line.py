@@ -82,7 +82,7 @@ def parse_command(command: Sequence[str]) -> ScriptCommand:
     if not words:
         problem = "env starts no script here" if command else "a script's command is missing"
         raise UsageError(f"{problem}: {FORM}")
-    parsed = _parsed(words, environment)
+    parsed = _parse(words, environment)
     if not parsed.module and not Path(parsed.script).is_file():
         raise UsageError(f"{parsed.script}: there is no such file")
     return parsed
@@ -105,7 +105,7 @@ def _after_env(words: list[str], environment: dict[str, str]) -> list[str]:
     return words
 
 
-def _parsed(words: list[str], environment: Mapping[str, str]) -> ScriptCommand:
+def _parse(words: list[str], environment: Mapping[str, str]) -> ScriptCommand:
     runner, rest = Path(words[0]).name, words[1:]
     if runner in LAUNCHERS:
         return LAUNCHERS[runner](runner, rest, environment)
@@ -183,7 +183,8 @@ def _torchrun(launcher: str, words: list[str], before: Mapping[str, str]) -> Scr
 def _variables_of_torchrun(
     nodes: int, per_node: int, before: Mapping[str, str], role: str, run_id: str, restarts: int
 ) -> dict[str, str]:
-    """Return what torchrun sets for a worker (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+    """Return the variables that torchrun sets for a worker
+    (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
     ranks = str(nodes * per_node)
     return {
         **_thread_limit(per_node, before),
@@ -213,15 +214,15 @@ def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> S
         words = words[1:]
     reader = [sys.executable, str(Path(__file__).with_name("accelerate_options.py")), *words]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             reader, capture_output=True, text=True, timeout=_ACCELERATE_S, stdin=subprocess.DEVNULL, env=before
         )
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"accelerate launch: its options were not read in {_ACCELERATE_S:g} s") from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["its options were refused"]
+    if completed.returncode:
+        lines = [line for line in completed.stderr.splitlines() if line.strip()] or ["its options were refused"]
         raise UsageError(f"accelerate launch: {one_line(lines[-1].strip())}")
-    read = json.loads(done.stdout.splitlines()[-1])
+    read = json.loads(completed.stdout.splitlines()[-1])
     read["arguments"] = tuple(read["arguments"])
     if read["nodes"] * read["per_node"] > 1:
         usual = _variables_of_torchrun(read["nodes"], read["per_node"], before, "default", "none", 0)
@@ -304,7 +305,7 @@ def _gpus_of_nodes(options: argparse.Namespace, launcher: str) -> list[int]:
     if options.include:
         if options.num_nodes is not None or options.num_gpus is not None:
             raise UsageError(f"{launcher} --include goes with neither --num_nodes nor --num_gpus; leave it out")
-        return [_included(part, slots, launcher) for part in options.include.split("@")]
+        return [_count_included(part, slots, launcher) for part in options.include.split("@")]
     nodes = _count_of(options.num_nodes or len(slots) or 1, f"{launcher} --num_nodes")
     if slots and nodes > len(slots):
         raise UsageError(f"{launcher} --num_nodes {nodes}: {options.hostfile} has {len(slots)} nodes")
@@ -318,7 +319,7 @@ def _gpus_of_nodes(options: argparse.Namespace, launcher: str) -> list[int]:
     return list(slots.values())[:nodes]
 
 
-def _included(part: str, slots: dict[str, int], launcher: str) -> int:
+def _count_included(part: str, slots: dict[str, int], launcher: str) -> int:
     """Return the GPUs of `worker-1:0,2`, or of a whole node of the host file."""
     name, colon, numbers = part.partition(":")
     if colon:

@@ -115,7 +115,7 @@ def estimate_script(
     files, key = StepFiles.checked(report, snapshot), records.key_of(parsed, device)
 
     def run() -> ScriptRecord:
-        return _recorded(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
+        return _record(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
 
     def recorded_request() -> tuple[Request, Iterable[Note]]:
         record = (None if show_output else records.find(key)) or run()
@@ -147,15 +147,15 @@ def _network_of(parallel: object) -> dict[str, Any]:
 
 def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
     """Raise `UsageError` for a measured run at another batch size, at which nothing is recorded."""
-    for at, run in enumerate(runs):
+    for place, run in enumerate(runs):
         if run.batch_size != batch_size:
             raise UsageError(
-                f"known[{at}] is of batch_size={run.batch_size}, and the script trains with {batch_size} samples in a "
-                "forward pass; only runs at the script's own batch size count"
+                f"known[{place}] is of batch_size={run.batch_size}, and the script trains with {batch_size} samples in "
+                "a forward pass; only runs at the script's own batch size count"
             )
 
 
-def _recorded(
+def _record(
     command: ScriptCommand,
     spec: DeviceSpec,
     key: str,

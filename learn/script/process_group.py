@@ -87,7 +87,7 @@ class RankZero:
         self._wrapper = self._wrapper or settings
 
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
-        """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of this many
+        """Return the object that plays a rank of ZeRO from now on, with the script's recorder, for a model of this many
         elements."""
         from featurize.training.play_rank import played_rank
         from featurize.training.zero import ZeroRank
@@ -131,10 +131,10 @@ class RankZero:
     def end_step(self) -> None:
         """End a step; the last one's collectives count."""
         sent = () if self._streams is None else self._streams.collectives()
-        self._collectives = (*sent, *(one for wrapper in self._wrappers for one in wrapper.collectives()))
+        self._collectives = (*sent, *(collective for wrapper in self._wrappers for collective in wrapper.collectives()))
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what was sent in the last step; nothing of one process alone."""
+        """Return the collectives of the last step; none for one process alone."""
         return self._collectives if self.layout() is not None else ()
 
     def layout(self) -> Parallel | None:
@@ -144,7 +144,7 @@ class RankZero:
         return self._wrapper or self._command.layout(self.launched)
 
     def remarks(self) -> list[str]:
-        """Return what is taken for granted of the ranks."""
+        """Return the assumptions about the ranks."""
         if self.launched == 1:
             return []
         if self._streams is None:
@@ -343,10 +343,10 @@ def _install_collectives(rank: RankZero) -> None:
         return reduce(tensor, op, group, async_op)
 
     def gather(tensor: Tensor, gather_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        return _copied([(output, tensor) for output in gather_list or ()], async_op)
+        return _copy([(output, tensor) for output in gather_list or ()], async_op)
 
     def scatter(tensor: Tensor, scatter_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
-        return _copied([(tensor, scatter_list[0])] if scatter_list else [], async_op)
+        return _copy([(tensor, scatter_list[0])] if scatter_list else [], async_op)
 
     refuse = _refusing("messages between two ranks, as pipelines send them, are not followed in scripts")
     for name, function in {
@@ -367,7 +367,7 @@ def _install_collectives(rank: RankZero) -> None:
 
 
 @torch.no_grad()
-def _copied(pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> _Done | None:
+def _copy(pairs: list[tuple[Tensor, Tensor]], async_op: bool) -> _Done | None:
     for output, tensor in pairs:
         output.copy_(tensor)
     return _nothing(async_op=async_op)
@@ -467,7 +467,7 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         replica.broadcast_buffers()
     if self.device_ids:
         inputs, kwargs = tree_map(on_the_gpu, inputs), tree_map(on_the_gpu, kwargs)
-    with self._inside_ddp_forward():  # which tells a compiled module whose buckets cut its graph
+    with self._inside_ddp_forward():  # a compiled module learns there whose buckets cut its graph
         output = self.module(*inputs, **kwargs)
     self.require_forward_param_sync = trains and self.require_backward_grad_sync
     if trains:

@@ -38,7 +38,7 @@ from featurize.operators.torch_releases import complete, matmul_allows_tf32
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
 from featurize.recording.step_trace import StepTrace
-from featurize.timing.model_flops import precision_in_words
+from featurize.timing.times import precision_in_words
 from featurize.trace.tracer import STEPS
 from featurize.training.training_step import AUTOCAST_DTYPES, WEIGHT_DTYPES
 from learn.script.command_line import ScriptCommand
@@ -59,10 +59,10 @@ def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
     if (sharding := sys.modules.get("torch.distributed.fsdp")) is None:
         return None
     wrappers = sharding.FSDPModule, sharding.FullyShardedDataParallel
-    units = [one for one in module.modules() if isinstance(one, wrappers)]
-    if all(one is module for one in units):
+    units = [submodule for submodule in module.modules() if isinstance(submodule, wrappers)]
+    if all(unit is module for unit in units):
         return None
-    return [one for one in units if sum(isinstance(part, wrappers) for part in one.modules()) == 1]
+    return [unit for unit in units if sum(isinstance(part, wrappers) for part in unit.modules()) == 1]
 
 
 class ScriptCompiler:
@@ -94,9 +94,9 @@ class ScriptCompiler:
             return noting
 
         def state_of(module: nn.Module) -> dict[str, Any]:
-            """Return what is copied and saved of a module: a copy of a compiled one runs as it is written."""
-            own = ("forward", "_orig_mod") if id(module) in self._compiled else ()
-            return {name: value for name, value in vars(module).items() if name not in own and not saves(value)}
+            """Return the state of a module that is copied and saved: a copy of a compiled one runs as it is written."""
+            added_names = ("forward", "_orig_mod") if id(module) in self._compiled else ()
+            return {name: value for name, value in vars(module).items() if name not in added_names and not saves(value)}
 
         def saves(value: Any) -> bool:
             """Return whether an attribute is the method that `containment` gives a module which is not scripted."""
@@ -339,11 +339,11 @@ class ScriptRun:
     def _files_looked_at(self) -> tuple[str, ...]:
         """Return the files of the script's own modules, and what it looked at, relative to the working folder."""
         modules = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-        own = {os.path.abspath(path) for path in modules if isinstance(path, str) and not is_installed(path)}
-        own |= self._files.looked_at()
+        paths = {os.path.abspath(path) for path in modules if isinstance(path, str) and not is_installed(path)}
+        paths |= self._files.looked_at()
         if not self._command.module:
-            own.discard(os.path.abspath(self._script))  # known by its bytes
-        return tuple(sorted(path.removeprefix(self._from + os.sep) for path in own if not is_installed(path)))
+            paths.discard(os.path.abspath(self._script))  # known by its bytes
+        return tuple(sorted(path.removeprefix(self._from + os.sep) for path in paths if not is_installed(path)))
 
 
 class OwnPackages(MetaPathFinder):
@@ -420,7 +420,7 @@ def _frames(
 ) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
     """Return the frames of code that the user could have written, and those of them below the folders."""
     all_frames = traceback.extract_tb(error.__traceback__)
-    frames = [one for one in all_frames if not one.filename.startswith("<") and not is_installed(one.filename)]
+    frames = [frame for frame in all_frames if not frame.filename.startswith("<") and not is_installed(frame.filename)]
     return frames, [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]
 
 

@@ -162,7 +162,7 @@ class SavedFiles:
         return stat.S_ISDIR(self._mode(path))
 
     def _gone(self, full: str) -> bool:
-        return any(full == one or full.startswith(one + os.sep) for one in self._removed)
+        return any(full == removed or full.startswith(removed + os.sep) for removed in self._removed)
 
     def _make_folders(self, kept: str) -> None:
         if not self._there(kept):
@@ -266,7 +266,7 @@ class SavedFiles:
         return function(path) if names is None else _Entries(_Entry(os.fspath(path), name) for name in names)
 
     def _names(self, path: Any) -> list[str] | None:
-        """Return what a folder holds for the script; None where that is what lies in it."""
+        """Return the content of a folder as the script sees it; None where that is its real content."""
         full = self._full(path)
         assert full is not None
         self._looked_at.setdefault(full + os.sep, self._there(full))

@@ -91,7 +91,7 @@ class ScriptRecorder(Recorder):
                 del self.log.made_by[block]
 
     def name_batches(self) -> None:
-        """Name a batch what was copied from the host and belongs to no model."""
+        """Name as a batch what was copied from the host and belongs to no model."""
         for block in self._copied:
             if self.memory.kinds[block] is None:
                 self.memory.kinds[block] = "batch"
@@ -148,8 +148,8 @@ class ScriptRecorder(Recorder):
 
     def _writes_to_parameters(self, func: torch._ops.OpOverload, args: Any) -> bool:
         written = (args[place] for place in traits_of(func).written if place < len(args))
-        tensors = (one for value in written for one in (value if isinstance(value, list | tuple) else (value,)))
-        return any(isinstance(one, Tensor) and one.untyped_storage()._cdata in self.trained for one in tensors)
+        tensors = (tensor for value in written for tensor in (value if isinstance(value, list | tuple) else (value,)))
+        return any(isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self.trained for tensor in tensors)
 
     def name_updates_state(self) -> None:
         """Say that what an update without an optimizer of torch has taken, and keeps, is its state."""
@@ -182,7 +182,7 @@ class ScriptRecorder(Recorder):
         if name == "aten::bincount":  # its length depends on the values; metrics say the least that they need
             least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
             return torch.empty(max(1, least), dtype=torch.int64, device="meta")
-        if name == "aten::masked_select" and any(self.values.of(one) is None for one in args):
+        if name == "aten::masked_select" and any(self.values.of(argument) is None for argument in args):
             self.values.assume(ALL_KEPT)
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
         if name in ("aten::_unique2", "aten::unique_consecutive") and self.values.of(args[0]) is None:
@@ -197,7 +197,7 @@ class ScriptRecorder(Recorder):
             raise
 
     def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `unique` gives of values that are not known: each is another one."""
+        """Return the result of `unique` for values that are not known: each is another one."""
         self.values.assume("unique keeps everything where its argument is computed in the step: an upper bound")
         inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
         counts = torch.tensor([1]).expand(tensor.numel()).to("meta")
@@ -212,7 +212,7 @@ class ScriptRecorder(Recorder):
         return values.to(dtype or tensor.dtype, copy=True)
 
     def _plausible(self, dtype: torch.dtype) -> bool | int | float:
-        """A value that nobody computed: a loss, a count of 0, a condition that holds."""
+        """Return a value that nobody computed: a loss, a count of 0, a condition that holds."""
         if dtype is torch.bool:
             return True
         return self._loss if dtype.is_floating_point else 0

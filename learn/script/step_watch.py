@@ -235,7 +235,7 @@ def _samples(inputs: Any) -> int:
     if not isinstance(inputs, list | tuple):
         return 0
     for value in inputs:
-        if isinstance(value, list) and value and all(isinstance(one, Tensor) and one.is_meta for one in value):
+        if isinstance(value, list) and value and all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in value):
             return len(value)
         if samples := _samples(value):
             return samples

@@ -13,17 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from conf.errors import UsageError, shown
 from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec
 from learn.estimation.job_estimate import Estimate
 from learn.estimators.protocol import LEVEL
-from learn.sharing.learned import LearnedSlowdowns, default_slowdowns
-from learn.sharing.profile import JobProfile, NoUtilization, Slowdown, SlowdownEstimator
+from learn.sharing.slowdowns import (
+    JobProfile,
+    LearnedSlowdowns,
+    NoUtilization,
+    Slowdown,
+    SlowdownEstimator,
+    default_slowdowns,
+)
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from learn.fitting.artifacts import DataPlace
 
 
@@ -148,15 +154,11 @@ class MemoryNeed:
 
     def mib(self, probability: float) -> float:
         """Return the MiB that the job stays below with that probability; the bound above its coverage."""
-        import numpy as np
-
         probabilities, sizes_mib = zip(*self.quantiles, strict=True)
         return float(np.interp(probability, probabilities, sizes_mib))
 
     def exceeds(self, mib: float | np.ndarray) -> np.ndarray:
         """Return the probability that the job needs more than that many MiB, of each; 0 from the bound on."""
-        import numpy as np
-
         probabilities, sizes_mib = zip(*self.quantiles, strict=True)
         below = np.interp(mib, sizes_mib, probabilities, left=0.0)
         return np.where(np.asarray(mib) >= self.bound_mib, 0.0, 1.0 - below)
@@ -175,8 +177,6 @@ def overflow_probability(
         present: needs of the jobs that are there.
         used_mib: measured now; the jobs that are there take that much at least.
     """
-    import numpy as np
-
     if max(used_mib, _sum_of_bounds(present)) + _sum_of_bounds(needs) <= memory_mib:
         return 0.0
     least = sum(need.quantiles[0][1] for need in needs)
@@ -187,7 +187,7 @@ def overflow_probability(
     cell = memory_mib / _CELLS
     total = np.ones(1)
     for need in present:
-        total = _added(total, need, cell)
+        total = _add(total, need, cell)
     floor = math.ceil(used_mib / cell)
     if floor:
         raised = np.zeros(max(floor + 1, len(total)))
@@ -195,7 +195,7 @@ def overflow_probability(
         raised[floor] += total[:floor].sum()
         total = raised[: _CELLS + 1]
     for need in needs:
-        total = _added(total, need, cell)
+        total = _add(total, need, cell)
     return float(min(1.0, max(0.0, 1.0 - total.sum())))
 
 
@@ -203,10 +203,8 @@ def _sum_of_bounds(needs: Sequence[MemoryNeed]) -> float:
     return sum(need.bound_mib for need in needs)
 
 
-def _added(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
+def _add(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
     """Return the distribution of a sum, in cells of the memory; each job is rounded up, to the safe side."""
-    import numpy as np
-
     below = 1.0 - need.exceeds(cell * np.arange(_CELLS + 1))
     return np.convolve(total, np.diff(below, prepend=0.0))[: _CELLS + 1]
 
@@ -264,7 +262,7 @@ def admit(
         UsageError: for a limit out of range, or a job whose memory has no bound.
 
     Example:
-        >>> from learn.sharing.profile import JobProfile
+        >>> from learn.sharing.slowdowns import JobProfile
         >>> busy = JobProfile("busy", memory_mib=12_000, memory_bound_mib=13_000, smact=0.7)
         >>> new = JobProfile("new", memory_mib=9_000, memory_bound_mib=10_000, smact=0.4)
         >>> admit(new, GpuState(memory_mib=40_326, jobs=(busy,))).admitted
@@ -355,7 +353,7 @@ def slowdowns(
         device: GPU model, for trial configs.
         data: Data folder whose newest fitted slowdowns answer; None: the default folder. Where nothing was fitted, the
             packaged figures answer.
-        estimator: Another one, as `learn.sharing.profile.shared_time()`.
+        estimator: Another one, as `learn.sharing.slowdowns.shared_time()`.
 
     Returns:
         The median and the 90th percentile of each job's step time over its step time alone; 1 or more.

@@ -19,14 +19,18 @@ import numpy as np
 
 from learn.judging.scores import RowScores, score_table, spread
 from learn.rows.data import SLOWDOWN
-from learn.sharing.learned import LearnedSlowdowns, MeasuredGroup, fitted_slowdowns, left_out_parts, measured_groups
-from learn.sharing.profile import (
+from learn.sharing.slowdowns import (
+    LearnedSlowdowns,
+    MeasuredGroup,
     NoUtilization,
     PointSlowdowns,
     Slowdown,
     SlowdownEstimator,
     constant_slowdown,
+    fitted_slowdowns,
     group_memory,
+    left_out_parts,
+    measured_groups,
     shared_time,
     utilizations,
 )

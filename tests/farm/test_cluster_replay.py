@@ -29,7 +29,7 @@ from farm.replaying.traces import (
 from farm.replaying.view import as_mapping, replay_page
 from featurize.timing.shared_gpu import SHARING
 from learn.sharing.admitting import MemoryNeed
-from learn.sharing.profile import JobProfile
+from learn.sharing.slowdowns import JobProfile
 from warehouse.files.folder import DataFolder
 
 RULES = ClusterRules(gpus=2, memory_mib=10_000.0, idle_w=50.0, limit_w=400.0)

@@ -21,7 +21,7 @@ from farm import submit as submit_module
 from farm import work as work_module
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.queue.jobs import Queue
-from farm.submission.submitting import _shown, queue_bytes
+from farm.submission.submitting import _show_progress, queue_bytes
 from featurize.families import family_names
 from featurize.job.training_settings import OPTIMIZERS
 from tests.warehouse.warehouse_rows import ask
@@ -312,7 +312,7 @@ def queued(data):
 def test_a_bar_is_drawn_while_many_trials_are_queued():
     drawn = []
     bar = types.SimpleNamespace(update=lambda *figures: drawn.append(figures))
-    assert len(list(_shown(((i, "{}") for i in range(1000, 6000)), bar, 1000, 6000))) == 5000
+    assert len(list(_show_progress(((i, "{}") for i in range(1000, 6000)), bar, 1000, 6000))) == 5000
     assert drawn == [("queuing", 2000, 5000), ("queuing", 4000, 5000)]
 
 

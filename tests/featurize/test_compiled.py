@@ -9,7 +9,7 @@ from featurize.device.device_spec import load_device
 from featurize.memory.replay import replay
 from featurize.recording.compiled import AS_EAGER, MODELLED
 from featurize.recording.step_trace import StepTrace
-from featurize.timing.model_flops import model_flops
+from featurize.timing.calls import model_flops
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 

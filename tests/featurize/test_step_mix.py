@@ -8,7 +8,7 @@ from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.memory.replay import replay
 from featurize.nets.vision import import_library
 from featurize.trace import tracer
-from featurize.trace.steps_in_a_loop import StepSequence
+from featurize.trace.later_steps import StepSequence
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training, TrainingStep
 

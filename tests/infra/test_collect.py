@@ -97,7 +97,7 @@ def test_a_family_is_composed_once_for_all_its_jobs(collect, tmp_path, monkeypat
     monkeypatch.setattr(collect, "load_settings", lambda *arguments: composed.append(0) or load(*arguments))
     of_whole_card, of_half, _, of_pairs = collect.jobs_of("mlp", settings(collect, tmp_path, seed=3)).values()
     assert len(composed) == 1
-    again = ["device=simulated", "cluster=inline", "trial.timeout_s=120", *collect._sampled("mlp", "simulated")]
+    again = ["device=simulated", "cluster=inline", "trial.timeout_s=120", *collect._vary("mlp", "simulated")]
     assert of_whole_card == collect._submission("+arch=mlp", "n=1", "seed=12", *again)
     assert of_half == collect._submission("+arch=mlp", "n=1", "seed=13", *again, "device.memory_fraction=0.5")
     assert of_pairs == collect._submission("+arch=mlp", "n=1", "seed=15", *again, "batch_sizes=[4,25,161,1024]")

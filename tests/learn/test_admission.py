@@ -10,7 +10,7 @@ import pytest
 from conf.errors import UsageError
 from learn import GpuState, JobProfile, admit, estimate
 from learn.sharing.admitting import MemoryNeed, overflow_probability
-from learn.sharing.profile import Slowdown
+from learn.sharing.slowdowns import Slowdown
 
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 784, "classes": 10, "depth": 3}
 

@@ -306,8 +306,8 @@ from learn.job.training_job import Case
 from featurize.device.device_spec import describe_device
 
 ours, theirs = Pipe()
-case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))
-job = PoolItem("fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
+case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1), described=describe_device("A100-SXM4-40GB"))
+job = PoolItem("fake_methods:HundredsEstimator", case, "memory")
 
 def die():
     ours.send(sys.path)

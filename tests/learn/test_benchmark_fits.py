@@ -204,6 +204,7 @@ def test_a_row_is_traced_once_for_all_estimators_and_figures_come_as_they_are_do
         return step_of(job, *args, **options)
 
     monkeypatch.setattr("learn.job.traced.step_of", counted)
+    monkeypatch.setattr("learn.peers.base.step_of", counted)
     monkeypatch.setattr("learn.commands.benchmark_rows.SLOW", ("hundreds",))
     path = write(tmp_path / "some.csv", [mlp(8 * (i + 1), depth=1 + i) for i in range(18)])
     shown = []

@@ -119,7 +119,7 @@ def test_runs_of_the_data_set_are_fitted_on_beside_the_published_ones_and_the_ca
     export(ExportSettings(data=str(runs), out=str(place / "set")))
     monkeypatch.setattr(dataset, "repository_folder", lambda: place / "set")
     assert run(f"path={files}", f"out={out}") == 0
-    assert "the trace answers for timm's models" in capsys.readouterr().out
+    assert "the models are fitted without it" in capsys.readouterr().out
     for target in TARGETS:
         rows = json.loads((out / target / "meta.json").read_text())["rows"]
         assert rows["source"] == {"imported": ROWS, "measured": 12}

@@ -16,9 +16,10 @@ from learn.commands.fit import FitSettings
 from learn.commands.fit import entry as fit_command
 from learn.sharing.admitting import known, profile_of
 from learn.sharing.command import judged
-from learn.sharing.learned import (
+from learn.sharing.slowdowns import (
     ContentionFormula,
     MeasuredGroup,
+    constant_slowdown,
     find_slowdowns,
     fitted_slowdowns,
     load_slowdowns,
@@ -26,7 +27,6 @@ from learn.sharing.learned import (
     measured_groups,
     packaged_slowdowns,
 )
-from learn.sharing.profile import constant_slowdown
 from tests.learn.learn_rows import restamp
 from warehouse.ingest import IngestSettings, ingest
 

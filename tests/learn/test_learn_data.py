@@ -8,7 +8,7 @@ from learn_rows import labels_of, make_configs, write_batch, write_runs
 
 from conf.errors import UsageError
 from learn.judging.evaluate import classes_of
-from learn.judging.scores import Scored, described, told_classes
+from learn.judging.scores import Scored, described, estimated_classes
 from learn.rows.data import LabelledRow, load_rows, memory_bins
 from tests.learn.learn_rows import make_rows
 
@@ -90,7 +90,7 @@ def test_a_share_of_the_card_says_nothing_of_where_the_largest_class_begins(data
     said[np.flatnonzero(share)[:7]] = 3
     answers = zip(said.tolist(), rows.records, strict=True)
     scored = [Scored(estimate=1.0, classes={"ours": k}, **described(row, rows.target)) for k, row in answers]
-    classes, _ = told_classes(scored, "ours", bins)
+    classes, _ = estimated_classes(scored, "ours", bins)
     assert classes[share].tolist() == [3] * 7 + [1] * 3, "10 GB or more: 24 GB may be right, below 8 GB is wrong"
 
 

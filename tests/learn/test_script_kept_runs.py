@@ -33,8 +33,8 @@ def write(path, text):
 
 
 def test_a_script_runs_again_only_where_something_that_it_looked_at_has_changed(tmp_path, monkeypatch):
-    runs, recorded = [], estimating._recorded
-    monkeypatch.setattr(estimating, "_recorded", lambda *args: runs.append(args) or recorded(*args))
+    runs, recorded = [], estimating._record
+    monkeypatch.setattr(estimating, "_record", lambda *args: runs.append(args) or recorded(*args))
 
     def parameters(**settings):
         answers.clear()  # what this process remembers

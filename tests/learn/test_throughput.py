@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from featurize.device.device_spec import describe_device
 from featurize.families import gpt, mlp
-from featurize.timing.model_flops import seconds_at_peak
+from featurize.timing.times import seconds_at_peak
 from learn import FitSettings, devices_that_fit, estimate, fit
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import Estimate

@@ -263,7 +263,7 @@ def test_a_layer_whose_every_case_fails_is_not_measured(monkeypatch):
     def fails(*arguments):
         raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr(workspaces, "_measured", fails)
+    monkeypatch.setattr(workspaces, "_measure", fails)
     with standing_in():
         rows = workspaces.layers("GPU-1", "linear", False)
         cases = [next(rows) for _ in range(len(workspaces.PRECISIONS) * len(workspaces.CASES["linear"]))]

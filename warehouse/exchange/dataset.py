@@ -305,7 +305,7 @@ def public_telemetry(
 
     `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
     """
-    columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
+    columns = ", ".join(_round(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
     # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
     samples = _of_exported(
         connection,
@@ -411,7 +411,7 @@ def public_tables(
 
 
 def _public_uuid(uuid: str | None) -> str | None:
-    """Return what distinguishes cards, and serves nothing else; that of a published row stays as it is."""
+    """Return an id that distinguishes cards and serves nothing else; a published row's stays as it is."""
     if uuid is None or _PUBLIC_UUID.fullmatch(uuid):
         return uuid
     return f"gpu-{hashlib.sha256(uuid.encode()).hexdigest()[:12]}"
@@ -425,7 +425,7 @@ def _of_exported(connection: WarehouseConnection, ids: Mapping[str, str], sql: s
     return rows.cast(schema)
 
 
-def _rounded(name: str) -> str:
+def _round(name: str) -> str:
     digits = _DECIMALS.get(METRICS[name][0]) if name in METRICS else None
     return f"telemetry.{name}" if digits is None else f"round(telemetry.{name}, {digits}) AS {name}"
 

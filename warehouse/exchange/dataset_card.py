@@ -176,7 +176,7 @@ def _environments(rows: Sequence[Mapping[str, Any]]) -> str:
         days_by_environment[tuple(row[name] for name in _ENVIRONMENT)].append(_day(row["finished_at"]))
     heads = ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days")
     lines = [
-        (*(_said(value) for value in key), f"{len(days):,}", _span(days))
+        (*(_describe(value) for value in key), f"{len(days):,}", _span(days))
         for key, days in sorted(days_by_environment.items(), key=lambda item: tuple(map(str, item[0])))
     ]
     return "\n## Environments\n\n" + markdown_table(heads, lines)
@@ -195,7 +195,7 @@ def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
     rows_by_ending: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["window_s"] is not None:
-            rows_by_ending[_said(row["window_kind"]), _said(row["window_ended"])].append(row)
+            rows_by_ending[_describe(row["window_kind"]), _describe(row["window_ended"])].append(row)
     lines = []
     for (kind, ended), group in sorted(rows_by_ending.items()):
         windows, warmups = ([row[name] for row in group if row[name] is not None] for name in ("window_s", "warmup_s"))
@@ -209,7 +209,7 @@ def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
 def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
     statuses_by_group: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row in rows:
-        statuses_by_group[_said(row["family"]), _said(row["device_name"])][row["status"]] += 1
+        statuses_by_group[_describe(row["family"]), _describe(row["device_name"])][row["status"]] += 1
     lines = [
         (family, device, *(f"{counts[status]:,}" for status in STATUSES), f"{counts.total():,}")
         for (family, device), counts in sorted(statuses_by_group.items())
@@ -221,7 +221,7 @@ def _special(rows: Sequence[Mapping[str, Any]]) -> str:
     """Describe trials beyond the search spaces: smaller cards, several batch sizes, settings, rows in doubt."""
 
     def by(name: str, of: Callable[[Mapping[str, Any]], Any] | None = None) -> str:
-        counts = Counter(_said((of or (lambda row: row[name]))(row)) for row in rows)
+        counts = Counter(_describe((of or (lambda row: row[name]))(row)) for row in rows)
         return ", ".join(f"{value} {count:,}" for value, count in sorted(counts.items()))
 
     sizes: dict[tuple[Any, ...], set[Any]] = defaultdict(set)
@@ -269,7 +269,7 @@ def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
     sensors: Counter[str] = Counter()
     values: Counter[str] = Counter()
     for table in tables:
-        sensors.update(_said(name) for name in table.column("sensor").to_pylist())
+        sensors.update(_describe(name) for name in table.column("sensor").to_pylist())
         for name in METRICS:
             column = table.column(name)
             values[name] += len(column) - column.null_count
@@ -293,7 +293,7 @@ def _distinct(rows: pa.Table, column: str) -> str:
 
 
 def _kernel_summary(kernels: pa.Table) -> str:
-    timings = Counter(_said(name) for name in kernels.column("timing").to_pylist())
+    timings = Counter(_describe(name) for name in kernels.column("timing").to_pylist())
     by_timing = ", ".join(f"{name} {count:,}" for name, count in sorted(timings.items()))
     return (
         f"rows of {_distinct(kernels, 'operator')} operators, by how they were timed: {by_timing}. A row stands for "
@@ -319,7 +319,7 @@ def _column_table(table: str, rows: pa.Table) -> str:
     return markdown_table(("column", "type", "what", "rows with a value"), lines)
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain_markdown(str(value))
 
 

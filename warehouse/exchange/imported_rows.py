@@ -416,7 +416,7 @@ class CsvMapping:
         values, problems = {}, []
         for name, value in {**self.constants, **{n: cells[column] for n, column in self.columns.items()}}.items():
             try:
-                values[name] = _converted(name, value)
+                values[name] = _convert(name, value)
             except ValueError as error:
                 problems.append(f"{name}: {error}")
         run = {name: value for name, value in values.items() if not name.startswith(FIELD) and value is not None}
@@ -463,7 +463,7 @@ def read_mapping(key: str, text: str | Mapping[str, Any] | None) -> dict[str, An
     return {str(name): str(value) if key == "columns" else value for name, value in mapping.items()}
 
 
-def _converted(name: str, value: Any) -> Any:
+def _convert(name: str, value: Any) -> Any:
     """Return a cell or constant as the column's type; None if it is empty, or -1 where that means not measured."""
     text = value.strip() if isinstance(value, str) else value
     if text is None or str(text).lower() in _EMPTY:

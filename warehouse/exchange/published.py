@@ -259,7 +259,7 @@ def _read_timm(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
     for number, row in enumerate(rows, start=1):
         peak = to_number(row.get("faketensor_peak_mib"))
         estimates = {} if peak is None else {"faketensor": peak}
-        published_rows.append(_named(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
+        published_rows.append(_name_row(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
     return iter(_judge_batches(published_rows))
 
 
@@ -271,10 +271,10 @@ def _read_models(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow
             for name, column in columns.items()
             if name != "actual" and (value := to_number(row[column])) is not None
         }
-        yield _named(stem, number, row, row["actual_mib"], None, estimates)
+        yield _name_row(stem, number, row, row["actual_mib"], None, estimates)
 
 
-def _named(
+def _name_row(
     stem: str, number: int, row: Mapping[str, str], memory: str, group: str | None, estimates: Mapping[str, float]
 ) -> PublishedRow:
     mib, batch = to_number(memory), to_number(row["batch_size"])

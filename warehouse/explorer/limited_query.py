@@ -128,7 +128,7 @@ class QueryLimits:
 
     @property
     def share(self) -> ReadingLimits:
-        """Return what DuckDB may take of it."""
+        """Return DuckDB's share of it."""
         return ReadingLimits(int(_DUCKDB_SHARE * self.memory_bytes), _THREADS)
 
 
@@ -226,7 +226,7 @@ def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryL
     relation = connection.sql(f"FROM {statement}")
     places = [f"c{place}" for place in range(len(relation.columns))]
     columns = [
-        f"{f'CAST({place} AS VARCHAR)' if _is_text_in(kind, type_) else place} AS {_quoted(name)}"
+        f"{f'CAST({place} AS VARCHAR)' if _is_text_in(kind, type_) else place} AS {_quote(name)}"
         for place, name, type_ in zip(places, relation.columns, relation.types, strict=True)
     ]
     query = f"SELECT {', '.join(columns)} FROM {statement} AS t({', '.join(places)}) LIMIT {limits.rows + 1}"
@@ -238,7 +238,7 @@ def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryL
                 raise
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 

@@ -213,7 +213,7 @@ def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
             "SELECT * EXCLUDE (run_id) FROM collocations WHERE run_id = ?", [run_id], most=_KERNELS
         ),
     }
-    return RunPage(run, _indented(run["config"]), _sections(run), plots, {k: v for k, v in tables.items() if v.rows})
+    return RunPage(run, _indent(run["config"]), _sections(run), plots, {k: v for k, v in tables.items() if v.rows})
 
 
 def _facets(reader: ExplorerReader, filters: Filters) -> dict[str, list[FacetValue]]:
@@ -291,7 +291,7 @@ def _sections(run: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
     }
 
 
-def _indented(config: object) -> str:
+def _indent(config: object) -> str:
     try:
         return json.dumps(json.loads(str(config)), indent=1)
     except (ValueError, RecursionError):

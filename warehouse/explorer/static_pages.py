@@ -86,11 +86,11 @@ def write_pages(published: Path, most_runs: int) -> int:
         if names:
             links.add("/devices")
         for name in names:
-            links.add(f"/devices/{_quoted(name)}")
+            links.add(f"/devices/{_quote(name)}")
         shown = dict.fromkeys(row["run_id"] for page in lists.values() for row in page.rows if row.get("run_id"))
         runs = list(shown)[:most_runs]
         for run_id in runs:
-            links.add(f"/runs/{_quoted(run_id)}")
+            links.add(f"/runs/{_quote(run_id)}")
 
         def write(path: str, query: str, template: str, **values: Any) -> None:
             text = rendered(template, link=links, **values).replace("<style>", f"{_policy()}\n<style>", 1)
@@ -102,9 +102,9 @@ def write_pages(published: Path, most_runs: int) -> int:
         if names:
             write("/devices", "", "devices", page=devices)
         for name in names:
-            write(f"/devices/{_quoted(name)}", "", "device", page=device_page(reader, name), facts=[], loops={})
+            write(f"/devices/{_quote(name)}", "", "device", page=device_page(reader, name), facts=[], loops={})
         for run_id in runs:
-            write(f"/runs/{_quoted(run_id)}", "", "run", page=run_page(reader, run_id), beside=[], notes=[])
+            write(f"/runs/{_quote(run_id)}", "", "run", page=run_page(reader, run_id), beside=[], notes=[])
     return sum(1 for _ in to.iterdir())
 
 
@@ -148,6 +148,6 @@ def _policy() -> str:
     return f'<meta http-equiv="content-security-policy" content="{kept}">'
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     """Return a name as the templates have it in a path."""
     return quote(name)

@@ -89,9 +89,7 @@ class CompactionSettings(Checked):
         86400, "seconds after which it deletes them even while the warehouse is open", "number 0 to 1e9"
     )
     target_mib: float = key(64, "size that merged files grow to, MiB; larger ones are left alone", "number > 0 to 1e9")
-    target_rows: int = key(
-        1000000, "rows that merged files grow to; bounds the memory that a merge takes", "int 1 to 1000000000"
-    )
+    target_rows: int = key(1000000, "rows that merged files grow to; bounds a merge's memory", "int 1 to 1000000000")
     min_files: int = key(8, "fewer small files of a family are left as they are", "int >= 2")
     data: str | None = data_key()
 
@@ -270,7 +268,7 @@ def _merge_groups(
 
 
 def _landed_files(folder: DataFolder, family: str) -> set[str]:
-    """The names of the files of runs, one of which says that its run has landed."""
+    """Return the names of the files of runs, one of which says that its run has landed."""
     try:
         return set(os.listdir(folder.partition("runs", family)))
     except FileNotFoundError:

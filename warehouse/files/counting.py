@@ -62,12 +62,12 @@ class Judgement:
 
 
 def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
-    """Return what the valid listings of `runs` or `telemetry` state. Invalid ones are reported on stderr.
+    """Return the judgement of the valid listings of `runs` or `telemetry`. Invalid ones are reported on stderr.
 
     A damaged merged file hides nothing: what it replaces may still be there. `left_out` returns whether a file is
     damaged; by default only footers are looked at.
     """
-    believed, lost = _believed(folder, kind)
+    believed, lost = _find_believed(folder, kind)
     is_left_out = _is_damaged if left_out is None else left_out
     judgement = Judgement.of(believed, lambda listing: not is_left_out(folder.root / kind / listing.merged))
     return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
@@ -76,7 +76,7 @@ def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | No
 def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
     """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact."""
     root = folder.root / kind
-    listings = [listing for listing in _believed(folder, kind)[0] if (root / listing.merged).exists()]
+    listings = [listing for listing in _find_believed(folder, kind)[0] if (root / listing.merged).exists()]
     whole = Judgement.of(listing for listing in listings if not _is_damaged(root / listing.merged))
     return frozenset(whole.listed) - whole.hidden
 
@@ -143,7 +143,7 @@ def _is_damaged(path: Path) -> bool:
         return False
 
 
-def _believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
+def _find_believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
     """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
 
     Their content is read once while they stay the same. What they hide is judged again, as files come and go.
@@ -186,7 +186,7 @@ def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
     listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
     if all(os.path.lexists(root / listing.merged) for listing in listings):
         return []
-    believed, _ = _believed(folder, kind)
+    believed, _ = _find_believed(folder, kind)
     hidden = Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden
     gone = [entry for entry in believed if entry.merged not in hidden and not os.path.lexists(root / entry.merged)]
     if not gone:
@@ -382,7 +382,7 @@ def _family_plan(
             (merged if is_merged_name(name) else unmerged).append(name)
     if merged:
         unmerged = _without_merged(partition, unmerged, merged)
-    doubled = _doubled(partition, merged) if len(merged) > 1 else {}
+    doubled = _find_doubled(partition, merged) if len(merged) > 1 else {}
     return FamilyPlan(partition.name.removeprefix(PARTITION), (*unmerged, *merged), doubled)
 
 
@@ -399,16 +399,16 @@ def _without_merged(partition: Path, unmerged: list[str], merged: list[str]) -> 
     return unmerged
 
 
-def _doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
+def _find_doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
     """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs.
 
     The result is cached while the files stay the same.
     """
     key = ("doubled", *(file_key(partition / name) for name in merged))
-    return remembered_by(key, lambda: _compared(partition, merged))
+    return remembered_by(key, lambda: _compare(partition, merged))
 
 
-def _compared(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
+def _compare(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
     groups = [
         (least, most, order, group)
         for order, name in enumerate(merged)

@@ -256,7 +256,7 @@ class FolderFiles(AbstractFileSystem):
         return shared
 
     def _counting(self, kind: str) -> Iterator[tuple[str, frozenset[str]]]:
-        """(name below `kind`, runs that another file holds) of each file that counts."""
+        """Yield (name below `kind`, runs that another file holds) of each file that counts."""
         if kind in KINDS:
             for family in counting_plan(self._folder, kind, self._is_left_out):
                 for name in family.names:
@@ -274,7 +274,7 @@ class FolderFiles(AbstractFileSystem):
         return known is not None and known == identity(path)
 
     def _place(self, path: str) -> tuple[str, str]:
-        """(kind, name below it) of a file of an earlier answer."""
+        """Return (kind, name below it) of a file of an earlier answer."""
         match = _PATH.fullmatch(path)
         if match is None or match[1] not in TABLES:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

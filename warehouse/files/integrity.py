@@ -152,8 +152,8 @@ def _verified_snapshot(manifest: Path) -> list[_Verified]:
 
 
 def _verified_artifact(path: Path) -> list[_Verified]:
-    """An artifact's JSON names its files under `files`, as `{path: {"sha256": hex, "bytes": n}}`, and its own SHA-256
-    without that key as `own_sha256`. Versions that were written before have neither."""
+    """Verify an artifact, whose JSON names its files under `files`, as `{path: {"sha256": hex, "bytes": n}}`, and its
+    own SHA-256 without that key as `own_sha256`. Versions that were written before have neither."""
     try:
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict) or not isinstance(described.get("files"), dict):

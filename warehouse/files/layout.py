@@ -205,7 +205,7 @@ class FolderLayout:
                 _write_file(path, _without_rows(schema))
 
     def _anchors(self) -> dict[Path, pa.Schema]:
-        """An older one does too, as views add columns."""
+        """Return path -> schema of the files that anchor the views. An older one does too, as views add columns."""
         name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
         return {
             **{self.root / kind / partition / name: TABLES[kind] for kind in KINDS},
@@ -244,7 +244,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 @functools.cache
 def _without_rows(schema: pa.Schema) -> bytes:
-    """The same in every folder, and as much work as a file with rows."""
+    """Return a file without rows: the same in every folder, and as much work as a file with rows."""
     return sealed_bytes(schema.empty_table(), **_PLAIN)
 
 
@@ -289,7 +289,7 @@ def _seal(file: BinaryIO) -> str:
 
 
 def checksum_problem(path: Path) -> str | None:
-    """Return what is wrong with a Parquet file, None where its checksum is right or where it carries none.
+    """Return the problem of a Parquet file, None where its checksum is right or where it carries none.
 
     An empty file, or one without a footer, has a problem. Raises `OSError` as reading does.
     """
@@ -299,15 +299,15 @@ def checksum_problem(path: Path) -> str | None:
 def verify(path: Path) -> tuple[bool, str | None]:
     """Return whether the file carries a checksum, and what is wrong with the file, if anything."""
     with open_binary(path) as file:
-        return _verified(file)
+        return _verify(file)
 
 
 def content_problem(content: bytes) -> str | None:
-    """Return what is wrong with a Parquet file that is in memory, as `checksum_problem` does."""
-    return _verified(io.BytesIO(content))[1]
+    """Return the problem of a Parquet file that is in memory, as `checksum_problem` does."""
+    return _verify(io.BytesIO(content))[1]
 
 
-def _verified(file: BinaryIO) -> tuple[bool, str | None]:
+def _verify(file: BinaryIO) -> tuple[bool, str | None]:
     try:
         place = _place(file)
     except NoParquetFile as error:
@@ -316,7 +316,9 @@ def _verified(file: BinaryIO) -> tuple[bool, str | None]:
         return True, str(error)
     if place is None:
         return False, None
-    return True, None if _recorded(file, place) == _digest(file, place) else "its content does not match its checksum"
+    return True, None if _read_recorded(file, place) == _digest(
+        file, place
+    ) else "its content does not match its checksum"
 
 
 def recorded_checksum(path: Path) -> str | None:
@@ -326,10 +328,10 @@ def recorded_checksum(path: Path) -> str | None:
     """
     with open_binary(path) as file:
         place = _place(file)
-        return None if place is None else _recorded(file, place)
+        return None if place is None else _read_recorded(file, place)
 
 
-def _recorded(file: BinaryIO, place: int) -> str:
+def _read_recorded(file: BinaryIO, place: int) -> str:
     file.seek(place)
     return file.read(_DIGEST_CHARACTERS).decode("latin-1")
 

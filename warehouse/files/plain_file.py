@@ -79,7 +79,7 @@ def identity(path: Path) -> tuple[int, ...] | None:
 
 
 def identity_of(status: os.stat_result) -> tuple[int, ...]:
-    """The `identity` of what `status` describes."""
+    """Return the `identity` of what `status` describes."""
     return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
@@ -129,7 +129,7 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
     except OSError as error:
-        raise _explained(error, path) from error
+        raise _explain(error, path) from error
     try:
         _check_plain(os.fstat(descriptor), path, written)
         return os.fdopen(descriptor, "r+b")
@@ -185,7 +185,7 @@ def is_shared_by_any(descriptor: int) -> bool:
 
 
 def _flock(lock_type: int) -> bytes:
-    """A `struct flock` of the whole file: l_type, l_whence, l_start, l_len, l_pid."""
+    """Return a `struct flock` of the whole file: l_type, l_whence, l_start, l_len, l_pid."""
     return struct.pack("hhqqi4x", lock_type, os.SEEK_SET, 0, 0, 0)
 
 
@@ -196,7 +196,7 @@ def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:
         raise EnvironmentProblem(f"{path} is a hard link: writing the lock would overwrite another file; remove it")
 
 
-def _explained(error: OSError, path: Path) -> OSError | EnvironmentProblem:
+def _explain(error: OSError, path: Path) -> OSError | EnvironmentProblem:
     if error.errno == errno.ELOOP and path.is_symlink():
         return EnvironmentProblem(f"{path} is a symbolic link, so it cannot be a lock of this data folder; remove it")
     if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):

@@ -47,7 +47,7 @@ class Presence:
         if not self.gone:
             return None
         return (
-            f"{_counted(self.gone)} marked done in the queue have no file in {root}; "
+            f"{_count(self.gone)} marked done in the queue have no file in {root}; "
             "`python -m farm.doctor repair=true` queues them again"
         )
 
@@ -56,7 +56,7 @@ class Presence:
         if not self.unknown:
             return None
         return (
-            f"{_counted(self.unknown)} in {root} are not in its queue. The queue was lost or restored from an older "
+            f"{_count(self.unknown)} in {root} are not in its queue. The queue was lost or restored from an older "
             "copy; submit the jobs again to run only the missing tasks."
         )
 
@@ -147,7 +147,8 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
 
 
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:
-    """The tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is gone."""
+    """Return the tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is
+    gone."""
     try:
         return _tasks_read_from(path)
     except FileNotFoundError:
@@ -238,6 +239,6 @@ def _minus(tasks: Tasks, others: Tasks) -> dict[str, np.ndarray]:
     return {job_id: indexes for job_id, indexes in left.items() if len(indexes)}
 
 
-def _counted(tasks: Tasks) -> str:
+def _count(tasks: Tasks) -> str:
     runs = sum(map(len, tasks.values()))
     return f"{runs:,} run{'s' if runs != 1 else ''} of {len(tasks):,} job{'s' if len(tasks) != 1 else ''}"

@@ -52,17 +52,17 @@ def read_files(
     for batch_files, batch in _read_batches(paths, most_rows, unreadable):
         batch_rows = sum(table.num_rows for table in batch)
         if files and rows + batch_rows > most_rows:
-            yield files, _united(schema, tables)
+            yield files, _unite(schema, tables)
             files, rows = [], 0
         files += batch_files
         tables += batch
         rows += batch_rows
         del batch
     if files:
-        yield files, _united(schema, tables)
+        yield files, _unite(schema, tables)
 
 
-def _united(schema: pa.Schema, tables: list[pa.Table]) -> pa.Table:
+def _unite(schema: pa.Schema, tables: list[pa.Table]) -> pa.Table:
     """Return the concatenated table and empty `tables`, so that the rows are in memory once."""
     united = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive")
     tables.clear()

@@ -121,7 +121,7 @@ def _stale_view(marks: str) -> str:
 
 
 def _partitioned_view(folder: FolderLayout, kind: str, schema: pa.Schema) -> str:
-    """Every row of the files that count: merged files that are listed, others that no listing hides.
+    """Return every row of the files that count: merged files that are listed, others that no listing hides.
 
     DuckDB expands globs from left to right, the listings' before the data's, once a query. So a merged file that
     this query finds listed is among its data files too, as it was there before its listing. One query thus sees
@@ -158,7 +158,7 @@ def _partitioned_columns(schema: pa.Schema) -> str:
 
 
 def _with_every_column(schema: pa.Schema, files: str) -> str:
-    """The rows of `files`, with the schema's columns that none of them has as NULL.
+    """Return the rows of `files`, with the schema's columns that none of them has as NULL.
 
     A column that was added lately is in no file of an older folder, and such a folder may only be read. DuckDB drops
     the side without rows when it plans a query, so this costs nothing.

@@ -161,10 +161,10 @@ def run_problems(run: Mapping[str, Any]) -> list[str]:
 def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
     """Return the samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL. Raises as `run_table`."""
     problems: list[str] = []
-    samples = _conformed(telemetry, "telemetry", TELEMETRY_SCHEMA, {"run_id": run_id}, WORDS, problems)
+    samples = _conform(telemetry, "telemetry", TELEMETRY_SCHEMA, {"run_id": run_id}, WORDS, problems)
     if telemetry.num_rows and "t_ms" not in telemetry.column_names:
         problems.append("t_ms is required")
-    return _accepted(samples, "telemetry", problems)
+    return _accept(samples, "telemetry", problems)
 
 
 def rows_of_run(kind: str, run: Mapping[str, Any], rows: pa.Table) -> pa.Table:
@@ -184,19 +184,19 @@ def detail_table(kind: str, rows: pa.Table, same: Mapping[str, Any]) -> pa.Table
     """Return rows of `kernels` or `ranks` with every column; `same` fills absent ones. Raises `ValueError`."""
     detail = DETAILS[kind]
     problems: list[str] = []
-    table = _conformed(rows, kind, detail.schema, same, detail.words, problems)
+    table = _conform(rows, kind, detail.schema, same, detail.words, problems)
     if not problems:
         problems += [f"{name} is required" for name in ("run_id", *detail.required) if table.column(name).null_count]
-    return _accepted(table, kind, problems)
+    return _accept(table, kind, problems)
 
 
-def _accepted(table: pa.Table, table_name: str, problems: Sequence[str]) -> pa.Table:
+def _accept(table: pa.Table, table_name: str, problems: Sequence[str]) -> pa.Table:
     if problems:
         raise ValueError(f"{table_name} breaks the schema: " + "; ".join(problems))
     return table
 
 
-def _conformed(
+def _conform(
     table: pa.Table,
     table_name: str,
     schema: pa.Schema,
@@ -288,7 +288,7 @@ class MergedIndex:
         return lambda run_id: any(file.has(run_id) for file in files)
 
     def _counting(self, family: str) -> frozenset[str]:
-        """The names of the merged files of a family that queries count, by the same judgement."""
+        """Return the names of the merged files of a family that queries count, by the same judgement."""
         partition = self._folder.partition(self._kind, family).name
         names = counting_merged_names(self._folder, self._kind)
         return frozenset(os.path.basename(name) for name in names if os.path.dirname(name) == partition)

@@ -80,15 +80,15 @@ def check(warehouse: DataFolder | duckdb.DuckDBPyConnection | WarehouseConnectio
     `UsageError` for a folder that is not a data folder.
     """
     if not isinstance(warehouse, DataFolder):
-        return _sorted(_findings(warehouse))
+        return _sort(_findings(warehouse))
     findings = list(_files(warehouse.open()))
     if not any(finding.rule == "schema.unreadable_file" for finding in findings):
         with contextlib.closing(connect(warehouse)) as connection:
             findings += _findings(connection)
-    return _sorted(findings)
+    return _sort(findings)
 
 
-def _sorted(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
+def _sort(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 

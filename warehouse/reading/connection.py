@@ -243,7 +243,7 @@ class _Opened:
         self.files = files
         self.renew = renew
         self._lock = lock
-        self._remove_spill = weakref.finalize(self, _removed, spill, os.getpid())
+        self._remove_spill = weakref.finalize(self, _remove, spill, os.getpid())
 
     def close(self) -> None:
         self.files.close()
@@ -257,7 +257,7 @@ class _Opened:
             self.close()
 
 
-def _removed(spill: Path | None, pid: int) -> None:
+def _remove(spill: Path | None, pid: int) -> None:
     if spill is not None and os.getpid() == pid:  # not in a child, which inherits the object
         shutil.rmtree(spill, ignore_errors=True)
 
@@ -444,7 +444,7 @@ class WarehouseConnection(_Planned):
         return self._own(result)
 
     def _buffered(self, name: str, size: int = 1) -> Any:
-        """Rows that were fetched all at once, handed out as DuckDB would."""
+        """Return rows that were fetched all at once, as DuckDB would."""
         assert self._rows is not None
         if name == "fetchone":
             return self._rows.popleft() if self._rows else None

@@ -234,7 +234,7 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
     """
     data.open()
     with contextlib.ExitStack() as stack:
-        sides = [stack.enter_context(_opened(data, name)) for name in (before, after)]
+        sides = [stack.enter_context(_open(data, name)) for name in (before, after)]
         joined = stack.enter_context(contextlib.closing(duckdb.connect()))
         for name, side in zip(("before", "after"), sides, strict=True):
             joined.register(name, _runs(side))
@@ -261,7 +261,7 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
         )
 
 
-def _opened(data: DataFolder, name: str) -> contextlib.closing[WarehouseConnection]:
+def _open(data: DataFolder, name: str) -> contextlib.closing[WarehouseConnection]:
     return contextlib.closing(connect(data, snapshot=None if name == NOW else name))
 
 

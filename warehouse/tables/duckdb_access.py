@@ -30,7 +30,7 @@ def has_setting(name: str) -> bool:
 
 @functools.cache
 def _settings() -> frozenset[str]:
-    """All names, asked once: the list takes DuckDB as long as opening a small file."""
+    """Return the names of all settings, asked once: the list takes DuckDB as long as opening a small file."""
     with duckdb.connect() as connection:
         return frozenset(name for (name,) in connection.execute("SELECT name FROM duckdb_settings()").fetchall())
 

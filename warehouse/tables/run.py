@@ -114,13 +114,13 @@ class Run:
         Raises `TypeError` or `ValueError` for what JSON cannot hold.
         """
         values = {name: getattr(self, name) for name in _FIELDS}
-        return {name: _stored(name, value) for name, value in values.items() if value is not None}
+        return {name: _store(name, value) for name, value in values.items() if value is not None}
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Run))
 
 
-def _stored(name: str, value: Any) -> Any:
+def _store(name: str, value: Any) -> Any:
     if name == "config":
         return canonical_json(value)
     return json.dumps(value, sort_keys=True) if name in JSON_COLUMNS else value

@@ -105,7 +105,7 @@ class DeviceChoice(Checked, section="device"):
     """
 
     backend: str = key("auto", choices=BACKENDS)
-    count: int | None = key(None, "devices that are simulated, or trials at a time on the CPU", "int 1 to 1024")
+    count: int | None = key(None, "simulated devices, or trials at a time on the CPU", "int 1 to 1024")
     spec: Mapping[str, Any] | None = None
     memory_limit_mib: float | None = key(
         None, "host memory a trial may take; default: 90 % of the machine's / count", "number >= 1"

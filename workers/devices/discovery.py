@@ -68,10 +68,14 @@ class _Facts:
 def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | None = None) -> Discovery:
     """Return every GPU of this machine and its MIG slices, with the reason for each that cannot be a worker.
 
-    Never raises for missing hardware. Excluded: a GPU that drives a display (unless CUDA_VISIBLE_DEVICES names its
-    whole UUID), a much smaller model than the machine's main one (a DGX Station's display GPU sits between the A100s in
-    every numbering), one in MIG mode (its slices that CUDA_VISIBLE_DEVICES names are workers instead), one whose
-    compute mode is `prohibited`, and what CUDA_VISIBLE_DEVICES leaves out.
+    Never raises for missing hardware. Excluded are GPUs that
+
+    - CUDA_VISIBLE_DEVICES leaves out;
+    - drive a display, unless CUDA_VISIBLE_DEVICES names their whole UUID;
+    - are much smaller than the machine's main model: a DGX Station's display GPU sits between the A100s in every
+      numbering;
+    - are in MIG mode: those of their slices that CUDA_VISIBLE_DEVICES names are workers instead;
+    - have the compute mode `prohibited`.
     """
     environment = os.environ if environment is None else environment
     try:

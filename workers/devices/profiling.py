@@ -157,10 +157,10 @@ def _calls(spans: list[Event]) -> Iterator[tuple[Event, Event | None, str]]:
                 outer.pop()
             outer.append(span)
             if span.get("cat") == "cpu_op":
-                yield span, _dispatched(outer), _phase(outer)
+                yield span, _find_dispatched(outer), _phase(outer)
 
 
-def _dispatched(outer: Sequence[Event]) -> Event | None:
+def _find_dispatched(outer: Sequence[Event]) -> Event | None:
     """Return the outermost of nested calls that PyTorch's dispatcher knows as one operator; None without any."""
     for call in outer:
         if call["name"].startswith("aten::") and not _is_composite(call["name"]):

@@ -73,13 +73,15 @@ class SimulatedDevice:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         trace = trace_config(config, device=self.spec)
-        memory = _limited(trace, self.spec, config, slot.memory_fraction)
+        memory = _replay_limited(trace, self.spec, config, slot.memory_fraction)
         layout, ranks = config.layout, dict[int, RankStep]()
         if layout is None:
             step = simulate(trace, self.spec, config, memory=memory)
         else:
             for stage, of_rank in ranks_of_stages(trace).items():
-                replayed = memory if of_rank is trace else _limited(of_rank, self.spec, config, slot.memory_fraction)
+                replayed = (
+                    memory if of_rank is trace else _replay_limited(of_rank, self.spec, config, slot.memory_fraction)
+                )
                 ranks[stage * layout.of_stage] = simulate_rank(of_rank, self.spec, config, layout, memory=replayed)
             step = max((rank_step.step for rank_step in ranks.values()), key=lambda step: step.peak_memory_mib)
         link.wait_for_go()
@@ -249,7 +251,9 @@ def _report_ranks(of_stage: int, traced: Mapping[int, RankStep], steps: int, win
             link.report("rank", rank=rank, values={**_labels(rank_step.step, steps, window_s), **waiting})
 
 
-def _limited(trace: StepTrace, spec: DeviceSpec, config: TrialConfig, fraction: float | None) -> MemoryProfile | None:
+def _replay_limited(
+    trace: StepTrace, spec: DeviceSpec, config: TrialConfig, fraction: float | None
+) -> MemoryProfile | None:
     """Replay in an allocator that may take `fraction` of the device, as on a real one; None: no limit."""
     if fraction is None:
         return None

@@ -132,7 +132,7 @@ def judge(
             mark(sample, "clock_jump")
     first_errors = None
     for sample in by_sensor.get("nvml", ()):
-        for reason in _throttled(int(sample.values.get("throttle_reasons", 0))):
+        for reason in _list_throttled(int(sample.values.get("throttle_reasons", 0))):
             mark(sample, reason)
         if sample.values.get("other_processes", 0) > 0:
             mark(sample, "other_process")
@@ -144,7 +144,7 @@ def judge(
     for sensor in ("nvml", "gpm", "process"):  # those of the common thread: they stop together, or not at all
         for sample, _ in gaps_in(by_sensor.get(sensor, ()), period_s, window_ns, window_end_ns):
             mark(sample, "sampler_gap")
-    return [(sensor, _marked(sample, reasons_of.get(id(sample)))) for sensor, sample in samples]
+    return [(sensor, _mark(sample, reasons_of.get(id(sample)))) for sensor, sample in samples]
 
 
 def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int | None) -> dict[str, int]:
@@ -197,7 +197,7 @@ def _clock_jumps(
     return [sample for sample in busy if abs(sample.values["sm_clock_mhz"] - median) > CLOCK_JUMP * median]
 
 
-def _throttled(bits: int) -> list[str]:
+def _list_throttled(bits: int) -> list[str]:
     reasons = []
     if bits & _POWER_CAP:
         reasons.append("power_cap")
@@ -241,7 +241,7 @@ def own_readings(samples: Iterable[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.quality in ("measured", "suspect")]
 
 
-def _marked(sample: Sample, reasons: list[str] | None) -> Sample:
+def _mark(sample: Sample, reasons: list[str] | None) -> Sample:
     if not reasons:
         return sample
     together = tuple(dict.fromkeys((*sample.reasons, *reasons)))

@@ -100,7 +100,7 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
             torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread: each case takes a new one
             torch.cuda.empty_cache()
             try:
-                measured = _measured(layer, arguments, shape, getattr(torch, dtype))
+                measured = _measure(layer, arguments, shape, getattr(torch, dtype))
                 assumed = {} if spec is None else assumed_bytes(layer, arguments, shape, precision, spec)
             except RuntimeError as error:  # the device's own, out of memory included: the other cases continue
                 reason = first_line(error)
@@ -143,7 +143,7 @@ def _inputs(layer: str) -> int:
     return 3 if layer == "attention" else 1
 
 
-def _measured(
+def _measure(
     layer: str, arguments: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
     import torch
@@ -176,7 +176,7 @@ def _requests() -> int:
 
 
 def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]) -> dict[str, Any]:
-    """Return what a call requests beside its results.
+    """Return the memory that a call requests beside its results.
 
     Args:
         entries: The allocator's history during the call.

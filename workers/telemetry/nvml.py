@@ -163,11 +163,11 @@ def open_nvml(given: Nvml | None = None) -> Nvml:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise SensorUnavailable(f"{_said(error)}; is the NVIDIA driver installed and loaded?") from error
+        raise SensorUnavailable(f"{_text_of(error)}; is the NVIDIA driver installed and loaded?") from error
     return nvml
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     text = str(error)
     return text if text.startswith("NVML") else f"NVML: {text}"
 
@@ -353,7 +353,7 @@ class NvmlSensor(Sensor):
         """Drop a query that can never work, end the sensor for a lost device, and ignore any other error."""
         code = getattr(error, "value", None)  # pynvml's version-mismatch error carries none
         if code in GONE:
-            raise SensorUnavailable(_said(error)) from error
+            raise SensorUnavailable(_text_of(error)) from error
         if code is None or code in _NEVER:
             del self._readers[metric]
             self._drop(metric, str(error) if code is None else _NEVER[code])

@@ -177,6 +177,7 @@ def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> Non
     device = make_device(DeviceChoice(**trial["device"]))
     slots = [Slot(**slot) for slot in trial["slots"]]
     if place is None and config.ranks > 1 and device.sampled:
+        # Each rank enters `run_trial` again, with its place.
         run_ranks(config.ranks, link, lambda its_place, channel: run_trial(trial, channel, its_place))
         return
     device.measure(config, slots[slot_of(place, slots)], settings, trial["seed"], link, place)

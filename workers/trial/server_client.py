@@ -148,7 +148,7 @@ class TrialServer(ChildServer):
             timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
             readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
             if channel_open and trial.channel in readable:
-                data = _received(trial.channel)
+                data = _receive(trial.channel)
                 reads_after_exit += over
                 channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
                 for event in trial.reader.feed(data):  # the trial's reports come before its exit
@@ -183,7 +183,7 @@ class TrialServer(ChildServer):
             raise ServerLost(f"{lost}{self.output_suffix()}") from lost
 
 
-def _received(channel: socket.socket) -> bytes:
+def _receive(channel: socket.socket) -> bytes:
     try:
         return channel.recv(_RECEIVE_BYTES)
     except ConnectionResetError:

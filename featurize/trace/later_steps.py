@@ -3,9 +3,9 @@
 Start reading at `SecondStep`: the passes are repeated from the record, and the optimizer runs. A model that keeps
 something from step to step runs its second step, too: the first one changes what the model or the loss holds
 (`state_of`), draws a number, reads a value that the step computes, or leaves more memory behind than gradients and what
-a loop holds. `StepSequence.play` runs each shape of batches once. `StepsInALoop.looped` makes of steps that were traced
-without a loop's variables those of a usual loop, which copies a batch to the device while the last one's is alive, and
-holds output and loss until it assigns the next ones.
+a loop holds. `StepSequence.play` runs each shape of batches once. `StepsInALoop.looped` turns steps that were traced
+without a loop's variables into those of a usual loop. That one copies a batch to the device while the last one's is
+alive, and holds output and loss until it assigns the next ones.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class StepsInALoop:
         self._dropping_from: int | None = None
 
     def begin(self) -> None:
-        """A step begins, before its batch is there."""
+        """Begin a step, before its batch is there."""
         self._steps.append(_Step(begins=self._now))
 
     def hold(self, inputs: object, *variables: object) -> None:
-        """The step's model has run, or, with its output and loss as `variables`, its loss."""
+        """Note that the step's model has run, or, with its output and loss as `variables`, its loss."""
         step = self._steps[-1]
         if not variables:
             step.lets_go = self._now
@@ -253,7 +253,7 @@ class SecondStep:
 
 
 def kept_by(step: TrainingStep) -> State | None:
-    """Return what the model and the loss of a step keep."""
+    """Return the state that the model and the loss of a step keep."""
     return state_of(step.model, step.loss)
 
 
@@ -371,7 +371,7 @@ class StepSequence:
 
 
 def _born_bytes(stretch: Stretch) -> int:
-    """The most bytes alive at once of the blocks that a stretch takes."""
+    """Return the most bytes alive at once of the blocks that a stretch takes."""
     live = most = 0
     for event in stretch.events:
         if event.block not in stretch.entering:
@@ -576,7 +576,7 @@ def _of_tensor(value: Tensor, state: State) -> list[object]:
 
 
 def _own(values: Mapping[str, object]) -> list[object]:
-    """Return what the code of a class holds."""
+    """Return the state that the code of a class holds."""
     return [value for name, value in values.items() if name not in _OF_PYTHON]
 
 
