@@ -254,6 +254,8 @@ class Tracing:
         self._notes: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
         self._heads = [0]
+        self._makes_target = False  # in the first step
+        self._made_target: Tensor | None = None
         self._kept: State | None = None  # what the model and its loss keep, where that is known before the first step
 
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
@@ -288,8 +290,8 @@ class Tracing:
         )
         self.doing = "the model cannot be traced: it fails"
         training = self._step.settings
-        alone = self.parallel is None and not self._compiled and len(shapes) == training.accumulation == 1
-        alone = alone and training.zero_grad == "before_forward"
+        self._one_batch = self.parallel is None and not self._compiled and len(shapes) == training.accumulation == 1
+        alone = self._one_batch and training.zero_grad == "before_forward"
         # The trace shows how its steps go in a usual loop, too.
         shows_a_loop = alone and not self.training_loop and training.holds_output
         self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
@@ -301,7 +303,7 @@ class Tracing:
             recorder.stop()
 
     def result(self) -> StepTrace:
-        """Return what the steps showed."""
+        """Return the trace of the steps."""
         recorder, graphs = self._recorder, self._graphs
         blocks = recorder.memory.final_blocks()
         events, operators, mix = tuple(recorder.memory.events), tuple(recorder.log.operators), None
@@ -336,7 +338,7 @@ class Tracing:
         """Return the model on meta: without wrappers, whose remarks are noted."""
 
         def noted(one: nn.Module) -> nn.Module:
-            """A copy of the model does not tell any more."""
+            """Note what a copy of the model no longer shows."""
             self._notes.update(dict.fromkeys(remarks(one)))
             self._compiled.update(dict.fromkeys(compiled_modules(one)))
             return one
@@ -378,14 +380,16 @@ class Tracing:
     def _with_targets(self, batches: Sequence[tuple[Inputs, Tensor | None]]) -> Sequence[tuple[Inputs, Tensor | None]]:
         """Return batches with targets: what suits the model's output, where none is given and the output holds no loss.
 
-        The model runs for that, and where its parameters are lazy, without gradients and unrecorded. Raises
-        `TraceAgain` where this changes what it keeps.
+        Of one batch, the first step makes it. Else the model runs for that, and where its parameters are lazy, without
+        gradients and unrecorded. Raises `TraceAgain` where this changes what it keeps.
         """
         if self.targets is not None:
             return [(inputs, target) for (inputs, _), target in zip(batches, self.targets, strict=True)]
         step = self._step
         lazy = any(map(is_lazy, step.model.parameters()))  # the first forward pass makes them
-        if not lazy and not any(self._needs_target(*batch) for batch in batches):
+        needs_targets = any(self._needs_target(*batch) for batch in batches)
+        self._makes_target = needs_targets and self._one_batch and not lazy
+        if self._makes_target or not (lazy or needs_targets):
             return batches
         before = self._kept = kept_by(step)
         with torch.no_grad(), undrawn(), self._recorder.watched():
@@ -408,6 +412,18 @@ class Tracing:
         if not self._needs_target(inputs, target) or (self.loss is None and own_loss(output) is not None):
             return target
         return targets_for(output, self.loss)
+
+    def _target_in_step(self, output: object, arrived: Callable[[Tensor], None]) -> Tensor:
+        """Make the target of the first step, and report its place in the batch to `arrived`. Raises `TraceAgain` where
+        there is none on the device."""
+        if self.loss is None and own_loss(output) is not None:
+            raise TraceAgain(targets=[None])
+        with self._recorder.unwatched():
+            target = self._made_target = targets_for(output, self.loss)
+        if not target.is_meta:
+            raise TraceAgain(targets=[target])
+        arrived(target)
+        return target
 
     def _wrap(self, inputs: Inputs, target: Tensor | None) -> None:
         """Wrap the model as its job does, and note what exists before the first step."""
@@ -433,12 +449,14 @@ class Tracing:
                 second = SecondStep(recorder, step, self._in_a_loop, self._kept or kept_by(step))
             self._second = second
             keeps = second is not None or self._rank.keeps_operators
-            self._run_step(1, *of_shape[0], keep_operators=keeps)
+            inputs, target = of_shape[0]
+            self._run_step(1, inputs, target, keep_operators=keeps)
+            target = self._made_target if target is None else target
             if second is not None and second.goes_alike():
-                second.run(tuple(tensors_of(of_shape[0])) if self.training_loop else ())
+                second.run(tuple(tensors_of((inputs, target))) if self.training_loop else ())
                 recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
             else:
-                self._run_step(STEPS, *of_shape[0])
+                self._run_step(STEPS, inputs, target)
             return
         self._sequence = StepSequence(
             recorder, lambda number, shape: self._run_step(number, *of_shape[shape], mixed=True)
@@ -486,6 +504,8 @@ class Tracing:
             self._in_a_loop.begin()
         if number == 1 or self.training_loop or mixed:
             recorder.new_batch(batch)
+        if number == 1 and self._makes_target:
+            step.make_targets = functools.partial(self._target_in_step, arrived=recorder.memory.await_in_batch())
         with recorder:
             self._rank.run(inputs, target)
         if self._in_a_loop is not None:

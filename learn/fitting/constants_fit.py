@@ -449,7 +449,7 @@ def _machines(data: str | os.PathLike[str] | None) -> float | None:
 
 
 def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> list[Times]:
-    """Return what `_megatron_times` does, of the smallest batch of each of Zeus' jobs; first the GPU model."""
+    """Return the same as `_megatron_times`, for the smallest batch of each of Zeus' jobs; first the GPU model."""
     timed: dict[tuple[str, str], Times] = {}
     for row in rows:
         if row.step_ms is not None:
