@@ -93,7 +93,7 @@ class CollectSettings(Checked):
 
 
 def settings_of(argv: Sequence[str]) -> CollectSettings:
-    """KEY=VALUE arguments as settings. Raises `UsageError`."""
+    """Return KEY=VALUE arguments as settings. Raises `UsageError`."""
     return load_settings(CollectSettings, "collect", argv)
 
 

@@ -52,7 +52,7 @@ class Tensors(NamedTuple):
         return f"{name}{self.dtype}[{','.join(map(str, self.shape))}]{values}"
 
     def make(self, samples: int, device: str | torch.device) -> torch.Tensor:
-        """[samples, *shape]: normal floats, uniform integers below the bound, or the value."""
+        """Return [samples, *shape]: normal floats, uniform integers below the bound, or the value."""
         import torch
 
         shape, dtype = (samples, *self.shape), getattr(torch, self.dtype)
@@ -221,7 +221,7 @@ def refusal(config: Config) -> str | None:
 
 
 def kind(config: Config) -> str:
-    """`torchvision/resnet`, `transformers/gpt2`: the library and its module that defines the model; timm's as the
+    """Return the kind, such as `transformers/gpt2`: the library and its module that defines the model; timm's as the
     family `timm` has them. Of other models, and where the library is not installed or does not know it,
     `zoo/MODULE.FACTORY`."""
     return _kind(config.model, config.arguments)

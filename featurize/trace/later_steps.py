@@ -69,11 +69,11 @@ class StepsInALoop:
         self._dropping_from: int | None = None
 
     def begin(self) -> None:
-        """A step begins, before its batch is there."""
+        """Begin a step, before its batch is there."""
         self._steps.append(_Step(begins=self._now))
 
     def hold(self, inputs: object, *variables: object) -> None:
-        """The step's model has run, or, with its output and loss as `variables`, its loss."""
+        """Note that the step's model has run, or, with its output and loss as `variables`, its loss."""
         step = self._steps[-1]
         if not variables:
             step.lets_go = self._now

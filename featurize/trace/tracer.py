@@ -338,7 +338,7 @@ class Tracing:
         """Return the model on meta: without wrappers, whose remarks are noted."""
 
         def noted(one: nn.Module) -> nn.Module:
-            """A copy of the model does not tell any more."""
+            """Note what a copy of the model no longer shows."""
             self._notes.update(dict.fromkeys(remarks(one)))
             self._compiled.update(dict.fromkeys(compiled_modules(one)))
             return one

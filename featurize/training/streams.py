@@ -151,7 +151,7 @@ class Streams:
         )
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Name the kind of blocks."""
+        """Name the kind of these tensors' blocks."""
         if self.recorder is not None:
             self.recorder.memory.name(tensors, kind)
 

@@ -201,7 +201,7 @@ def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
-    """The estimate's fields, with `subject`, and `run` (status, source, what was found) if there was one."""
+    """Print the estimate's fields, with `subject`, and `run` (status, source, what was found) if there was one."""
     mapping: dict[str, object] = {"subject": title, **done.to_mapping()}
     if past is not None:
         mapping["run"] = {

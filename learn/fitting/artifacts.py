@@ -57,7 +57,8 @@ class DamagedArtifact(EnvironmentProblem):
 
 
 def stamped(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`meta` with the checksums of every file of the folder but `name`, which is to hold it, and with its own."""
+    """Return `meta` with the checksums of every file of the folder but `name`, which is to hold it, and with its
+    own."""
     files = {
         path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
@@ -441,7 +442,8 @@ def newest(
 
 
 def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:
-    """`find_latest`, where having none is an error: `UsageError` that lists what there is and how to fit one."""
+    """Return `find_latest`'s version, where having none is an error: `UsageError` that lists what there is and how to
+    fit one."""
     artifact = find_latest(data, target, **wanted)
     if artifact is None:
         asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
@@ -492,7 +494,7 @@ def _open(path: Path, _written_ns: int) -> Artifact:
 
 
 def models_folder(data: DataPlace) -> Path:
-    """The `models/` folder of a data folder (None: the default one)."""
+    """Return the `models/` folder of a data folder (None: the default one)."""
 
     folder = data if isinstance(data, DataFolder) else DataFolder.resolve(data)
     return Path(folder.models)

@@ -58,7 +58,7 @@ class Promotion:
     device_name: str | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as JSON has them."""
         return asdict(self)
 
 

@@ -302,7 +302,7 @@ def keys_of(rows: Rows, by: str) -> np.ndarray:
 
 
 def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(inside, outside) positions of each fold: groups whole, classes about equally shared."""
+    """Yield (inside, outside) positions of each fold: groups whole, classes about equally shared."""
     from sklearn.model_selection import StratifiedGroupKFold
 
     strata = np.asarray(classes).copy()
@@ -319,7 +319,7 @@ def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tu
 
 
 def hold_out(rows: Rows, classes: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(train, test) positions, ascending; about 30 % of the rows in test, no group in both."""
+    """Return (train, test) positions, ascending; about 30 % of the rows in test, no group in both."""
     tenths = [outside for _, outside in split(rows, classes, 10, seed)]
     test = np.sort(np.concatenate(tenths[:TEST_TENTHS]))
     return np.setdiff1d(np.arange(len(rows)), test), test

@@ -567,8 +567,8 @@ def signed_errors(
 
 
 def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
-    """`n` positions, ascending, each group in proportion to its size; all for None. The same seed, the same choice; a
-    larger `n` only adds to it."""
+    """Return `n` positions, ascending, each group in proportion to its size; all for None. The same seed, the same
+    choice; a larger `n` only adds to it."""
     if n is None or n >= len(groups):
         return list(range(len(groups)))
     members: dict[str, list[int]] = defaultdict(list)

@@ -82,7 +82,8 @@ class StepRecord:
         return cls(values=values, graph=graph, error=error, seconds=stored["seconds"])
 
     def operator_graph(self) -> dict[str, np.ndarray]:
-        """categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward pass."""
+        """Return categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward
+        pass."""
         with np.load(io.BytesIO(self.packed_graph()), allow_pickle=False) as arrays:
             graph = {name: arrays[name] for name in arrays.files}
         return {**graph, "nodes": graph["nodes"].astype(np.float32)}

@@ -81,7 +81,7 @@ class DeepSpeedJob:
         mesh_param: Any = None,
         config_params: Any = None,
     ) -> tuple[DeepSpeedEngine, Optimizer, Any, Any]:
-        """As DeepSpeed's own: engine, optimizer, loader of `training_data`, scheduler."""
+        """Return what DeepSpeed's own does: engine, optimizer, loader of `training_data`, scheduler."""
         if mpu is not None or mesh_param is not None:
             raise RuntimeError("model and sequence parallelism of DeepSpeed are not followed")
         if not isinstance(model, nn.Module):

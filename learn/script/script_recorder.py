@@ -91,7 +91,7 @@ class ScriptRecorder(Recorder):
                 del self.log.made_by[block]
 
     def name_batches(self) -> None:
-        """Name a batch what was copied from the host and belongs to no model."""
+        """Name as a batch what was copied from the host and belongs to no model."""
         for block in self._copied:
             if self.memory.kinds[block] is None:
                 self.memory.kinds[block] = "batch"

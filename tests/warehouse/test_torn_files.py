@@ -428,6 +428,18 @@ def test_a_file_that_is_being_closed_is_not_handed_to_another_query(folder, monk
     assert again[0].read() == content
 
 
+def test_a_file_whose_doubled_runs_were_left_out_is_not_read_whole_once_its_name_is_forgotten(folder, monkeypatch):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    plant(folder, "runs", new_merged_name(), (), pq.read_table(*merged_files(folder)))
+    monkeypatch.setattr("warehouse.files.folder_files._PATHS", 0)
+    files = FolderFiles(folder)
+    with pytest.raises(FileNotFoundError, match="has to be planned again"):
+        for path in files.glob(files_of("runs")):
+            files.open(path).close()
+
+
 def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch):
     fill(folder, range(3))
     checks = []
