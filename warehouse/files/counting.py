@@ -158,13 +158,13 @@ def steadily(folder: FolderLayout, kind: str, look: Callable[[frozenset[str]], T
     for _ in range(_LOOKS):
         listed = _listed(folder, kind)
         try:
-            found = look(listed)
+            result = look(listed)
         except FileNotFoundError:
             if listed == _listed(folder, kind):
                 raise
             continue
         if listed == _listed(folder, kind):
-            return found
+            return result
     raise EnvironmentProblem(f"the files of {folder.root / kind} change faster than they are listed; try again")
 
 
