@@ -58,13 +58,15 @@ def replace_in(name: str, *owners: object) -> Callable[[Function], Function]:
     def install(function: Function) -> Function:
         for owner in owners:
             if hasattr(owner, name):
-                setattr(owner, name, _instead(getattr(owner, name), function))
+                setattr(owner, name, instead_of(getattr(owner, name), function))
         return function
 
     return install
 
 
-def _instead(before: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def instead_of(before: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands for a function: it calls another one with that function, then with its own arguments."""
+
     @functools.wraps(before)
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(before, *args, **kwargs)

@@ -303,7 +303,7 @@ class Tracing:
             recorder.stop()
 
     def result(self) -> StepTrace:
-        """Return what the steps showed."""
+        """Return the trace of the steps."""
         recorder, graphs = self._recorder, self._graphs
         blocks = recorder.memory.final_blocks()
         events, operators, mix = tuple(recorder.memory.events), tuple(recorder.log.operators), None
@@ -338,7 +338,7 @@ class Tracing:
         """Return the model on meta: without wrappers, whose remarks are noted."""
 
         def noted(one: nn.Module) -> nn.Module:
-            """A copy of the model does not tell any more."""
+            """Note what a copy of the model no longer shows."""
             self._notes.update(dict.fromkeys(remarks(one)))
             self._compiled.update(dict.fromkeys(compiled_modules(one)))
             return one
@@ -414,7 +414,7 @@ class Tracing:
         return targets_for(output, self.loss)
 
     def _target_in_step(self, output: object, arrived: Callable[[Tensor], None]) -> Tensor:
-        """Make the target of the first step, of whose place in the batch `arrived` hears. Raises `TraceAgain` where
+        """Make the target of the first step, and report its place in the batch to `arrived`. Raises `TraceAgain` where
         there is none on the device."""
         has_loss = self.loss is None and own_loss(output) is not None
         with replaced(self._recorder, "paused", True):

@@ -60,8 +60,6 @@ _KINDS = {
     **dict.fromkeys(("c10d::broadcast_", "_c10d_functional::broadcast"), BROADCAST),
     **dict.fromkeys(("c10d::alltoall_base_", "c10d::alltoall_", "_c10d_functional::all_to_all_single"), ALL_TO_ALL),
 }
-_WAIT = "_c10d_functional::wait_tensor"
-_WRAP = "_c10d_functional::_wrap_tensor_autograd"  # its kernel for meta tensors does not wrap
 _COPY_IN = "fsdp::all_gather_copy_in"
 
 
@@ -97,11 +95,11 @@ class Ranks:
                 return KERNEL
             with self._recorder:  # what runs below DTensor was not taken apart above it
                 return func.decompose(*args, **kwargs)
-        if name == _WAIT:
+        if name == "_c10d_functional::wait_tensor":
             if (under_way := self._under_way.pop(args[0].untyped_storage()._cdata, None)) is not None:
                 self._streams.wait_for(under_way[0])
             return args[0]
-        if name == _WRAP:
+        if name == "_c10d_functional::_wrap_tensor_autograd":  # its kernel for meta tensors does not wrap
             return AsyncCollectiveTensor(args[0])
         kind = _KINDS.get(name)
         if name == _COPY_IN and not self._recorder.paused:
@@ -143,7 +141,7 @@ _is_composite = functools.cache(is_composite)
 
 
 def own_axis(group: Any) -> str:
-    """Return what `fabrics_of` calls a process group that the model made itself, by the group's name."""
+    """Return the name by which `fabrics_of` calls a process group that the model made itself, by the group's name."""
     members = dist.get_process_group_ranks(_resolve_process_group(group))
     if len(members) == dist.get_world_size():
         return ""

@@ -10,7 +10,6 @@ log-sum-exp, by torch.distributed.tensor.experimental.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import warnings
@@ -44,7 +43,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
 from featurize.job.layout import ROTATIONS, Parallel
-from featurize.operators.replacing import replaced
+from featurize.operators.replacing import instead_of, replaced
 from featurize.operators.tensor_parts import is_shared
 from featurize.recording.block_record import origin
 from featurize.recording.recorder import Recorder
@@ -118,7 +117,7 @@ class ShardedRank(ReplicatedRank):
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
         before = step.model
-        step.rewrap(lambda model: self._wrapped(model, inputs))
+        step.take(self._wrapped(step.model, inputs))
         if step.model is not before:
             self.recorder.name_modules(step.model)  # a wrapper runs operators of its own
         if self.parallel.cpu_offload:
@@ -138,8 +137,8 @@ class ShardedRank(ReplicatedRank):
         super().begin_step()
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent in the last step. Raises `UsageError` for a model of `own` that has nothing to do
-        with other ranks."""
+        """Return the ranks' collectives in the last step. Raises `UsageError` for a model of `own` that has nothing to
+        do with other ranks."""
         sent = self._streams.collectives()
         if not (self._spreads or sent):
             raise UsageError(
@@ -316,48 +315,83 @@ def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[N
         def replace(owner: object, name: str, value: object) -> None:
             stack.enter_context(replaced(owner, name, value))
 
+        def around(owner: object, name: str, function: Callable[..., Any]) -> None:
+            """Call a function with the one that it replaces, then with its arguments."""
+            replace(owner, name, instead_of(getattr(owner, name), function))
+
         def hear(owner: object, name: str, heard: Callable[..., None]) -> None:
-            replace(owner, name, _heard(getattr(owner, name), heard))
+            """Call `heard(result, *arguments)` after a function."""
+
+            def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                out = function(*args, **kwargs)
+                heard(out, *args)
+                return out
+
+            around(owner, name, call)
 
         def resized(_: object, storage: torch.UntypedStorage, nbytes: int) -> None:
             if streams.recorder is not None:
                 streams.recorder.memory.resized(storage, nbytes)
 
         hear(torch.UntypedStorage, "resize_", resized)
-        _replace_sharding(replace, hear, streams, device)
-        _replace_flat(replace, hear, streams, device)
+        _replace_sharding(replace, around, hear, streams, device)
+        _replace_flat(replace, around, hear, streams, device)
         yield
 
 
 def _replace_sharding(
-    replace: Callable[..., None], hear: Callable[..., None], streams: Streams, device: torch.device
+    replace: Callable[..., None],
+    around: Callable[..., None],
+    hear: Callable[..., None],
+    streams: Streams,
+    device: torch.device,
 ) -> None:
     """Let `fully_shard` and DTensor work on meta."""
+
+    def foreach_reduce(
+        reduce: Callable[..., Any], params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        streams.name(gradients, UNREDUCED)
+        on_host = [parameter for parameter in params if parameter.offload_to_cpu]
+        for parameter in on_host:
+            parameter.offload_to_cpu = False  # there are no values to copy
+        try:
+            out = reduce(params, gradients, *args, **kwargs)
+        finally:
+            for parameter in on_host:
+                parameter.offload_to_cpu, parameter.sharded_param.grad = True, None
+        streams.name([out[0]], COMMUNICATION)  # which is kept until it was sent
+        return out
+
     for module in (init, group, state, collectives):
         replace(module, "_get_device_handle", lambda *_: streams)
     for module in (init, package._fully_shard):
         replace(module, "_get_device_from_mesh", lambda _: device)
     replace(group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
     replace(group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None)
-    replace(param.FSDPParam, "all_gather_inputs", _copied_from_host())
+    inputs: property = vars(param.FSDPParam)["all_gather_inputs"]
+    replace(param.FSDPParam, "all_gather_inputs", property(instead_of(inputs.fget, _copied_from_host)))
     hear(
         param.FSDPParam,
         "init_all_gather_outputs",
         lambda _, made, *__: streams.name(made.all_gather_outputs, GATHERED),
     )
     hear(collectives.DefaultAllGather, "allocate", lambda buffer, *_: streams.name([buffer], COMMUNICATION))
-    replace(group, "foreach_reduce", _naming_gradients(streams))
+    around(group, "foreach_reduce", foreach_reduce)
     if hasattr(collectives, "record_grad_output_stream"):  # from 2.15 on; it does nothing on CUDA
         replace(collectives, "record_grad_output_stream", lambda *_: None)
-    name = "_propagate_tensor_meta_non_cached"
-    replace(ShardingPropagator, name, _unseen(getattr(ShardingPropagator, name)))
+    around(ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen)
     replace(op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape)
     for module in (dispatch, random):  # there are no random numbers to agree on
         replace(module, "is_rng_supported_mesh", lambda _: False)
 
 
 def _replace_flat(
-    replace: Callable[..., None], hear: Callable[..., None], streams: Streams, device: torch.device
+    replace: Callable[..., None],
+    around: Callable[..., None],
+    hear: Callable[..., None],
+    streams: Streams,
+    device: torch.device,
 ) -> None:
     """Make FSDP1's flat parameters on meta stand for those on a GPU."""
 
@@ -371,10 +405,7 @@ def _replace_flat(
             if (tensor := getattr(handle.flat_param, name, None)) is not None:
                 streams.name([tensor], kind)
 
-    reduce = runtime._post_backward_hook
-
-    @functools.wraps(reduce)
-    def post_backward_hook(state: Any, handle: Any, *args: Any) -> None:
+    def post_backward_hook(reduce: Callable[..., None], state: Any, handle: Any, *args: Any) -> None:
         if handle.flat_param.grad is not None:
             streams.name([handle.flat_param.grad], UNREDUCED)
         reduce(state, handle, *args)
@@ -396,56 +427,16 @@ def _replace_flat(
     replace(flat, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0)
     replace(runtime, "_catch_all_reshard", _catch_all_reshard)
     hear(flat.FlatParamHandle, "init_flat_param_attributes", name_parts)
-    replace(runtime, "_post_backward_hook", post_backward_hook)
+    around(runtime, "_post_backward_hook", post_backward_hook)
     hear(runtime, "_get_reduce_scatter_tensors", lambda made, *_: streams.name(made[:1], COMMUNICATION))
 
 
-def _heard(function: Callable[..., Any], heard: Callable[..., None]) -> Callable[..., Any]:
-    """Return a function after which `heard(result, *arguments)` is called."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        out = function(*args, **kwargs)
-        heard(out, *args)
-        return out
-
-    return call
-
-
-def _naming_gradients(streams: Streams) -> Callable[..., Any]:
-    reduce = group.foreach_reduce
-
-    @functools.wraps(reduce)
-    def foreach_reduce(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        streams.name(gradients, UNREDUCED)
-        on_host = [parameter for parameter in params if parameter.offload_to_cpu]
-        for parameter in on_host:
-            parameter.offload_to_cpu = False  # there are no values to copy
-        try:
-            out = reduce(params, gradients, *args, **kwargs)
-        finally:
-            for parameter in on_host:
-                parameter.offload_to_cpu, parameter.sharded_param.grad = True, None
-        streams.name([out[0]], COMMUNICATION)  # which is kept until it was sent
-        return out
-
-    return foreach_reduce
-
-
-def _copied_from_host() -> property:
-    inputs: property = vars(param.FSDPParam)["all_gather_inputs"]
-
-    def all_gather_inputs(self: param.FSDPParam) -> Any:
-        if not self.offload_to_cpu:
-            return inputs.__get__(self)
-        kept = self._sharded_param_data
-        self._sharded_param_data = kept.clone()
-        try:
-            return inputs.__get__(self)
-        finally:
-            self._sharded_param_data = kept
-
-    return property(all_gather_inputs)
+def _copied_from_host(inputs: Callable[..., Any], parameter: param.FSDPParam) -> Any:
+    """Gather a copy of a shard that is in host memory."""
+    if not parameter.offload_to_cpu:
+        return inputs(parameter)
+    with replaced(parameter, "_sharded_param_data", parameter._sharded_param_data.clone()):
+        return inputs(parameter)
 
 
 def _of_shape(value: Any) -> Any:
@@ -454,15 +445,10 @@ def _of_shape(value: Any) -> Any:
     return torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype, device=_META)
 
 
-def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unseen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """DTensor asks for the shapes of whole results: no kernels of this rank."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
+    with _disable_current_modes():
+        return function(*args, **kwargs)
 
 
 def _same_storage(tensor: Tensor, other: Tensor) -> bool:

@@ -223,7 +223,7 @@ class TrainingStep:
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
             model.compile(mode=self.settings.compile_mode)
         model = _prepare(model, self.settings)
-        self._take((model if wrap is None else wrap(model)).train())
+        self.take((model if wrap is None else wrap(model)).train())
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
         self._weight_dtype = WEIGHT_DTYPES.get(settings.precision)
         self._scaler = None
@@ -274,33 +274,27 @@ class TrainingStep:
             self.on_phase("optimizer")
             self.average.update()
 
-    def rewrap(
-        self, wrapper: Callable[[nn.Module], nn.Module], update: Callable[[MakeOptimizer], OwnOptimizer] | None = None
-    ) -> None:
-        """Wrap the model. The optimizer then takes the parameters that the wrapper leaves; `update` makes one that
-        takes others."""
-        self._take(wrapper(self.model), update)
-
-    def _take(self, model: nn.Module, update: Callable[[MakeOptimizer], OwnOptimizer] | None = None) -> None:
-        self.model = model
-        self.average = MovingAverage(model) if self.settings.ema else None
-        self.optimizer = self._make_optimizer() if update is None else update(self._making())
-
-    def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Return the tensors of the optimizer's state that lie on the device."""
-        return state_tensors(self.optimizer)
-
-    def _making(self) -> MakeOptimizer:
+    def take(self, model: nn.Module, update: Callable[[MakeOptimizer], OwnOptimizer] | None = None) -> None:
+        """Train this model from now on, which a wrapper has left. `update` makes an optimizer of other parameters."""
         settings = self.settings
-        return functools.partial(
+        self.model = model
+        self.average = MovingAverage(model) if settings.ema else None
+        make = functools.partial(
             make_optimizer,
             settings.optimizer,
             implementation=settings.implementation,
             weight_decay=settings.weight_decay,
         )
+        self.optimizer = self._make_optimizer(make) if update is None else update(make)
 
-    def _make_optimizer(self) -> torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | OwnOptimizer:
-        settings, make = self.settings, self._making()
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """Return the tensors of the optimizer's state that lie on the device."""
+        return state_tensors(self.optimizer)
+
+    def _make_optimizer(
+        self, make: MakeOptimizer
+    ) -> torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | OwnOptimizer:
+        settings = self.settings
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:

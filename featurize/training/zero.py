@@ -48,7 +48,7 @@ class FlatPartition:
         self.starts = list(itertools.accumulate(sizes, initial=0))[:-1]
 
     def of_rank(self, rank: int) -> dict[int, tuple[int, int]]:
-        """Return what a rank updates: place of a parameter -> its first element there, and how many."""
+        """Return the part that a rank updates: place of a parameter -> its first element there, and how many."""
         begin, end = self.size * rank, self.size * (rank + 1)
         edges = [
             (max(begin - start, 0), min(end - start, size)) for start, size in zip(self.starts, self.sizes, strict=True)
@@ -146,7 +146,7 @@ class ZeroRank(Rank, abc.ABC):
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
-        step.rewrap(self.wrapped, self.update)
+        step.take(self.wrapped(step.model), self.update)
 
     @abc.abstractmethod
     def wrapped(self, model: nn.Module) -> nn.Module:

@@ -75,22 +75,17 @@ class ZeroShardedRank(ZeroRank):
         return self
 
     def _make_masters(self, make: Make) -> None:
-        self._groups = self._grouped()
-        for group in () if self._offloads else self._groups:
-            copy = torch.empty(sum(shared.count for shared in group), device=self._trained[0].parameter.device)
-            self._add_master(make, copy.clone())
-
-    def _grouped(self) -> list[list[Shared]]:
-        """Return the parameters that are updated together (`_create_fp16_sub_groups`)."""
-        groups: list[list[Shared]] = [[]]
+        self._groups: list[list[Shared]] = [[]]  # parameters that are updated together (`_create_fp16_sub_groups`)
         count = 0
         for shared in self._trained:
             if count >= self._parallel.sub_group_size:
-                groups.append([])
+                self._groups.append([])
                 count = 0
-            groups[-1].append(shared)
+            self._groups[-1].append(shared)
             count += shared.count
-        return groups
+        for group in () if self._offloads else self._groups:
+            copy = torch.empty(sum(shared.count for shared in group), device=self._trained[0].parameter.device)
+            self._add_master(make, copy.clone())
 
     # -- gradients
 
@@ -134,7 +129,7 @@ class ZeroShardedRank(ZeroRank):
         self._waiting, self._elements = [], 0
 
     def _scattered(self, several: Sequence[Shared]) -> Tensor:
-        """Return what the rank receives: its parts, padded."""
+        """Return the parts that the rank receives, padded."""
         ranks, count = self._parallel.ddp, sum(shared.count for shared in several)
         gradient = several[0].parameter.grad
         assert gradient is not None
