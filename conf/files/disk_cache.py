@@ -128,7 +128,7 @@ def user_cache() -> DiskCache | None:
 
 def recall(*names: str) -> list[Any]:
     """Return the values that this code left in the user's cache under these names; None where there is none."""
-    keys, cache = [f"{code_version()} {name}" for name in names], user_cache()
+    keys, cache = [f"{code_version()} {name}" for name in names], user_cache() if names else None
     stored = {} if cache is None else cache.read(keys)
     return [_value(stored.get(key, b"null")) for key in keys]
 
