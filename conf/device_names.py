@@ -150,7 +150,7 @@ def profiles_of(parent: str) -> Mapping[str, Slice]:
 
 
 def slice_values(parent: Mapping[str, Any], profile: str) -> dict[str, Any]:
-    """Return what the description of a slice has in place of the whole GPU's.
+    """Return the values of a slice's description that replace the whole GPU's.
 
     Memory, L2 cache and bandwidth go by memory slices, rates by multiprocessors. Power goes by multiprocessors, too,
     which is assumed: boards report it as a whole. The context is the whole GPU's, an upper bound. How slices talk to

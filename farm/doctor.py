@@ -168,7 +168,7 @@ def device_rows(described: Mapping[str, Any]) -> list[tuple[str, bool | None, st
 
 
 def device_state(choice: DeviceChoice) -> dict[str, str | None]:
-    """Return what `device=...` resolves to here, as the commands that use it print it."""
+    """Return the text of what `device=...` resolves to here, as the commands that use it print it."""
     try:
         resolved, line = choose_device(choice)
     except DeviceUnavailable as reason:

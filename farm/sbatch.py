@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
 _FIRST_PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _WITH_VALUE = re.compile(r"-[A-Za-z]")  # sbatch's short options, each of which takes a value
-_SWITCHES = ("-H", "-h", "-I", "-k", "-O", "-Q", "-s", "-V", "-v", "-W")  # but for these
+_SWITCHES = ("-H", "-h", "-I", "-k", "-O", "-Q", "-s", "-V", "-v", "-W")  # except these
 _GPU_OPTIONS = ("--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "-G")
 _FEATURE_OPTIONS = ("--constraint", "-C")
 _SUBMITTED_FROM = "SLURM_SUBMIT_DIR"

@@ -74,7 +74,7 @@ def entry(settings: StatusSettings) -> None:
 
 
 def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence | None = None) -> dict[str, Any]:
-    """Return what format=json prints (see the top of this file); `presence`, if the caller has compared already."""
+    """Return the content of format=json (see the top of this file); `presence`, if the caller has compared already."""
     report: dict[str, Any] = {
         "data": str(folder.root),
         "at": _iso(now),

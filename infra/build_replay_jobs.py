@@ -123,8 +123,8 @@ def _unet() -> Any:
 
 
 def _unet_twice() -> Any:
-    """Return what the U-Net's script holds at its peak: it evaluates with gradients, so that the graph of the batch
-    before lives while the next is computed."""
+    """Return a module that holds what the U-Net's script holds at its peak: it evaluates with gradients, so that the
+    graph of the batch before lives while the next is computed."""
     from torch import nn
 
     class TwoPasses(nn.Module):

@@ -93,12 +93,12 @@ class CollectSettings(Checked):
 
 
 def settings_of(argv: Sequence[str]) -> CollectSettings:
-    """KEY=VALUE arguments as settings. Raises `UsageError`."""
+    """Return KEY=VALUE arguments as settings. Raises `UsageError`."""
     return load_settings(CollectSettings, "collect", argv)
 
 
 def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, SubmitSettings]]]:
-    """Return what is submitted, by name: submissions, each with its share of a round's trials. Raises `UsageError`."""
+    """Return the submissions by name, each with its share of a round's trials. Raises `UsageError`."""
     families = settings.families or _FAMILIES.get(settings.measure, family_names())
     if settings.measure == "runs":
         return {

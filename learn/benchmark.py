@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -349,15 +349,12 @@ def reproduce(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, Seq
     return Paper(tuple(table for table in tables if table.rows), tuple(dict.fromkeys(notes)))
 
 
-def _records(benchmark: Benchmark) -> list[dict[str, Any]]:
-    """Return one record for each family and estimator. Rows in doubt count, as they do in the paper."""
-    records = []
+def _records(benchmark: Benchmark) -> Iterator[dict[str, Any]]:
+    """Yield one record for each family and estimator. Rows in doubt count, as they do in the paper."""
     for figures in benchmark.figures:
         families = {row.family for row in benchmark.scored[figures.file, figures.estimator]}
-        if len(families) > 1 or not families <= {*FAMILIES} or figures.file.endswith(TRUSTED_ALONE):
-            continue
-        records.append(
-            {
+        if len(families) == 1 and families <= {*FAMILIES} and not figures.file.endswith(TRUSTED_ALONE):
+            yield {
                 "target": benchmark.target.name,
                 "family": families.pop(),
                 "estimator": figures.estimator,
@@ -365,8 +362,6 @@ def _records(benchmark: Benchmark) -> list[dict[str, Any]]:
                 "accuracy": {name: scores.accuracy for name, scores in figures.classes.items()},
                 "seconds": figures.median_seconds,
             }
-        )
-    return records
 
 
 def _accuracy(records: Sequence[Mapping[str, Any]]) -> PaperTable:

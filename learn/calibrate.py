@@ -222,7 +222,7 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
 
 
 def to_mapping(made: Calibration, device: DeviceSpec) -> dict[str, Any]:
-    """Return what the profile's file holds: the machine, the device and the numbers that it was made from."""
+    """Return the content of the profile's file: the machine, the device and the numbers that it was made from."""
     return {
         "machine": made.profile.to_mapping(),
         "device": device.name,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.documented_commands import JSON, ROOT, documented_commands
+from tests.learn.conftest import few_trees as few_trees
 from tests.learn.learn_rows import make_configs, write_batch
 from warehouse.files.folder import DataFolder
 

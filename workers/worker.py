@@ -246,7 +246,7 @@ class Worker:
         return self.server().start_trial(described, reader, limit_mib / members)
 
     def reader(self, task: Task, *, together: bool = False) -> ReportReader:
-        """Return what reads the reports of the task's trial."""
+        """Return a reader of the reports of the task's trial."""
         return ReportReader(
             since_ns=time.monotonic_ns(),
             virtual=not self.device.sampled,
@@ -528,7 +528,7 @@ def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Seque
 
 
 def _figures_alone(run: AloneRun) -> MemberAlone | None:
-    """Return what a simulated device has to know of a partner; None of one that has no figures."""
+    """Return a partner's figures for a simulated device; None for one without figures."""
     figures = (run.memory_mib, run.gpu_util, run.smact, run.smocc, run.drama, run.power_w)
     if any(figure is None for figure in figures):
         return None

@@ -189,7 +189,7 @@ class ChildServer:
             self._output = None
 
     def output_suffix(self) -> str:
-        """Return what the server has printed, as the end of a message."""
+        """Return the server's output, as the end of a message."""
         if self._output is None:
             return ""
         self._output.drain()

@@ -152,7 +152,7 @@ def run(
 
 
 def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
-    """Return what the arguments set; the one with white space in it sets the key `positional`."""
+    """Return the values that the arguments set; the one with white space in it sets the key `positional`."""
     if positional is None:
         return parsed(arguments)
     value, arguments = _split_positional(arguments)

@@ -205,7 +205,8 @@ def summary(name: str) -> str:
 
 
 def description(name: str) -> tuple[str, ...]:
-    """Return what `--help` says above the keys: the summary, and the docstring of the settings below its first line."""
+    """Return the text of `--help` above the keys: the summary, and the docstring of the settings below its first
+    line."""
     _, _, rest = inspect.cleandoc(settings_class(name).__doc__ or "").partition("\n")
     return (summary(name), *rest.splitlines())
 

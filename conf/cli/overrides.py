@@ -315,7 +315,8 @@ def literal(value: str) -> str:
 
 
 def load_settings(settings: type[Settings], name: str, arguments: Sequence[str]) -> Settings:
-    """Return what a command's `entry` is given for these arguments. Raises `UsageError` as `load_config` and `made`."""
+    """Return the settings that a command's `entry` gets for these arguments. Raises `UsageError` as `load_config` and
+    `made`."""
     return made(settings, load_config(name, arguments, settings))
 
 

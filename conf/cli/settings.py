@@ -330,7 +330,8 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 @cache
 def kinds_of(settings: type) -> dict[str, Kind]:
-    """Return what each key may hold: those of a class with its groups' files, search spaces and descriptions aside."""
+    """Return the kind of value that each key holds: those of a class with its groups' files, search spaces and
+    descriptions aside."""
     kinds = {key.name: key.kind for key in keys_of(settings) if key.kind is not None}
     for name, chosen in groups_of(settings).items():
         if chosen.schema is not None:
@@ -370,7 +371,7 @@ class Checked:
             raise UsageError("; ".join(problems))
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with values that are of their kinds, a line each."""
+        """Return the problems of values that are of their kinds, a line each."""
         return ()
 
 

@@ -389,7 +389,7 @@ class NightWork:
         return ReportPayload(html=str(page), json=str(page.with_suffix(".json")))
 
     def _next_plan(self) -> Mapping[str, Any] | None:
-        """Return what the next night would measure; None if planning fails, so that the report is still written."""
+        """Return the plan of the next night; None if planning fails, so that the report is still written."""
         try:
             plan: Mapping[str, Any] = plain(self._plan(self.journal.cycles(), "looking ahead").choice.to_mapping())
         except Exception as error:

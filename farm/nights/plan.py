@@ -225,7 +225,7 @@ _STARTUP_S, _STEPS = 15.0, 100  # else: a guess of process start and context, an
 
 
 def choice_lines(choice: ChoicePayload, source: str = "measured") -> list[str]:
-    """Return what the policy chose, a fact a line; none where it chose nothing.
+    """Return the policy's choice, a fact a line; none where it chose nothing.
 
     `source` of the runs: `measured` or `simulated`.
     """

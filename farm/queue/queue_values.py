@@ -230,7 +230,7 @@ def text_of_task(members: Sequence[TrialConfig]) -> str:
 
 
 def configs_of_text(text: str) -> tuple[TrialConfig, ...]:
-    """Return what `text_of_config` or `text_of_group` wrote: one config, or those of a group.
+    """Return the content of a text of `text_of_config` or `text_of_group`: one config, or those of a group.
 
     Their names of code are data. Raises `UsageError`.
     """

@@ -143,7 +143,7 @@ def _job_type(published: Mapping[str, str], computed: Mapping[str, str], usual: 
 
 
 def estimated_mib(job: JobType, estimator: str) -> float:
-    """Return what an estimator says that a job takes, in MiB; infinity where it has no figure, 0 for `none`."""
+    """Return an estimator's memory for a job, in MiB; infinity where it has no figure, 0 for `none`."""
     if estimator == "none":
         return 0.0
     return job.memory_mib if estimator == "oracle" else job.estimates.get(estimator, math.inf)

@@ -163,7 +163,7 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
 
     @app.get("/v1/fits/{key}", response_model=FitAnswer, responses=polled, tags=["estimates"])
     async def fit_of(key: str, request: Request) -> Response:
-        """Return what fits of a traced question, or 202 while it is traced."""
+        """Return the fit of a traced question, or 202 while it is traced."""
         return await service.answer_of("fit", key, service.caller(request))
 
     @app.get("/v1/plans/{key}", response_model=PlanAnswer, responses=polled, tags=["several GPUs"])

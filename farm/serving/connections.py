@@ -264,7 +264,7 @@ def listen(host: str, port: int, named: str) -> socket.socket:
 
 
 def peer_of(host: str) -> str:
-    """Return what counts as one peer: an IPv4 address, or the network of 64 bits of an IPv6 address."""
+    """Return the identity of a peer: an IPv4 address, or the network of 64 bits of an IPv6 address."""
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host)

@@ -249,7 +249,7 @@ class ExplorerPages:
         return estimate_many(configs, method="fast", device=device, machine=machine, data=self._folder)
 
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
-        """Return what `method=fast` says beside what was measured, and notes: also why it says nothing."""
+        """Return the estimate of `method=fast` beside the measurement, and notes: also why there is none."""
         from featurize.configs.trial import config_of_row
         from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
@@ -378,7 +378,7 @@ def _other_loops(source: str) -> dict[str, str]:
 
 
 def _facts(name: str) -> list[tuple[str, Any]]:
-    """Return what is described of a device model; nothing of an unknown one."""
+    """Return the description of a device model; nothing for an unknown one."""
     from featurize.device.device_spec import describe_device, known_device
 
     described = known_device(name)

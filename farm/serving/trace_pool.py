@@ -160,7 +160,7 @@ class TracePool:
             return self._server
 
     def _reply(self, child: Child, channel: socket.socket) -> tuple[bytes, str | None]:
-        """Return what the child has replied once it has ended, with all that it started, and the limit it reached."""
+        """Return the child's reply once it has ended, with all that it started, and the limit it reached."""
         reply = b""
         while not reply.endswith(b"\n") and not self._ended.is_set():
             if wait([channel], _LOOK_EVERY_S):

@@ -215,7 +215,7 @@ def step_features(
     batch_size: int,
     training_loop: bool,
 ) -> dict[str, float]:
-    """name -> number, every one finite; the same names for every job.
+    """Return name -> number, every one finite; the same names for every job.
 
     `memory` is the trace's replay on `spec`. Sizes are in MiB, or logarithms of base 2 (`log_*`), `share_*` lie in
     [0, 1]. `job_priced_*` are those of `featurize.timing.step_time.features`, with the input pipeline of a plain loop

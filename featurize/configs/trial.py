@@ -43,7 +43,7 @@ def named_by_user(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of_user(mapping: Mapping[str, Any]) -> TrialConfig:
-    """`config_from_mapping` of what the user typed, or of a task that the user submitted. Errors as there."""
+    """Return `config_from_mapping` of what the user typed, or of a task that the user submitted. Errors as there."""
     family = mapping.get("family")
     return config_from_mapping(named_by_user(family, mapping) if isinstance(family, str) else mapping)
 
@@ -63,12 +63,12 @@ def code_marks(config: TrialConfig) -> dict[str, str]:
 
 
 def config_with_marks(mapping: Mapping[str, Any], marks: Mapping[str, str]) -> TrialConfig:
-    """`config_from_mapping` with the permissions that `code_marks` returned. Errors as there."""
+    """Return `config_from_mapping` with the permissions that `code_marks` returned. Errors as there."""
     return config_from_mapping({**mapping, **{name: _MARKS[mark](mapping[name]) for name, mark in marks.items()}})
 
 
 def data_refusal(config: TrialConfig) -> str | None:
-    """`refusal` of the config as if it came from data, whatever named its code."""
+    """Return `refusal` of the config as if it came from data, whatever named its code."""
     plain: dict[str, Any] = {name: str(getattr(config, name)) for name in code_fields(config.family)}
     return refusal(replace(config, **plain))
 
@@ -160,7 +160,8 @@ def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
 
 
 def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
-    """`config_of_row` of a row whose figures are those of its whole job. `UnreadableConfig` also for a job on several
+    """Return `config_of_row` of a row whose figures are those of its whole job. `UnreadableConfig` also for a job on
+    several
     GPUs: what one rank takes and how long it waits for the others is not a label of its config alone."""
     config = config_of_row(text, trust)
     if config.parallel is not None:

@@ -181,7 +181,7 @@ class _CudnnProcess:
             self._send({"libraries": libraries.paths, "device": properties})
 
     def asked(self, query: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return what it answers, and before the first time wait until its libraries are loaded.
+        """Return its answer; before the first one, wait until its libraries are loaded.
 
         Raises:
             _NoAnswer: It ended, or took longer.
@@ -302,7 +302,7 @@ _MEMORY_BUS_BITS = 4096
 
 
 def device_properties(spec: DeviceSpec) -> dict[str, Any]:
-    """Return what cuDNN wants to know of a GPU model.
+    """Return the properties of a GPU model that cuDNN asks for.
 
     The clock is that at which the cores reach the described fp32 rate. The width of the memory bus is the same for all
     models, and the memory's clock makes up the described bandwidth: neither changed an answer of cuDNN 9.28 for 60

@@ -520,7 +520,7 @@ class MachineProfile:
             raise UsageError(f"machine {self.name}: " + "; ".join(bad))
 
     def outside_mib(self, loads_cudnn: bool) -> float:
-        """Return what the process takes outside the allocator."""
+        """Return the process's memory outside the allocator."""
         return self.context_mib + self.kernels_mib + (self.cudnn_mib if loads_cudnn else 0.0)
 
     def to_mapping(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def token_batch(
 
 
 def rates(config: TrialConfig, *names: str) -> list[str]:
-    """Yield `dropout must be a number in [0, 1), got 1.5` for each field that is not a rate."""
+    """Return `dropout must be a number in [0, 1), got 1.5` for each field that is not a rate."""
     problems = []
     for name in names:
         value = getattr(config, name)
@@ -71,7 +71,7 @@ def rates(config: TrialConfig, *names: str) -> list[str]:
 
 
 def switches(config: TrialConfig, *names: str) -> list[str]:
-    """Yield `batch_norm must be true or false, got 1` for each field that is not a bool."""
+    """Return `batch_norm must be true or false, got 1` for each field that is not a bool."""
     return [
         f"{name} must be true or false, got {getattr(config, name)!r}"
         for name in names
@@ -145,7 +145,7 @@ def dense_part(
 
 
 def prenorm_block(width: int, inner: int, length: int, rate: float, **dense: Any) -> list[Layer]:
-    """`featurize.nets.prenorm.PreNormBlock` with a dense feed-forward part."""
+    """Return a `featurize.nets.prenorm.PreNormBlock` with a dense feed-forward part."""
     return [*attention_part(width, length, rate), *dense_part(width, inner, length, rate, **dense)]
 
 
@@ -167,7 +167,7 @@ def token_head(width: int, length: int, vocabulary: int, *, tied: bool) -> list[
 
 
 def heads_problems(heads: int, width: int) -> list[str]:
-    """`heads must divide embedding_size, ...` for sizes that are known to be positive integers."""
+    """Return `heads must divide embedding_size, ...` for sizes that are known to be positive integers."""
     if width % heads == 0:
         return []
     return [f"heads must divide embedding_size, got {heads} heads for an embedding of {width}"]
@@ -176,7 +176,7 @@ def heads_problems(heads: int, width: int) -> list[str]:
 def repair_prenorm(
     values: dict[str, Any], draw: Callable[[str], float], *, head_sizes: range = HEAD_SIZES, step: int = 32
 ) -> dict[str, Any]:
-    """The embedding becomes a multiple of `step` (or of a given `heads`), `heads` one of its divisors unless given, and
+    """Make the embedding a multiple of `step` (or of a given `heads`), `heads` one of its divisors unless given, and
     `feed_forward_multiple` the absolute `feed_forward`; consumes `use_dropout`."""
     values = switch_dropout(values)
     multiple = values.pop("feed_forward_multiple", None)

@@ -54,7 +54,7 @@ class Config(TrialConfig):
 
 
 def kind(config: Config) -> str:
-    """`gnn/gat`."""
+    """Return the kind, such as `gnn/gat`."""
     return f"{config.family}/{config.operator}"
 
 

@@ -56,7 +56,7 @@ class Config(TrialConfig):
 
 
 def kind(config: Config) -> str:
-    """`rnn/lstm`: what its networks are grouped by."""
+    """Return the kind, such as `rnn/lstm`, by which networks are grouped."""
     return f"{config.family}/{config.cell}"
 
 

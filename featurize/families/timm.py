@@ -44,13 +44,13 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what distinguishes the network from others, without building it."""
+    """Return the identity of the network, without building it."""
     return f"{config.model} {config.image_size}"
 
 
 def kind(config: Config) -> str:
-    """`timm/convnext`: the library's module that defines the model, which is what its authors keep together. A model
-    that this release does not know is of `timm/unknown`; `UsageError` if timm is not installed."""
+    """Return the kind, such as `timm/convnext`: the library's module that defines the model, as its authors group them.
+    A model that this release does not know is of `timm/unknown`; `UsageError` if timm is not installed."""
     return _kind(config.model.partition(".")[0])
 
 
@@ -121,7 +121,8 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 
 @lru_cache(maxsize=4096)
 def defaults(name: str) -> Any:
-    """timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as `layers`."""
+    """Return timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as
+    `layers`."""
     from featurize.nets.vision import import_library
 
     timm = import_library("timm")

@@ -61,7 +61,7 @@ class Config(TrialConfig):
 
 
 def stages(config: Config) -> tuple[int, int]:
-    """(self-attention layers, layers with cross-attention)."""
+    """Return (self-attention layers, layers with cross-attention)."""
     if config.topology == "hybrid":
         return config.depth // 2, config.depth - config.depth // 2
     return config.depth, 0

@@ -132,7 +132,7 @@ def loss(config: Config) -> Callable[..., Any]:
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """The image's size becomes a multiple of 2**depth."""
+    """Make the image's size a multiple of 2**depth."""
     values = dict(values)
     size, depth = values.get("image_size"), values.get("depth")
     if parts.is_integer(size) and parts.is_integer(depth) and 0 < depth < 32:

@@ -52,7 +52,7 @@ class Tensors(NamedTuple):
         return f"{name}{self.dtype}[{','.join(map(str, self.shape))}]{values}"
 
     def make(self, samples: int, device: str | torch.device) -> torch.Tensor:
-        """[samples, *shape]: normal floats, uniform integers below the bound, or the value."""
+        """Return [samples, *shape]: normal floats, uniform integers below the bound, or the value."""
         import torch
 
         shape, dtype = (samples, *self.shape), getattr(torch, self.dtype)
@@ -211,7 +211,7 @@ class Config(TrialConfig):
 
 
 def identity(config: Config) -> str:
-    """Return what distinguishes the network from others, without building it."""
+    """Return the identity of the network, without building it."""
     return f"{config.model} {config.inputs} {config.arguments}"
 
 
@@ -221,7 +221,7 @@ def refusal(config: Config) -> str | None:
 
 
 def kind(config: Config) -> str:
-    """`torchvision/resnet`, `transformers/gpt2`: the library and its module that defines the model; timm's as the
+    """Return the kind, such as `transformers/gpt2`: the library and its module that defines the model; timm's as the
     family `timm` has them. Of other models, and where the library is not installed or does not know it,
     `zoo/MODULE.FACTORY`."""
     return _kind(config.model, config.arguments)
@@ -315,7 +315,7 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 
 
 def _load(model: str, arguments: str) -> Callable[..., Any]:
-    """Return what the name stands for. `UsageError` for no such module or attribute, with near names, and for no
+    """Return the object of this name. `UsageError` for no such module or attribute, with near names, and for no
     callable; `NotTrusted`, before anything is imported, for code that data names."""
     from featurize.nets.vision import import_library, mending
 

@@ -122,8 +122,8 @@ def arguments_problem(model: str, arguments: str) -> str | None:
 
 
 def require_model(model: str, factory: Any, arguments: str) -> None:
-    """`NotTrusted` unless the user named the model, a module that the user trusts defines the imported `factory`, or it
-    is a library's model of plain data. Whoever imports what a config names asks this before the first call."""
+    """Raise `NotTrusted` unless the user named the model, a module that the user trusts defines the imported `factory`,
+    or it is a library's model of plain data. Whoever imports what a config names asks this before the first call."""
     if isinstance(model, CodeName):
         return
     problem = library_problem(model, arguments)
@@ -142,7 +142,7 @@ def require_model(model: str, factory: Any, arguments: str) -> None:
 
 
 def require_settings(model: str, settings: Any) -> None:
-    """`NotTrusted` where a transformers model's configuration would fetch weights of its own accord."""
+    """Raise `NotTrusted` where a transformers model's configuration would fetch weights of its own accord."""
     if not isinstance(model, CodeName | TrustedName) and _fetches(settings, 0):
         raise NotTrusted(f"zoo: {model} would fetch pretrained weights, which data may not ask for")
 

@@ -468,7 +468,7 @@ def _misfits(layout: Parallel) -> Iterator[str]:
 
 
 def _misfits_of_pipeline(layout: Parallel) -> Iterator[str]:
-    """Yield what torch's schedules refuse, and what does not fit the number of stages."""
+    """Yield the reasons why torch's schedules refuse a layout, and misfits with the number of stages."""
     if layout.zero is not None:
         yield "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"
     if layout.stages_per_rank is not None and layout.schedule != INTERLEAVED:

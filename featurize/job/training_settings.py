@@ -131,8 +131,8 @@ class TrialConfig:
         return 1 if self.layout is None else self.layout.ranks
 
     def to_mapping(self) -> dict[str, Any]:
-        """`{"family": ..., field: value, ...}`: what `runs.config` holds as JSON. A trial on one GPU has no `parallel`
-        in it, so that configs keep the hashes that they had before there were others."""
+        """Return `{"family": ..., field: value, ...}`, which `runs.config` holds as JSON. A trial on one GPU has no
+        `parallel` in it, so that configs keep the hashes that they had before there were others."""
         values = dataclasses.asdict(self)
         if self.parallel is None:
             del values["parallel"]
@@ -151,7 +151,7 @@ TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
 
 
 def at_least(config: TrialConfig, **floors: int) -> list[str]:
-    """`batch_size must be an integer >= 1, got 0` for each integer field below its floor."""
+    """Return `batch_size must be an integer >= 1, got 0` for each integer field below its floor."""
     problems = []
     for name, floor in floors.items():
         value = getattr(config, name)
@@ -161,7 +161,7 @@ def at_least(config: TrialConfig, **floors: int) -> list[str]:
 
 
 def one_of(config: TrialConfig, **choices: Collection[Any]) -> list[str]:
-    """`optimizer must be one of adam, ..., got 'lion'` for each field outside its choices."""
+    """Return `optimizer must be one of adam, ..., got 'lion'` for each field outside its choices."""
     return [
         f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
         for name, known in choices.items()

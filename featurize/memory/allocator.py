@@ -369,7 +369,7 @@ class CachingAllocator:
                     self._release(piece)
 
     def address_of(self, handle: int) -> int:
-        """Where a live block begins. Raises `KeyError` for any other handle."""
+        """Return the address where a live block begins. Raises `KeyError` for any other handle."""
         return self._live[handle].address
 
     def snapshot(self) -> tuple[Segment, ...]:

@@ -82,7 +82,7 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """From the value of PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF), such as
+        """Return the settings from the value of PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF), such as
         `max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:8],expandable_segments:True`.
 
         The last of two equal keys counts, spaces don't. Raises `UsageError` for unknown keys, for values that PyTorch

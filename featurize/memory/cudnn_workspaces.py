@@ -154,7 +154,7 @@ def require_release(given: object) -> str | None:
 
 
 def traced_release_note(torch_version: str | None) -> str | None:
-    """Return what of an estimate does not follow the release that was asked for; None where none was."""
+    """Return a note on what in an estimate does not follow the requested release; None where none was requested."""
     if torch_version is None:
         return None
     return (
@@ -194,7 +194,7 @@ def for_release(
 def release_note(
     workspaces: Mapping[LibraryCall, ConvolutionWorkspace], *, torch_version: str | None = None
 ) -> str | None:
-    """Return what to know where the cuDNN that was asked is not the release's; None where it is, or is unknown."""
+    """Return a note where the cuDNN that was asked is not the release's; None where it is, or is unknown."""
     torch_version = torch_version or torch.__version__
     release = cudnn_of(torch_version)
     asked = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})

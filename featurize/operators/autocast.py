@@ -52,7 +52,7 @@ class Autocast:
         self._cache: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def enter(self, phase: str) -> None:
-        """A phase of the step begins."""
+        """Begin a phase of the step."""
         self._cache = {} if phase == "forward" else None
 
     def lower(self, value: Any) -> Any:

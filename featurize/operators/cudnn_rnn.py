@@ -28,7 +28,8 @@ _WORK = {0: 4, 1: 4, 2: 11, 3: 8}
 
 
 def recurrent(name: str, original: Callable[..., Any], half: Callable[[Any], Any] | None, *args: Any) -> Any:
-    """`torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` by cuDNN's operator; both of their overloads, padded and packed.
+    """Run `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` by cuDNN's operator; both of their overloads, padded and
+    packed.
 
     `half` casts as CUDA's autocast does, which knows only fp16 here; None without autocast. What cuDNN does not take
     (bfloat16 layers, batch sizes that have no values) goes to `original`.

@@ -165,7 +165,7 @@ def _signature(
     transposed: bool,
     groups: int,
 ) -> ConvolutionSignature | None:
-    """Return what the operation asks cuDNN for; None where PyTorch runs a kernel of its own."""
+    """Return the operation's question to cuDNN; None where PyTorch runs a kernel of its own."""
     spatial = weight.dim() - 2
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in DTYPES or spatial not in (1, 2, 3) or weight.dtype != x.dtype:

@@ -25,7 +25,7 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what a rank holds of a distributed tensor; another one as it is."""
+    """Return a rank's part of a distributed tensor; any other tensor unchanged."""
     return plain_parts(tensor)[0]
 
 

@@ -137,12 +137,12 @@ class BlockRecord:
     # -- the caller's notes on tensors
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Blocks that exist before the first step."""
+        """Note blocks that exist before the first step."""
         for tensor in meta_tensors(tensors):
             self.see(tensor.untyped_storage(), kind)
 
     def hold_on_host(self, tensors: Iterable[Tensor]) -> None:
-        """Blocks that exist before the first step and take nothing of the device."""
+        """Note blocks that exist before the first step and take nothing of the device."""
         for tensor in meta_tensors(tensors):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.live:
@@ -150,7 +150,7 @@ class BlockRecord:
                 self.live[storage._cdata] = block, self._watched(storage)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
-        """The step's batch is copied to the device, then the last step's is given back."""
+        """Record that the step's batch is copied to the device, and then the last step's is freed."""
         old = [self.live[key][0] for key in self._batch]
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.is_meta}
         for key, storage in storages.items():
@@ -175,7 +175,7 @@ class BlockRecord:
         return arrived
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what live blocks are."""
+        """Name the kind of these tensors' blocks."""
         for tensor in meta_tensors(tensors):
             self.see(tensor.untyped_storage(), kind)
             block = self.live[tensor.untyped_storage()._cdata][0]
@@ -208,7 +208,7 @@ class BlockRecord:
     # -- what is known of blocks
 
     def kind_of(self, block: int) -> str:
-        """Return what a block was said to be so far; empty for what nobody named."""
+        """Return the kind that a block was named so far; empty for an unnamed one."""
         return self.kinds[block] or ""
 
     def maker_of(self, block: int) -> tuple[str, str]:
@@ -228,7 +228,7 @@ class BlockRecord:
         return self._storages[block]
 
     def signature(self, block: int) -> tuple[Any, ...]:
-        """Return what is the same for blocks that stand for each other."""
+        """Return the properties that interchangeable blocks share."""
         return self._sizes[block], self.kinds[block], self._makers[block], self._streams[block]
 
     def stays(self, tensor: Tensor) -> bool:
@@ -280,7 +280,7 @@ class BlockRecord:
         return RecordMoment(len(self.events), len(self._sizes))
 
     def since(self, mark: RecordMoment) -> Stretch:
-        """Return what was noted since a moment."""
+        """Return the notes since a moment."""
         events = tuple(self.events[mark.events :])
         times = Counter(event.block for event in events)
         return Stretch(
@@ -450,7 +450,7 @@ class OperatorRecord:
             self._again = before
 
     def begin_step(self, *, keep_operators: bool) -> None:
-        """A step begins. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
+        """Begin a step. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
         self.keep_operators = keep_operators
         if self.operators:
             self.operators = []
@@ -565,7 +565,7 @@ class _Traffic(NamedTuple):
 def _traffic(
     traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
 ) -> _Traffic:
-    """Return what an operator moves: each tensor once, however often it is given.
+    """Return the bytes that an operator moves: each tensor once, however often it is given.
 
     Args:
         traits: The operator's traits.
@@ -574,24 +574,13 @@ def _traffic(
         outputs: On meta, of its results.
         changed: The inputs that it writes to.
     """
-    written = {id(tensor) for tensor in changed}
-    seen: set[int] = set()
-    reads = writes = elements = 0
-    for tensor in inputs:
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        nbytes = bytes_read(tensor)
-        if id(tensor) in written:
-            writes += nbytes
-            reads += 0 if traits.write_only else nbytes
-        else:
-            reads += nbytes
-        elements = max(elements, tensor.numel())
-    for tensor in outputs:
-        if id(tensor) not in seen:
-            writes += bytes_read(tensor)
-            elements = max(elements, tensor.numel())
+    read = {id(tensor): tensor for tensor in inputs}
+    made = [tensor for tensor in outputs if id(tensor) not in read]
+    nbytes = {key: bytes_read(tensor) for key, tensor in read.items()}
+    changed_bytes = sum(nbytes[key] for key in {id(tensor) for tensor in changed} & nbytes.keys())
+    reads = sum(nbytes.values()) - (changed_bytes if traits.write_only else 0)
+    writes = changed_bytes + sum(map(bytes_read, made))
+    elements = max((tensor.numel() for tensor in (*read.values(), *made)), default=0)
     if traits.gathers and isinstance(args[0], Tensor):
         source = bytes_read(args[0])
         reads += min(source, gathered_bytes(traits.name, args, writes)) - source
@@ -677,7 +666,7 @@ class ModuleStack:
         self._node_modules.setdefault(_next_node() - 1, self.running[-1])
 
     def note_failure(self, error: BaseException, operator: str = "") -> None:
-        """An error passes through. The first note of it is the innermost, and stays."""
+        """Note an error that passes through. The first note of it is the innermost, and stays."""
         # With the error itself: kept here, one that the model catches would keep alive what its frames hold.
         if "traced_at" not in vars(error):
             vars(error)["traced_at"] = operator, self.now()

@@ -98,7 +98,7 @@ class CompiledRegions:
                 vars(module)[name] = self._function(function, f"function {name!r} of {_name_module(path)}")
 
     def loss(self, loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
-        """Return what stands in the place of a loss that is compiled, or that calls compiled functions. Leaves the
+        """Return the replacement of a loss that is compiled, or that calls compiled functions. Leaves the
         loss itself as it is."""
         if isinstance(loss, nn.Module):
             inner, whole = uncompiled_copy(loss), is_compiled(loss)
@@ -115,7 +115,7 @@ class CompiledRegions:
         return self._region(owner if isinstance(owner, nn.Module) else nn.Module(), function, name)
 
     def _region(self, module: nn.Module, forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return what stands in the place of a forward pass: its graphs by the shapes, types and constants of its
+        """Return the replacement of a forward pass: its graphs by the shapes, types and constants of its
         inputs."""
         self._any = True
         holder = _Holder(module, forward)
@@ -438,7 +438,8 @@ class AttributeReads:
 
 
 def _bound(function: FunctionType) -> tuple[object, ...]:
-    """Return what a function computes with apart from its code: a factory makes another one for each layer."""
+    """Return the values that a function computes with apart from its code: a factory makes another one for each
+    layer."""
     cells = []
     for cell in function.__closure__ or ():
         try:
@@ -474,7 +475,7 @@ def in_pieces(
     limits: Sequence[float],
     compiled: Compile,
 ) -> Callable[..., Any] | None:
-    """Return what runs a forward pass in compiled pieces; None where it stays in one.
+    """Return a function that runs a forward pass in compiled pieces; None where it stays in one.
 
     It stays where its parameters fill one bucket, and where a part of it runs without gradients, which a graph of
     operators does not show.

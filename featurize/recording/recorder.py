@@ -90,7 +90,7 @@ def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tupl
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
+    """Return the arguments that decide the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
     parts: list[Hashable] = []
     for value in values:
         kind = type(value)
@@ -212,38 +212,34 @@ class Recorder(TorchDispatchMode):
             before.remove()
             after.remove()
 
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which nothing is recorded."""
-        return replaced(self, "paused", True)
-
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Errors name their operator, and nothing is recorded."""
-        with self.unwatched(), self:
+        with replaced(self, "paused", True), self:
             yield
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Blocks that exist before the first step."""
+        """Note blocks that exist before the first step."""
         held = meta_tensors(tensors)
         self.values.learn(held)
         self.memory.hold(held, kind)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
-        """The step's batch is copied to the device, then the last step's is given back."""
+        """Record that the step's batch is copied to the device, and then the last step's is freed."""
         self.values.learn(tensors, default=1)
         self.memory.new_batch(tensors)
 
     def made(self, tensor: Tensor, by: str) -> None:
-        """Note what something other than an operator made."""
+        """Note a tensor that something other than an operator made."""
         self.memory.see(tensor.untyped_storage(), None, (by, self.stack.now(), None))
 
     def begin_step(self, number: int, *, keep_operators: bool) -> None:
-        """A step begins with its forward pass."""
+        """Begin a step with its forward pass."""
         self.memory.step, self.memory.phase = number, "forward"
         self.log.begin_step(keep_operators=keep_operators)
 
     def begin_phase(self, phase: str) -> None:
-        """A phase begins. Before a forward pass, a loop reads the loss of the one before, and so waits for the GPU."""
+        """Begin a phase. Before a forward pass, a loop reads the loss of the one before, and so waits for the GPU."""
         self.memory.phase = phase
         if phase == "forward":
             self.memory.host_waited(len(self.memory.events))
@@ -330,7 +326,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        """Note what an operator has read, made and taken in addition."""
+        """Note the tensors that an operator has read and made, and the memory that it took in addition."""
         outputs, inputs = meta_tensors((out,)), meta_tensors(args)
         if kwargs:
             inputs += meta_tensors(kwargs.values())
@@ -371,8 +367,8 @@ class Recorder(TorchDispatchMode):
 def in_place_overload(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], alone: tuple[int, int] | None
 ) -> Any:
-    """`aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else None.
-    `alone` is the result of `references_of_the_last_holder`.
+    """Return `aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else
+    None. `alone` is the result of `references_of_the_last_holder`.
 
     A sum within a node's own formula whose first operand nothing else holds is taken for one of the engine's.
     """

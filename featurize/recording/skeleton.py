@@ -467,7 +467,7 @@ _JOINS = {torch.cat, torch.concat}
 
 
 def plan_of_module(model: nn.Module, shape: Sequence[int]) -> list[Layer]:
-    """Return what runs for one sample of `shape`, in the order of the forward pass, on a model on meta.
+    """Return the layers that run for one sample of `shape`, in the order of the forward pass, on a model on meta.
 
     A layer for each module without children, for what runs outside of these (attention, matrix products, sums of equal
     shapes, joins), and one called `position` for the parameters that neither holds. Parameters are counted once;

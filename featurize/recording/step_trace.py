@@ -199,7 +199,7 @@ class StepTrace:
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def remembered(self, key: Hashable, compute: Callable[[], Value]) -> Value:
-        """Return what `compute` returned for this key, or call it now.
+        """Return the result of `compute` for this key, which is remembered.
 
         Args:
             key: Everything besides the trace that the value depends on; a tuple that begins with the value's name.

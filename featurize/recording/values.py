@@ -123,7 +123,7 @@ class Values:
         self._known: dict[int, _Known] = {}
 
     def assume(self, text: str) -> None:
-        """Note what the step takes for granted."""
+        """Note an assumption of the step."""
         self.assumed.setdefault(text)
 
     # -- what is known
@@ -490,7 +490,8 @@ def arguments(value: object) -> Inputs:
 
 
 def shape_of(value: object) -> Hashable:
-    """Return what distinguishes two batches for a trace: structure, shapes, types, and which masks are all ones.
+    """Return the properties that distinguish two batches for a trace: structure, shapes, types, and which masks are all
+    ones.
 
     Other values decide nothing of a step's memory in most models: two batches of token ids count as one.
     """

@@ -76,7 +76,7 @@ def kernel_load(
     latency_s: float,
     sm_share: np.ndarray,
 ) -> KernelLoad:
-    """Return what each kernel uses.
+    """Return the load of each kernel.
 
     Args:
         calls, kernels: The kernels, also at the GPU model's rates.
@@ -366,7 +366,7 @@ def kernel_activity(occupied: Occupied, learned: ActivityParameters, xp: Any = n
 
 
 def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned: ActivityParameters) -> StepActivity:
-    """Return what a step keeps busy.
+    """Return the activity of a step.
 
     Args:
         timed: Its kernels on the GPU model.

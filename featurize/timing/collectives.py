@@ -125,14 +125,14 @@ class CollectiveKind:
 
 
 def fabric_of(spec: DeviceSpec, parallel: Parallel) -> Fabric:
-    """Return what joins all ranks of a job. Raises `UsageError` as `fabric_of_axis`."""
+    """Return the links between all ranks of a job. Raises `UsageError` as `fabric_of_axis`."""
     return fabric_of_axis(spec, parallel, parallel.ranks, 1)
 
 
 def fabric_of_axis(
     spec: DeviceSpec, parallel: Parallel, degree: int, stride: int, *, fitted: LinkConstants | None = None
 ) -> Fabric:
-    """Return what joins the ranks of one group of a mesh dimension: of the group that lies in the most nodes.
+    """Return the links between the ranks of one group of a mesh dimension: of the group that lies in the most nodes.
 
     Every GPU has its own share of the network, so groups that lie in the same nodes do not slow each other down.
 
@@ -228,7 +228,7 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -
 
 
 def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> float:
-    """Return what NCCL keeps on each GPU, in MiB: a communicator for each of its groups.
+    """Return NCCL's memory on each GPU, in MiB: a communicator for each of its groups.
 
     Args:
         spec: The GPU model.
@@ -271,7 +271,7 @@ def sent_bytes(kind: str, nbytes: float, ranks: int) -> float:
 
 
 def communicator_mib(fabric: Fabric) -> float:
-    """Return what NCCL's communicator keeps on each GPU outside of PyTorch's allocator, in MiB. AMD's RCCL is taken to
+    """Return the memory of NCCL's communicator on each GPU, outside PyTorch's allocator, in MiB. AMD's RCCL is taken to
     keep the same."""
     channels = min(max(int(fabric.node_gb_s / _CHANNEL_GB_S), _FEWEST), _MOST)
     return channels * _CONNECTIONS * _CONNECTION_MIB

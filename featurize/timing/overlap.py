@@ -99,7 +99,7 @@ class Communication:
 def communication_of(
     trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel, step_ms: float
 ) -> Communication:
-    """Return what a traced step's communication takes.
+    """Return a traced step's communication.
 
     A collective runs beside the kernels on a stream of its own, from the moment at which its tensor is complete, and
     slows no kernel. That the two share the GPU and its memory is left out. The host launches on while kernels wait:

@@ -32,6 +32,6 @@ def damage_named() -> Iterator[None]:
 
 
 def packaged_section(name: str, read: Callable[[Any], Section]) -> Section:
-    """Return what `read` makes of a section of the file. Raises `EnvironmentProblem` for a damaged file."""
+    """Return the result of `read` on a section of the file. Raises `EnvironmentProblem` for a damaged file."""
     with damage_named():
         return read(json.loads(packaged_text())[name])

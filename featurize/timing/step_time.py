@@ -372,7 +372,7 @@ def operator_costs(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetting
 
 
 def features(step: TimedStep) -> dict[str, float]:
-    """Return what a learner may use of a timed step; every value finite.
+    """Return the features of a timed step for a learner; every value finite.
 
     `time_KIND` and `bound_BOUND` are shares of the kernels' time, `fill` and `waves` its weighted means (`waves`:
     blocks over SMs, as its logarithm of base 2), `intensity` is FLOPs per byte (log2), times are in ms or µs (log2 as
@@ -463,7 +463,7 @@ def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetti
 
 
 def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
-    """Return what a plain training loop adds to each traced step, in ms: see `python_loader_ms`.
+    """Return the time that a plain training loop adds to each traced step, in ms: see `python_loader_ms`.
 
     `batch_size` is of one micro-step; each loads a batch.
     """
@@ -472,7 +472,7 @@ def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
 
 
 def python_loader_ms(samples: int, nbytes: int) -> float:
-    """Return what a plain training loop adds to each step, in ms.
+    """Return the time that a plain training loop adds to each step, in ms.
 
     A `DataLoader` without workers collates `samples`, the pageable batch of `nbytes` is copied, Python runs between the
     steps. Fitted on one machine: elsewhere a first guess.

@@ -241,7 +241,7 @@ def traffic_s(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
 
 
 def units_names(pipe: int, units: int) -> tuple[str, ...]:
-    """Return what the units of a kernel are called in the names of `Parameters.compute`, the most special one first.
+    """Return the units of a kernel in the names of `Parameters.compute`, the most special one first.
 
     TF32 has a share of its own: kernels load twice the bytes of half precision for a multiply-add.
     """
@@ -294,7 +294,7 @@ def packaged_hosts() -> Mapping[str, HostTime]:
 
 
 def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:
-    """Return what runs a job, one of `FRAMEWORKS`: what its settings say, else what such a layout usually runs under.
+    """Return the framework of a job, one of `FRAMEWORKS`: its settings', else the usual one for its layout.
 
     Tensor and pipeline parallelism are taken to run under Megatron, unless the model is compiled. What Inductor
     launches is assumed to take `launch_overhead_us` each: no measured row has it.

@@ -69,11 +69,11 @@ class StepsInALoop:
         self._dropping_from: int | None = None
 
     def begin(self) -> None:
-        """A step begins, before its batch is there."""
+        """Begin a step, before its batch is there."""
         self._steps.append(_Step(begins=self._now))
 
     def hold(self, inputs: object, *variables: object) -> None:
-        """The step's model has run, or, with its output and loss as `variables`, its loss."""
+        """Note that the step's model has run, or, with its output and loss as `variables`, its loss."""
         step = self._steps[-1]
         if not variables:
             step.lets_go = self._now
@@ -253,7 +253,7 @@ class SecondStep:
 
 
 def kept_by(step: TrainingStep) -> State | None:
-    """Return what the model and the loss of a step keep."""
+    """Return the state that the model and the loss of a step keep."""
     return state_of(step.model, step.loss)
 
 
@@ -576,7 +576,7 @@ def _of_tensor(value: Tensor, state: State) -> list[object]:
 
 
 def _own(values: Mapping[str, object]) -> list[object]:
-    """Return what the code of a class holds."""
+    """Return the state that the code of a class holds."""
     return [value for name, value in values.items() if name not in _OF_PYTHON]
 
 

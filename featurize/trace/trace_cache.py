@@ -190,7 +190,7 @@ class BadRecord(ValueError):
 
 
 def trace_to_json(trace: StepTrace) -> dict[str, Any]:
-    """Return what `json.dumps` writes of a trace."""
+    """Return a trace in a form that `json.dumps` writes."""
     return {name: getattr(trace, name) for name in _STORED}
 
 
@@ -235,7 +235,7 @@ def _require(holds: bool, expected: str) -> None:
 
 @functools.cache
 def _reader(kind: Any, signed: bool = False) -> Callable[[Any], Any]:
-    """Return what reads a value of JSON as this annotation has it."""
+    """Return a function that reads a JSON value as this annotation has it."""
     plain: dict[Any, Callable[[Any], Any]] = {int: _integer if signed else count_of, str: text_of, bool: bool}
     if kind in plain:
         return plain[kind]

@@ -244,7 +244,7 @@ class OptimizerOnHost:
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step; also the fused implementation on meta tensors, which torch reserves for real devices.
+    """Run a step; also the fused implementation on meta tensors, which torch reserves for real devices.
 
     There, counters on the host, one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long
     as all else. Both replace parts of PyTorch: no other thread may trace at the same time.

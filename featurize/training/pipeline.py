@@ -330,7 +330,7 @@ class PipelineRank(ShardedRank):
     # -- running it
 
     def held(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what of a batch lies on this rank: the inputs on the first one, what the loss needs on the last,
+        """Return the part of a batch on this rank: the inputs on the first one, what the loss needs on the last,
         as the labels from which transformers' models compute theirs."""
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         of_inputs = [tensor for tensor in tensors_of(inputs) if tensor is not labels] if self._stages[0].first else []
@@ -383,7 +383,7 @@ class PipelineRank(ShardedRank):
         self._step.on_phase("forward")
 
     def part(self) -> PipelinePart:
-        """Return what the last step was made of."""
+        """Return the parts of the last step."""
         return self._part
 
 

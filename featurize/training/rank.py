@@ -63,12 +63,12 @@ class Rank:
         self.recorder = recorder
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
-        """Return what this rank has of the batch of those that share one. Raises `UsageError` where that is not a part
+        """Return this rank's part of the batch of those that share one. Raises `UsageError` where that is not a part
         for each."""
         return inputs, target
 
     def intercept(self) -> contextlib.AbstractContextManager[object]:
-        """Return what the model's steps run in."""
+        """Return the context of the model's steps."""
         return contextlib.nullcontext()
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
@@ -85,7 +85,7 @@ class Rank:
         self._step = step
 
     def held(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what of a batch lies on this rank's GPU."""
+        """Return the part of a batch on this rank's GPU."""
         return tuple(tensors_of((inputs, target)))
 
     def begin_step(self) -> None:
@@ -99,11 +99,11 @@ class Rank:
         self._step(inputs, target)
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent in the last step."""
+        """Return the ranks' collectives in the last step."""
         return ()
 
     def part(self) -> PipelinePart | None:
-        """Return what a pipeline's rank did in the last step; None of other jobs."""
+        """Return a pipeline rank's part in the last step; None for other jobs."""
         return None
 
 
@@ -263,7 +263,7 @@ class Replica:
                     self._recorder.log.copied([buffer])  # and back
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent since the step began. Buckets are reduced in their order (reducer.cpp:
+        """Return the ranks' collectives since the step began. Buckets are reduced in their order (reducer.cpp:
         `mark_bucket_ready`)."""
         ready = itertools.accumulate((self._ready.get(bucket, 0) for bucket in range(len(self._bytes))), max)
         reduced = zip(self._bytes, ready, strict=True)

@@ -141,7 +141,7 @@ _is_composite = functools.cache(is_composite)
 
 
 def own_axis(group: Any) -> str:
-    """Return what `fabrics_of` calls a process group that the model made itself, by the group's name."""
+    """Return the name by which `fabrics_of` calls a process group that the model made itself, by the group's name."""
     members = dist.get_process_group_ranks(_resolve_process_group(group))
     if len(members) == dist.get_world_size():
         return ""

@@ -137,8 +137,8 @@ class ShardedRank(ReplicatedRank):
         super().begin_step()
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what the ranks sent in the last step. Raises `UsageError` for a model of `own` that has nothing to do
-        with other ranks."""
+        """Return the ranks' collectives in the last step. Raises `UsageError` for a model of `own` that has nothing to
+        do with other ranks."""
         sent = self._streams.collectives()
         if not (self._spreads or sent):
             raise UsageError(

@@ -61,7 +61,7 @@ class FlatShards(FullyShardedDataParallel):
     accumulates = False
 
     def between_updates(self) -> contextlib.AbstractContextManager[object]:
-        """Return what micro-steps but the last of a step run in."""
+        """Return the context of all micro-steps of a step but the last."""
         return self.no_sync() if self.accumulates else contextlib.nullcontext()
 
 

@@ -324,7 +324,7 @@ class Stage:
         return output
 
     def arrived(self) -> Tensor:
-        """Return what the stage before returned: from here on, it is this stage that runs."""
+        """Return the result of the stage before: from here on, this stage runs."""
         assert self._arriving is not None, "a stage runs from its beginning"
         arriving, self._arriving = self._arriving, None
         self.pause(False)
@@ -332,7 +332,7 @@ class Stage:
         return arriving
 
     def leave(self, tensor: Tensor) -> None:
-        """Take what is given on: from here on, another stage runs."""
+        """Take the result that is passed on: from here on, another stage runs."""
         self._leaving = tensor
         self._stop()
 
@@ -636,7 +636,7 @@ class RepeatedPasses:
 def _memory_of(
     memory: BlockRecord, stretch: Stretch, batch: _Batch, results: Sequence[Tensor | None], *, ends: bool
 ) -> _Memory:
-    """Return what a pass does to memory.
+    """Return the effect of a pass on memory.
 
     Args:
         memory: The step's memory.

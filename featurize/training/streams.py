@@ -143,7 +143,7 @@ class Streams:
             self.sent[number].before = self.now()
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what was sent in the step, in its order. What no kernel waits for ends with the step."""
+        """Return the collectives of the step, in their order. What no kernel waits for ends with the step."""
         end = self.now()
         return tuple(
             Collective(note.kind, note.nbytes, note.after, end if note.before is None else note.before, note.axis)
@@ -151,7 +151,7 @@ class Streams:
         )
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what blocks are."""
+        """Name the kind of these tensors' blocks."""
         if self.recorder is not None:
             self.recorder.memory.name(tensors, kind)
 

@@ -48,7 +48,7 @@ class FlatPartition:
         self.starts = list(itertools.accumulate(sizes, initial=0))[:-1]
 
     def of_rank(self, rank: int) -> dict[int, tuple[int, int]]:
-        """Return what a rank updates: place of a parameter -> its first element there, and how many."""
+        """Return the part that a rank updates: place of a parameter -> its first element there, and how many."""
         begin, end = self.size * rank, self.size * (rank + 1)
         edges = [
             (max(begin - start, 0), min(end - start, size)) for start, size in zip(self.starts, self.sizes, strict=True)

@@ -129,7 +129,7 @@ class ZeroShardedRank(ZeroRank):
         self._waiting, self._elements = [], 0
 
     def _scattered(self, several: Sequence[Shared]) -> Tensor:
-        """Return what the rank receives: its parts, padded."""
+        """Return the parts that the rank receives, padded."""
         ranks, count = self._parallel.ddp, sum(shared.count for shared in several)
         gradient = several[0].parameter.grad
         assert gradient is not None

@@ -183,7 +183,7 @@ def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
 
 
 def required(project: dict) -> dict:
-    """Return what pyproject.toml asks for, by archive, and torch's requirement."""
+    """Return the requirements of pyproject.toml, by archive, and torch's requirement."""
     extras = {name: [Requirement(line) for line in lines] for name, lines in project["optional-dependencies"].items()}
 
     def members(extra: str) -> Iterator[Requirement]:

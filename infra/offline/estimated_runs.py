@@ -266,7 +266,7 @@ def _unusable(run: Mapping[str, Any], source: str) -> str | None:
 
 
 def _key(run: Mapping[str, Any]) -> tuple:
-    """Return what decides a run's estimates."""
+    """Return the properties that decide a run's estimates."""
     return (run["config"], run["device_name"], run["allocator_settings"], run["memory_fraction"])
 
 

@@ -62,7 +62,7 @@ class Absent(Exception):
 
 
 def contents(path: Path) -> Any:
-    """Return what a JSON file of the probes holds. Raises `Absent`, also for an empty or damaged file."""
+    """Return the content of a JSON file of the probes. Raises `Absent`, also for an empty or damaged file."""
     try:
         content = read_json(path)
     except FileNotFoundError:

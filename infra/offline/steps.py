@@ -256,7 +256,7 @@ class Call:
         self.pack_s = max(self.pack_s, self.packed_at_s - began_s)
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says."""
+        """Return the content of summary.json."""
         return {
             "calls": self.rows,
             "runs": self.counts,

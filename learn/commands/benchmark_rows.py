@@ -156,9 +156,9 @@ class BenchmarkSettings(Checked):
         build=parse_trust,
     )
 
-    def problems(self) -> list[str]:
-        problems = self._problems_of_slowdown() if self.target == SLOWDOWN else self._problems_of_rows()
-        return [*problems, *self._problems_of_paths()]
+    def problems(self) -> Iterator[str]:
+        yield from self._problems_of_slowdown() if self.target == SLOWDOWN else self._problems_of_rows()
+        yield from self._problems_of_paths()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -172,78 +172,68 @@ class BenchmarkSettings(Checked):
             and ((targets := get_estimator(name).targets) is None or self.target in targets)
         )
 
-    def _problems_of_slowdown(self) -> list[str]:
-        """Return the problems of target=slowdown, which takes few of the keys."""
+    def _problems_of_slowdown(self) -> Iterator[str]:
+        """Yield the problems of target=slowdown, which takes few of the keys."""
         from learn.sharing.command import SPLITS as GROUP_SPLITS
 
-        problems = foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
+        yield from foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
         if self.by not in (None, *GROUP_SPLITS):
-            problems.append(str(unknown_name("by", self.by, GROUP_SPLITS)))
-        return problems
+            yield str(unknown_name("by", self.by, GROUP_SPLITS))
 
-    def _problems_of_rows(self) -> list[str]:
-        problems = []
-        if self.published is None:
-            if self.paper:
-                problems.append("paper=true makes its tables from published files; give published=FOLDER with it")
-            if self.files is not None:
-                problems.append("files= picks published files; give published=FOLDER with it")
-        else:
-            problems += self._problems_of_published()
+    def _problems_of_rows(self) -> Iterator[str]:
+        if self.published is not None:
+            yield from self._problems_of_published()
+        elif self.paper:
+            yield "paper=true makes its tables from published files; give published=FOLDER with it"
+        if self.published is None and self.files is not None:
+            yield "files= picks published files; give published=FOLDER with it"
         if self.by not in (None, *GROUPINGS):
-            problems.append(str(unknown_name("by", self.by, GROUPINGS)))
+            yield str(unknown_name("by", self.by, GROUPINGS))
         if self.split == "leave_one_out" and self.by is None:
-            problems.append(
-                f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
-            )
-        return [*problems, *self._problems_of_estimators()]
+            yield f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
+        yield from self._problems_of_estimators()
 
-    def _problems_of_published(self) -> list[str]:
-        problems = [] if self.published else ["published= names no file or folder"]
-        if self.target not in PUBLISHED_TARGETS and self.published:
+    def _problems_of_published(self) -> Iterator[str]:
+        if not self.published:
+            yield "published= names no file or folder"
+        elif self.target not in PUBLISHED_TARGETS:
             other = "; step times are compared where warehouse.ingest brought the files: data=FOLDER"
-            problems.append(
+            yield (
                 f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}"
                 + (other if self.target == "step_time" else "")
             )
         if self.paper:
-            problems += foreign_keys(self, _OF_PAPER, "paper=true")
+            yield from foreign_keys(self, _OF_PAPER, "paper=true")
         if self.source is not None:
-            problems.append("source= is for the warehouse's runs, and published= was given")
-        return problems
+            yield "source= is for the warehouse's runs, and published= was given"
 
-    def _problems_of_estimators(self) -> list[str]:
-        problems = []
+    def _problems_of_estimators(self) -> Iterator[str]:
         formulas = STEP_FORMULAS if self.target == "step_time" and self.published is None else ()
         for name in self.estimators or ():
             if name not in (*ESTIMATORS, *formulas):
-                problems.append(str(unknown_name("estimator", name, (*ESTIMATORS, *formulas))))
+                yield str(unknown_name("estimator", name, (*ESTIMATORS, *formulas)))
             elif name not in formulas:
-                problems += _collect_refusal(partial(require_target, get_estimator(name), self.target))
+                yield from _refusal_of(partial(require_target, get_estimator(name), self.target))
         if self.estimators is not None and not self.estimators:
-            problems.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
-        return problems
+            yield f"estimators must name at least one of {', '.join(ESTIMATORS)}"
 
-    def _problems_of_paths(self) -> list[str]:
-        """Return what is wrong with the files to write: now, not after an hour."""
+    def _problems_of_paths(self) -> Iterator[str]:
+        """Yield the problems of the files to write: now, not after an hour."""
         from learn.estimation.requests import checked_path
 
-        problems = []
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:
-                problems += _collect_refusal(partial(checked_path, getattr(self, name), name, like))
+                yield from _refusal_of(partial(checked_path, getattr(self, name), name, like))
         if self.out is not None and self.out == self.report:
-            problems.append(f"out= and report= are the same file, {self.out}")
-        return problems
+            yield f"out= and report= are the same file, {self.out}"
 
 
-def _collect_refusal(check: Callable[[], object]) -> list[str]:
-    """Return the message of the `UsageError` that `check` raises, if any."""
+def _refusal_of(check: Callable[[], object]) -> Iterator[str]:
+    """Yield the message of the `UsageError` that `check` raises, if any."""
     try:
         check()
     except UsageError as error:
-        return [str(error)]
-    return []
+        yield str(error)
 
 
 NEVER_FITTED_ON = "models"  # form of the published comparison's files

@@ -117,7 +117,7 @@ def _of_card(done: Estimate) -> Iterator[tuple[str, str, str]]:
 
 
 def bound_name(done: Estimate) -> str:
-    """Return what the bound is called: its coverage in per cent."""
+    """Return the bound's name: its coverage in per cent."""
     return f"{100 * done.coverage:g} % bound"
 
 
@@ -153,7 +153,7 @@ def estimate_text(done: Estimate) -> str:
 
 
 def basis_of(done: Estimate, target: str) -> str:
-    """Return what a figure holds for: `machine current` of memory that a profile places, else `loop resident`."""
+    """Return the condition of a figure: `machine current` of memory that a profile places, else `loop resident`."""
     by = done.answered_by.get(target, "")
     if target == "memory" and (by.endswith("(default)") or (by == "trace" and done.card_mib is not None)):
         return f"machine {done.machine}"
@@ -161,7 +161,7 @@ def basis_of(done: Estimate, target: str) -> str:
 
 
 def coverage_text(done: Estimate) -> str:
-    """Return what share of left-out rows the bound held; empty without a bound."""
+    """Return the share of left-out rows that the bound held; empty without a bound."""
     if done.upper_mib is None:
         return ""
     if not done.bound_held_out:
@@ -202,7 +202,7 @@ def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
-    """The estimate's fields, with `subject`, and `run` (status, source, what was found) if there was one."""
+    """Print the estimate's fields, with `subject`, and `run` (status, source, what was found) if there was one."""
     mapping: dict[str, object] = {"subject": title, **done.to_mapping()}
     if past is not None:
         mapping["run"] = {
@@ -258,7 +258,7 @@ def rate(value: float) -> str:
 
 
 def _of_run(done: Estimate, past: PastRun, shown_figure: ShownFigure) -> tuple[str, str]:
-    """Return what the run showed, and the estimate less that; in words where a figure would say nothing."""
+    """Return the run's figure, and the estimate less that; in words where a figure would say nothing."""
     if shown_figure.target == "bound" or shown_figure.name not in _MEASURED:
         return "", ""
     column = get_target(shown_figure.target).column

@@ -490,8 +490,8 @@ MOST_SAMPLES = 65_536
 _GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
 _WIDER = 4  # times as wide is each further step away from the line's prediction
 _BY_LINE = 2  # tries of the line's own prediction between a batch that fits and one that does not
-# Between a batch that fits and one that does not, so many sizes, or one in so many of the batch, are halved at once:
-# memory grows in steps of the allocator's segments.
+# Between a batch that fits and one that does not, up to `_FEW` sizes, or a `_NARROW`-th of the batch, are halved at
+# once: memory grows in steps of the allocator's segments.
 _FEW, _NARROW = 64, 32
 _FAR = 2  # times a batch that fits: one that does not says little of the limit
 

@@ -276,7 +276,7 @@ def _of_family(
 
 
 def _moved_mib(family: str, device: DeviceSpec, on: MachineProfile) -> float:
-    """Return what the card holds more on this machine than on the one that the models were fitted for."""
+    """Return how much more the card holds on this machine than on the one that the models were fitted for."""
     loads_cudnn = family in _WITH_CUDNN
     return on.outside_mib(loads_cudnn) + on.other_mib - machine(DESCRIBED, device).outside_mib(loads_cudnn)
 

@@ -405,7 +405,7 @@ class Estimate(Energy, Timing, Activity, Memory):
         return estimate_text(self)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the same, and the breakdown as a bar."""
+        """Return the HTML for a notebook: the same, and the breakdown as a bar."""
         from learn.estimation.step_report import estimate_html
 
         return estimate_html(self)

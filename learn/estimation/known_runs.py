@@ -163,7 +163,7 @@ def leaves_out(known: object) -> bool:
 
 
 def _from_json(text: str) -> Any:
-    """Return what JSON text holds. Raises `UsageError` for other text."""
+    """Return the content of JSON text. Raises `UsageError` for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -236,7 +236,7 @@ def moved(
 def _uncertainty(
     measured: Sequence[OnTrace], reserved_mib: float, peak_mib: float, without: Uncertainty, *, narrows: bool
 ) -> Uncertainty:
-    """Return what is uncertain beside the runs: by their distance, but never more than without them."""
+    """Return the uncertainty beside the runs: by their distance, but never more than without them."""
     doublings = min(abs(math.log2(reserved_mib / traced_run.reserved_mib)) for traced_run in measured)
     further = min(max(doublings - 1.0, 0.0), _MOST_FURTHER)
     margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib
@@ -310,7 +310,7 @@ def _spread(measured: Sequence[OnTrace]) -> float:
 
 
 def _difference_at(reserved_mib: float, measured: Sequence[OnTrace]) -> float:
-    """Return what is measured beyond the trace at this much reserved memory; `measured` ascends in it."""
+    """Return how far measured memory lies beyond the trace at this much reserved memory; `measured` ascends in it."""
     differences: dict[float, list[float]] = {}
     for traced_run in measured:
         differences.setdefault(traced_run.reserved_mib, []).append(traced_run.difference_mib)
@@ -409,7 +409,7 @@ def _has_measured(folder: DataFolder, family: str, _changed_ns: int) -> bool:
 
 
 def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: TrialConfig) -> list[MeasuredRow]:
-    """Return what was measured of a job, at any batch size on any GPU model. Raises `CommandError`."""
+    """Return the measured runs of a job, at any batch size on any GPU model. Raises `CommandError`."""
     import warehouse
     from featurize.configs.trial import UnreadableConfig, config_of_row
 

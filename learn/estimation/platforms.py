@@ -55,7 +55,7 @@ SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
 
 
 def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = None) -> float:
-    """Return what communication libraries keep on a GPU, in MiB; 0 of a job on one GPU. `UsageError` where the GPU
+    """Return the memory of communication libraries on a GPU, in MiB; 0 for a job on one GPU. `UsageError` where the GPU
     model's description has no interconnect. A trace tells which groups of ranks the model made itself."""
     if job.parallel is None:
         return 0.0
@@ -64,7 +64,7 @@ def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = 
 
 
 def communication_of_step(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
-    """Return what the step's communication takes; None of a job on one GPU. It is the same in any loop."""
+    """Return the step's communication; None for a job on one GPU. It is the same in any loop."""
     from featurize.timing.overlap import communication_of
 
     if job.parallel is None:
@@ -242,7 +242,7 @@ class Platform:
     torch_version: str | None = None
 
     def limit_mib(self, traced: TracedStep | None) -> float:
-        """Return what the figure of the whole card may reach. A share limits what the allocator reserves, to which
+        """Return the limit of the whole card's figure. A share limits what the allocator reserves, to which
         comes what lies outside of it."""
         share = None if self.allocator is None else self.allocator.per_process_memory_fraction
         if share is None:
@@ -342,7 +342,7 @@ def platform_of(
     torch_version: str | None = None,
     data: Any = None,
 ) -> Platform:
-    """Return what a job runs on, checked. The arguments are those of `learn.estimate`.
+    """Return the platform of a job, checked. The arguments are those of `learn.estimate`.
 
     Raises:
         UsageError: An unknown name of any, with the known ones, or a limit out of the GPU model's range.

@@ -147,7 +147,7 @@ class Request:
 
 
 def platform_and_options(options: Mapping[str, Any]) -> tuple[Platform, AnswerOptions]:
-    """Return what a job runs on and how its answer is wanted, of the keywords of `learn.estimate` that say so. Raises
+    """Return the platform and the options among the keywords of `learn.estimate`. Raises
     `UsageError`."""
     of_platform = {name: options[name] for name in PlatformKeywords.__annotations__ if name in options}
     of_answer = {name: options[name] for name in AnswerKeywords.__annotations__ if name in options}
@@ -156,7 +156,7 @@ def platform_and_options(options: Mapping[str, Any]) -> tuple[Platform, AnswerOp
 
 
 def request_of(model: AnyModel, inputs: Inputs | None = None, **options: Unpack[RequestKeywords]) -> Request:
-    """Return what `learn.estimate` is asked with these arguments, checked; nothing is traced.
+    """Return the request of `learn.estimate` with these arguments, checked; nothing is traced.
 
     Raises:
         UsageError: As in `learn.estimate`.

@@ -654,7 +654,7 @@ class TimePart(NamedTuple):
 
 
 def time_parts(timed: TimedStep, input_ms: float = 0.0) -> list[TimePart]:
-    """Return what a step's time consists of: kinds of kernels, the longest first, then what the GPU waits for.
+    """Return the parts of a step's time: kinds of kernels, the longest first, then what the GPU waits for.
 
     The parts sum to `timed.step_time_ms`. What is less than 1 % of it goes into one part, "other".
 

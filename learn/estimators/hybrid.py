@@ -463,7 +463,8 @@ class HybridEstimator(Estimator):
         return np.array([[row[name] for name in self._columns] for row in rows], dtype=float)
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
-        """Return what the scale is learned from: for memory nothing that the batch changes, so that bounds grow too."""
+        """Return the features that the scale is learned from: for memory nothing that the batch changes, so that bounds
+        grow too."""
         return table[:, :-1] if self.target.is_memory else table
 
     def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
@@ -626,7 +627,7 @@ def _place(case: Case) -> tuple[str, str]:
 
 
 def _units(rows: Rows) -> np.ndarray:
-    """Return what is held out together: near-copies; in a family of many modules, a module."""
+    """Return the groups that are held out together: near-copies; in a family of many modules, a module."""
     units = rows.group.astype(object).copy()
     for family in set(map(str, rows.family)):
         if _of_many_modules(rows, family):

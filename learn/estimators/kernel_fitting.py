@@ -280,7 +280,8 @@ class FittedTimes:
     leftover: Mapping[str, float]
 
     def instrument(self, row: MeasuredTime) -> float:
-        """Return what timing the row's kernel adds, in ms: on a GPU model that was left out, the others' median."""
+        """Return the time that timing the row's kernel adds, in ms: on a GPU model that was left out, the others'
+        median."""
         key = row.device.name, row.group
         others = [value for (_, operator), value in self.instrument_ms.items() if operator == row.group]
         return self.instrument_ms.get(key) or (float(np.median(others)) if others else INSTRUMENT_MS)
@@ -364,7 +365,7 @@ class TimeFit:
         return weights_by(self.sources, of, power=0.5, factors=self.weights)
 
     def roofline(self) -> FittedTimes:
-        """Return what the described rates alone say: every kernel reaches them."""
+        """Return the times by the described rates alone: every kernel reaches them."""
         zeros = {name: np.zeros((len(GROUPS), len(UNITS))) for name in GROUP_VALUES}
         no_size = {name: np.full((len(GROUPS), len(UNITS)), -np.inf) for name in ("half_depth", "half_width")}
         single = {name: -np.inf if name in ("half_head", "latency_us") else 0.0 for name in SINGLE_VALUES}

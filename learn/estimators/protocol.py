@@ -29,7 +29,7 @@ LEVEL = 0.99  # level of the bounds that are reported and judged
 
 
 def conformal_score(scores: np.ndarray, level: float) -> float:
-    """Return what `level` of new scores stay under, by these ascending ones of held-out rows; never below 0."""
+    """Return the score that `level` of new ones stay under, by these ascending ones of held-out rows; never below 0."""
     rank = min(conformal_rank(len(scores), level), len(scores))
     return max(float(scores[rank - 1]), 0.0) if scores.size else 0.0
 
@@ -88,7 +88,7 @@ class MemoryBound:
 
 
 def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
-    """Return what `level` of the scores stay under, where each group counts alike, however many rows it has.
+    """Return the score that `level` of the scores stay under, where each group counts alike, however many rows it has.
 
     So a new group's scores do on average, as far as the groups are like it (pooled distributions of groups: Dunn,
     Wasserman and Ramdas 2022, arXiv 1809.07441). A single wrong label moves it little.
@@ -107,7 +107,7 @@ def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
 def held_of(
     score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray], float], kind: str
 ) -> HeldShare | None:
-    """Return what share of rows lies below the bounds that the other groups' rows make; None with a single group.
+    """Return the share of rows that lies below the bounds that the other groups' rows make; None with a single group.
 
     Args:
         score, group: (n,) as above.
@@ -220,7 +220,7 @@ class Prediction(Protocol):
         calibrated."""
 
     def held_of(self, row: int) -> HeldShare | None:
-        """Return what the row's bound at `LEVEL` held of left-out groups; None where that was not measured."""
+        """Return the share of left-out rows that the row's bound at `LEVEL` held; None where that was not measured."""
 
 
 class Estimator(ABC):
@@ -262,7 +262,7 @@ class Estimator(ABC):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Return what `save` wrote, predicting the same figures."""
+        """Return the estimator that `save` wrote, which predicts the same figures."""
         raise NotImplementedError
 
 
@@ -401,7 +401,7 @@ class ResidualPrediction:
 
 
 def _quantile(ascending: np.ndarray, q: float) -> float:
-    """Return what `np.quantile` returns, which sorts again and takes a hundred times longer."""
+    """Return the result of `np.quantile`, which sorts again and takes a hundred times longer."""
     place = q * (len(ascending) - 1)
     low, high = ascending[int(place)], ascending[min(int(place) + 1, len(ascending) - 1)]
     part = place - int(place)

@@ -314,7 +314,7 @@ class Boosters:
         return np.asarray(self.start + np.mean(of_members, axis=0))
 
     def predict_along(self, table: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """As `Trees.predict_along`."""
+        """Predict as `Trees.predict_along` does."""
         wide = np.repeat(table, len(last), axis=0)
         wide[:, -1] = np.tile(last, len(table))
         return self.predict(wide).reshape(len(table), len(last))

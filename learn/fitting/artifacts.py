@@ -57,7 +57,8 @@ class DamagedArtifact(EnvironmentProblem):
 
 
 def stamped(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`meta` with the checksums of every file of the folder but `name`, which is to hold it, and with its own."""
+    """Return `meta` with the checksums of every file of the folder but `name`, which is to hold it, and with its
+    own."""
     files = {
         path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
@@ -116,7 +117,7 @@ def say_damaged(error: DamagedArtifact, instead: str) -> None:
 
 
 def _problems(folder: Path, named: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with the files that the JSON names, and with all below `model/`."""
+    """Yield the problems of the files that the JSON names, and of all below `model/`."""
     for name in names:
         path, about, shown = folder / name, named.get(name), printable(name)
         if ".." in path.parts or not path.resolve().is_relative_to(folder.resolve()):
@@ -365,7 +366,8 @@ def version_folders(data: DataPlace, target: str) -> list[Path]:
 
 
 def newest_whole(versions: Sequence[Version], load: Callable[[Version], Loaded]) -> Loaded | None:
-    """Return what `load` makes of the newest version that is not damaged, named on standard error if it is; or None."""
+    """Return the result of `load` on the newest version that is not damaged, named on standard error if it is; or
+    None."""
     for older, version in reversed(list(enumerate(versions))):
         try:
             return load(version)
@@ -440,7 +442,8 @@ def newest(
 
 
 def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:
-    """`find_latest`, where having none is an error: `UsageError` that lists what there is and how to fit one."""
+    """Return `find_latest`'s version, where having none is an error: `UsageError` that lists what there is and how to
+    fit one."""
     artifact = find_latest(data, target, **wanted)
     if artifact is None:
         asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
@@ -466,11 +469,11 @@ def require_current(artifact: Artifact) -> Artifact:
 
 
 def default_artifact(target: str) -> Artifact | None:
-    """Return the model that comes with the project (`learn/default_models`), or None for a target without one.
+    """Return the packaged model (`learn/default_models`), or None for a target without one.
 
-    It is used also where this code's features have moved on since it was fitted:
-    `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and whoever shows its
-    figures says so.
+    It is used also where this code's features have changed since it was fitted:
+    `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and callers that show its
+    figures say so.
     """
     path = DEFAULT_MODELS / get_target(target).name
     try:
@@ -491,7 +494,7 @@ def _open(path: Path, _written_ns: int) -> Artifact:
 
 
 def models_folder(data: DataPlace) -> Path:
-    """The `models/` folder of a data folder (None: the default one)."""
+    """Return the `models/` folder of a data folder (None: the default one)."""
 
     folder = data if isinstance(data, DataFolder) else DataFolder.resolve(data)
     return Path(folder.models)

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -242,15 +242,13 @@ def _tensors(values: Mapping[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
 
-def _scores(split: str, off: np.ndarray) -> list[RowScores]:
-    """Return how far power, and how much longer a job takes than at the highest limit, are off, relative."""
-    scores = []
+def _scores(split: str, off: np.ndarray) -> Iterator[RowScores]:
+    """Yield how far power, and how much longer a job takes than at the highest limit, are off, relative."""
     for limit, errors in (("the board's own", off[:, :1]), ("lower", off[:, 1:])):
         known = errors[np.isfinite(errors[:, :, 0])]
         power, slower = known.T
         bias = float(np.median(power)) if len(power) else math.nan
-        scores.append(scores_of_errors(limit, split, {"power": power, "slower": slower}, power_bias=bias))
-    return scores
+        yield scores_of_errors(limit, split, {"power": power, "slower": slower}, power_bias=bias)
 
 
 _TRAINING_SHARE = "training_share"  # share of the time over which others took means: their set-up is in it
@@ -449,7 +447,7 @@ def _machines(data: str | os.PathLike[str] | None) -> float | None:
 
 
 def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> list[Times]:
-    """Return what `_megatron_times` does, of the smallest batch of each of Zeus' jobs; first the GPU model."""
+    """Return the same as `_megatron_times`, for the smallest batch of each of Zeus' jobs; first the GPU model."""
     timed: dict[tuple[str, str], Times] = {}
     for row in rows:
         if row.step_ms is not None:

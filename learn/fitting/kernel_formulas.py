@@ -148,7 +148,7 @@ def _blocks(calls: Calls, tensor: np.ndarray, sm_count: int) -> np.ndarray:
     return np.maximum(np.where(tiled, tiles * splits, np.where(calls.within(ATTENTION), queries, streamed)), 1.0)
 
 
-class WaveScaling:
+def wave_scaling(fit: TimeFit) -> Formula:
     """Habitat's wave scaling: a time measured on one GPU, carried over to another.
 
     Yu, Gao, Golikov, Pekhimenko: "Habitat: A Runtime-Based Computational Performance Predictor for Deep Neural Network
@@ -163,45 +163,38 @@ class WaveScaling:
     Differences: the paper profiles each kernel on the origin. Here a step has one measured time, which its kernels
     share as the roofline of the origin says. The paper has networks for products, convolutions and LSTMs; here they
     are scaled, too. Occupancy is the same on both GPUs, so W is in proportion to the SMs. Of several origins the
-    geometric mean is taken.
+    geometric mean is taken. There is no answer without a measurement of the same kernels on another GPU model.
     """
+    sizes, ends, measured_ms = sizes_of(fit.rows), ends_of(fit.rows), fit.measured_ms.numpy()
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for place, row in enumerate(fit.rows):
+        alike[_job_of(row)].append(place)
 
-    def __init__(self, fit: TimeFit) -> None:
-        self.fit = fit
-        self.sizes = sizes_of(fit.rows)
-        self.ends = ends_of(fit.rows)
-        self.alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for place, row in enumerate(fit.rows):
-            self.alike[_job_of(row)].append(place)
+    def factor(origin: int, destination: int) -> float:
+        """Return how much longer the row's kernels take on the destination's GPU than on the origin's."""
+        here, there = (slice(ends[job], ends[job + 1]) for job in (origin, destination))
+        before, after = fit.rows[origin].device, fit.rows[destination].device
+        share = sizes.count[here] * sizes.roofline_s[here]
+        factors = wave_factors(sizes.blocks[here], sizes.intensity[here], sizes.ridge[there], before, after)
+        return float((share * factors).sum() / share.sum())
 
-    def __call__(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula` says; NaN without a measurement of the same kernels on another GPU model among `of`."""
-        ratios = np.full(len(self.fit.rows), np.nan)
-        measured_ms = self.fit.measured_ms.numpy()
-        for members in self.alike.values():
+    def log_ratios(of: np.ndarray) -> np.ndarray:
+        ratios = np.full(len(fit.rows), np.nan)
+        for members in alike.values():
             for member in members:
-                origins = [o for o in members if of[o] and self.fit.devices[o] != self.fit.devices[member]]
+                origins = [o for o in members if of[o] and fit.devices[o] != fit.devices[member]]
                 if origins:
-                    scaled = [math.log(measured_ms[origin] * self._factor(origin, member)) for origin in origins]
+                    scaled = [math.log(measured_ms[origin] * factor(origin, member)) for origin in origins]
                     ratios[member] = np.mean(scaled) - math.log(measured_ms[member])
         return ratios
 
-    def _factor(self, origin: int, destination: int) -> float:
-        """Return how much longer the row's kernels take on the destination's GPU than on the origin's."""
-        sizes = self.sizes
-        here, there = (slice(self.ends[job], self.ends[job + 1]) for job in (origin, destination))
-        before, after = self.fit.rows[origin].device, self.fit.rows[destination].device
-        share = sizes.count[here] * sizes.roofline_s[here]
-        return float(
-            (share * wave_factors(sizes.blocks[here], sizes.intensity[here], sizes.ridge[there], before, after)).sum()
-            / share.sum()
-        )
+    return log_ratios
 
 
 def wave_factors(
     blocks: np.ndarray, intensity: np.ndarray, ridge: np.ndarray, before: DeviceSpec, after: DeviceSpec
 ) -> np.ndarray:
-    """Return each kernel's time on one GPU model over its time on another, as `WaveScaling` has it.
+    """Return each kernel's time on one GPU model over its time on another, as `wave_scaling` has it.
 
     Args:
         blocks: Thread blocks of each kernel.
@@ -218,7 +211,7 @@ def wave_factors(
 
 
 def _job_of(row: MeasuredTime) -> tuple[Any, ...]:
-    """Return what rows have in common that run the same kernels in the same setting."""
+    """Return a key that rows share if they run the same kernels in the same setting."""
     calls = row.calls
     columns = (calls.count, calls.pipe, calls.flops, calls.nbytes, calls.rows, calls.columns, calls.depth, calls.batch)
     return (
@@ -350,43 +343,40 @@ def kernel_model_as_it_comes(fit: TimeFit) -> Formula:
     return lambda _: ratios
 
 
-class RooflineByKind:
+def roofline_by_kind(fit: TimeFit) -> Formula:
     """The roofline with one learned share of it for each kind of kernel on each kind of units.
 
     A share is at most 1. Time of a step: the longer of GPU and host, as ours. A kind that no row holds has 0.6.
     """
+    sizes, (instrument, added) = sizes_of(fit.rows), instruments_of(fit.rows)
+    by_kind_ms = np.zeros((len(fit.rows), sizes.kinds))
+    np.add.at(by_kind_ms, (sizes.row, sizes.kind), sizes.count * sizes.roofline_s * 1e3)
+    usual = torch.full((sizes.kinds,), math.log(_USUAL_SHARE), dtype=torch.float64)
 
-    def __init__(self, fit: TimeFit) -> None:
-        self.fit = fit
-        sizes = sizes_of(fit.rows)
-        busy_ms = np.zeros((len(fit.rows), sizes.kinds))
-        np.add.at(busy_ms, (sizes.row, sizes.kind), sizes.count * sizes.roofline_s * 1e3)
-        self.busy_ms = torch.tensor(busy_ms)
-        self.instrument, self.added = instruments_of(fit.rows)
+    def log_ratios(values: Values) -> torch.Tensor:
+        busy_ms = torch.from_numpy(by_kind_ms) @ torch.exp(-values["share"])
+        one_kernel_ms = busy_ms + torch.exp(values["instrument"])[instrument]
+        steps_ms = overlapped_ms(busy_ms, fit.host_ms)
+        return torch.log(torch.where(fit.one_kernel, one_kernel_ms, steps_ms) / fit.measured_ms)
 
-    def __call__(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula` says."""
-        usual = torch.full((self.busy_ms.shape[1],), math.log(_USUAL_SHARE), dtype=torch.float64)
-        begin = {"share": usual, "instrument": self.added}
+    def learned(of: np.ndarray) -> np.ndarray:
+        values = descended(
+            {"share": usual, "instrument": added},
+            lambda values: robust(log_ratios(values), TOLERANCE),
+            fit.row_weights(of),
+            _DESCENT,
+        )
+        return np.asarray(log_ratios(values).numpy())
 
-        def losses(values: Values) -> torch.Tensor:
-            return robust(self._log_ratios(values), TOLERANCE)
-
-        return self._log_ratios(descended(begin, losses, self.fit.row_weights(of), _DESCENT)).numpy()
-
-    def _log_ratios(self, values: Values) -> torch.Tensor:
-        busy_ms = self.busy_ms @ torch.exp(-values["share"])
-        one_kernel_ms = busy_ms + torch.exp(values["instrument"])[self.instrument]
-        steps_ms = overlapped_ms(busy_ms, self.fit.host_ms)
-        return torch.log(torch.where(self.fit.one_kernel, one_kernel_ms, steps_ms) / self.fit.measured_ms)
+    return learned
 
 
 AS_IT_COMES = "trace"  # the estimator of that name has the same figures
 FORMULAS: Mapping[str, Callable[[TimeFit], Formula]] = {
     AS_IT_COMES: kernel_model_as_it_comes,
     "kernels": kernel_model,
-    "roofline": RooflineByKind,
-    "habitat": WaveScaling,
+    "roofline": roofline_by_kind,
+    "habitat": wave_scaling,
     "neusight": TilesAndWaves,
 }
 

@@ -193,7 +193,7 @@ class RowLeftOut(Exception):
 def read_each(
     rows: Sequence[Any], read: Callable[[Any], Row], progress: Progress | None = None
 ) -> tuple[list[Row], dict[str, int]]:
-    """Return what `read` makes of each row, and for each reason of its `RowLeftOut` the number of rows."""
+    """Return the result of `read` on each row, and for each reason of its `RowLeftOut` the number of rows."""
     kept: list[Row] = []
     left_out: Counter[str] = Counter()
     for done, row in enumerate(rows):
@@ -402,7 +402,8 @@ def _trace(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
 
 
 def _group(config: TrialConfig) -> str:
-    """Return what is left out together: a family's name, or of timm the letters that its model's name begins with."""
+    """Return the group that is left out together: a family's name, or for timm the letters that its model's name begins
+    with."""
     model = getattr(config, "model", None)
     if config.family != "timm" or not model:
         return config.family

@@ -58,7 +58,7 @@ class Promotion:
     device_name: str | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as JSON has them."""
         return asdict(self)
 
 
@@ -177,8 +177,10 @@ def _notes(every: Rows, candidate: Evaluation) -> Iterator[str]:
 
 
 def is_held_out(groups: Iterable[Any]) -> np.ndarray:
-    """Return (n,) bool: of near-copy groups by their key, the fifth that no candidate is ever fitted on. It hangs on
-    the key alone, so that every night's rows find their side and the rows to judge by only grow."""
+    """Return (n,) bool: the fifth of the near-copy groups, by their key, that no candidate is ever fitted on.
+
+    It depends on the key alone, so rows keep their side from night to night and the held-out set only grows.
+    """
     limit = int(HELD_OUT_SHARE * 2**64)
     digests = (hashlib.sha256(f"held out {key}".encode()).digest() for key in groups)
     return np.array([int.from_bytes(digest[:8], "big") < limit for digest in digests], dtype=bool)

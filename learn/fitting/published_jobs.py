@@ -557,7 +557,7 @@ def mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def fused_mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return what stands for the fused cross entropy that LLM Foundry takes by default (flash-attn's): it reads the
+    """Return the replacement of the fused cross entropy that LLM Foundry takes by default (flash-attn's): it reads the
     logits once, and once more to write their gradient in their own type. The value is another."""
 
     class Fused(torch.autograd.Function):

@@ -116,7 +116,7 @@ def samples_of(inputs: Any) -> int:
 
 
 def maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[str], tuple[Inputs, Tensor | None]]:
-    """`make(device)` -> the batch's inputs and target on that device."""
+    """Return `make(device)` -> the batch's inputs and target on that device."""
     if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
     if is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping):

@@ -189,37 +189,37 @@ def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
     return bins.classify(rows.label, rows.family)
 
 
-def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
-    """Return what a reader of the figures has to know of the rows that are fitted on and judged."""
-    notes = []
+def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> Iterator[str]:
+    """Yield what a reader of the figures has to know of the rows that are fitted on and judged."""
     present = np.unique(classes_of(rows, bins))
     if len(present) == 1:
         exact = rows.exact.label
         span = f"{exact.min():.4g} to {exact.max():.4g} {rows.target.unit}" if exact.size else "out of memory"
-        notes.append(f"all {len(rows)} rows fall into one class, {bins.labels[present[0]]} ({span}): no accuracy")
+        yield f"all {len(rows)} rows fall into one class, {bins.labels[present[0]]} ({span}): no accuracy"
     if rows.censored.any():
         known = "they are fitted on as lower bounds"
         if not estimator.uses_out_of_memory:
             known = "they are not fitted on, so estimates near the device's memory lean low"
         shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
-        notes.append(
+        yield (
             f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}"
             + (f", {shares} of them, which had a share of the device only, of any from their own on" * bool(shares))
             + f"; {known}"
         )
     if doubted := int((rows.doubt != "").sum()):
-        notes.append(
-            f"{doubted} rows are in doubt (runs.error says why, or the rows beside them do): judged, but not fitted on"
-        )
+        why = "runs.error says why, or the rows beside them do"
+        yield f"{doubted} rows are in doubt ({why}): judged, but not fitted on"
     if "simulated" in rows.count("source"):
-        origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
-        notes.append(origin + "nothing about real GPUs")
+        yield (
+            "the labels are of simulated devices: the figures say how well their model is reproduced, "
+            "nothing about real GPUs"
+        )
         if estimator.name in ("trace", PREFERRED):  # whose figures are the trace's own, corrected or not
-            notes.append(
+            yield (
                 "the trace made these very labels, so that errors here are near zero by construction; "
                 f"estimator={OF_CONFIGS} learns them from configurations"
             )
-    return notes + rows.left_out
+    yield from rows.left_out
 
 
 SPLITS = ("cv", "holdout", "leave_one_out")
@@ -302,7 +302,7 @@ def keys_of(rows: Rows, by: str) -> np.ndarray:
 
 
 def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(inside, outside) positions of each fold: groups whole, classes about equally shared."""
+    """Yield (inside, outside) positions of each fold: groups whole, classes about equally shared."""
     from sklearn.model_selection import StratifiedGroupKFold
 
     strata = np.asarray(classes).copy()
@@ -319,7 +319,7 @@ def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tu
 
 
 def hold_out(rows: Rows, classes: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(train, test) positions, ascending; about 30 % of the rows in test, no group in both."""
+    """Return (train, test) positions, ascending; about 30 % of the rows in test, no group in both."""
     tenths = [outside for _, outside in split(rows, classes, 10, seed)]
     test = np.sort(np.concatenate(tenths[:TEST_TENTHS]))
     return np.setdiff1d(np.arange(len(rows)), test), test

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -552,23 +552,23 @@ def worst_of(
     return sorted(pairs, key=lambda pair: -abs(pair[1]))[:n]
 
 
-def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> list[tuple[Scored, float]]:
-    """Return (row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
-    errors = []
+def signed_errors(
+    rows: Sequence[Scored], constant: float | None, *, space: str = "log"
+) -> Iterator[tuple[Scored, float]]:
+    """Yield (row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
     for row in rows:
         if row.label is None or row.estimate is None:
             continue
         gap = row.estimate + (constant or 0.0) - row.label
         if space == "ratio":
-            errors.append((row, gap))
+            yield row, gap
         elif row.label >= RELATIVE_FLOOR:
-            errors.append((row, gap / row.label))
-    return errors
+            yield row, gap / row.label
 
 
 def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
-    """`n` positions, ascending, each group in proportion to its size; all for None. The same seed, the same choice; a
-    larger `n` only adds to it."""
+    """Return `n` positions, ascending, each group in proportion to its size; all for None. The same seed, the same
+    choice; a larger `n` only adds to it."""
     if n is None or n >= len(groups):
         return list(range(len(groups)))
     members: dict[str, list[int]] = defaultdict(list)

@@ -215,7 +215,7 @@ class Peer(Estimator):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Return what `save` wrote."""
+        """Return the estimator that `save` wrote."""
         return open_state(cls, Path(folder))[0]
 
 

@@ -153,7 +153,7 @@ class _PlannedJob:
         return MicroBatches(given=given, per_replica=self.global_batch // layout.replicas, pipelined=layout.pp)
 
     def of(self, layout: Parallel, size: int, count: int, way: str | None) -> Request:
-        """Return what is asked of one layout with one micro-batch."""
+        """Return the request for one layout with one micro-batch."""
         if layout.pp > 1:  # its micro-steps are micro-batches of one schedule
             layout, size, count = replace(layout, micro_batches=count), size * count, 1
         without: dict[str, Any] = {} if way is not None else {"checkpoint_every": 1, "checkpoint_reentrant": False}
@@ -284,7 +284,7 @@ class _Searches:
         self._keep(replace(whole, known=TRACED), search.estimates.get(whole))
 
     def notes(self) -> list[str]:
-        """Return what the rows were extrapolated from; nothing where all were traced."""
+        """Return notes on the traces that rows were extrapolated from; none where all were traced."""
         rows = [row for row in self.rows if row.known == EXTRAPOLATED]
         if not rows:
             return []

@@ -140,7 +140,7 @@ def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) 
 
 
 def utilization_bins(target: Target) -> Bins:
-    """low / medium / high with the published edges of each row's own family."""
+    """Return bins low, medium and high with the published edges of each row's own family."""
     published = UTILIZATION_EDGES[target.name]
     words = "; ".join(f"{family} [{low:g}, {high:g})" for family, (low, high) in published.items())
     rule = f"medium is {words}; any other family as {_UNPUBLISHED}"
@@ -148,7 +148,7 @@ def utilization_bins(target: Target) -> Bins:
 
 
 def tercile_bins(labels: np.ndarray, target: Target) -> Bins:
-    """low / medium / high thirds of these very labels: for targets that nobody published edges for."""
+    """Return bins low, medium and high, thirds of exactly these labels: for targets that nobody published edges for."""
     low, high = np.quantile(labels, [1 / 3, 2 / 3])
     rule = f"thirds of this data: medium is [{low:.4g}, {high:.4g}) {target.unit}"
     return Bins(LEVELS, (float(low), float(high)), {}, rule)

@@ -152,7 +152,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _call(function: Callable[..., Any], item: Any) -> Any:
-    """Return what the function returns, or the exception that it raises, which the parent raises."""
+    """Return the function's result, or the exception that it raises, which the parent raises."""
     try:
         return function(item)
     except Exception as error:

@@ -3,7 +3,7 @@ memory and in the data folder.
 
 Start reading at `StepStore`: callers that fit, predict or judge make one and pass it on. `compute` traces a case,
 and `StepRecord.to_bytes` is how a record is stored. `with_suspects` marks memory labels that neither the job's tensors
-nor assumed workspaces explain, told from the rows beside them: published figures are often the whole card's, polled
+nor assumed workspaces explain, judged by the rows beside them: published figures are often the whole card's, polled
 once a second, so that another job on the card, or a run that never trained, is in them.
 """
 
@@ -82,7 +82,8 @@ class StepRecord:
         return cls(values=values, graph=graph, error=error, seconds=stored["seconds"])
 
     def operator_graph(self) -> dict[str, np.ndarray]:
-        """categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward pass."""
+        """Return categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward
+        pass."""
         with np.load(io.BytesIO(self.packed_graph()), allow_pickle=False) as arrays:
             graph = {name: arrays[name] for name in arrays.files}
         return {**graph, "nodes": graph["nodes"].astype(np.float32)}
@@ -445,7 +446,7 @@ def _measure(place: int, label_mib: float, values: Mapping[str, float]) -> _Meas
 
 
 def _network(case: Case, device: str) -> str:
-    """Return what rows share that differ in nothing but the batch."""
+    """Return a key that rows share if they differ in nothing but the batch."""
     if case.config is None:
         return f"{device} {case.training_loop} {case.job.name}"
     settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}

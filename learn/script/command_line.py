@@ -183,7 +183,8 @@ def _torchrun(launcher: str, words: list[str], before: Mapping[str, str]) -> Scr
 def _variables_of_torchrun(
     nodes: int, per_node: int, before: Mapping[str, str], role: str, run_id: str, restarts: int
 ) -> dict[str, str]:
-    """Return what torchrun sets for a worker (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+    """Return the variables that torchrun sets for a worker
+    (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
     ranks = str(nodes * per_node)
     return {
         **_thread_limit(per_node, before),

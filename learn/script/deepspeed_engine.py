@@ -81,7 +81,7 @@ class DeepSpeedJob:
         mesh_param: Any = None,
         config_params: Any = None,
     ) -> tuple[DeepSpeedEngine, Optimizer, Any, Any]:
-        """As DeepSpeed's own: engine, optimizer, loader of `training_data`, scheduler."""
+        """Return what DeepSpeed's own does: engine, optimizer, loader of `training_data`, scheduler."""
         if mpu is not None or mesh_param is not None:
             raise RuntimeError("model and sequence parallelism of DeepSpeed are not followed")
         if not isinstance(model, nn.Module):
@@ -280,7 +280,8 @@ def kind_of(name: str, our_name: str, implementation: str | None = None) -> type
 
 
 def maker_of(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """Return what makes an optimizer of the same kind, with the settings of the first group, for other parameters."""
+    """Return a function that makes an optimizer of the same kind, with the settings of the first group, for other
+    parameters."""
     if isinstance(optimizer, EngineOptimizer):
         return functools.partial(make_optimizer, optimizer.our_name, implementation=optimizer.implementation)
     taken = inspect.signature(type(optimizer).__init__).parameters

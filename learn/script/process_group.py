@@ -87,7 +87,7 @@ class RankZero:
         self._wrapper = self._wrapper or settings
 
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
-        """Return what plays a rank of ZeRO from now on, with the script's recorder, for a model of this many
+        """Return the object that plays a rank of ZeRO from now on, with the script's recorder, for a model of this many
         elements."""
         from featurize.training.play_rank import played_rank
         from featurize.training.zero import ZeroRank
@@ -134,7 +134,7 @@ class RankZero:
         self._collectives = (*sent, *(collective for wrapper in self._wrappers for collective in wrapper.collectives()))
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what was sent in the last step; nothing of one process alone."""
+        """Return the collectives of the last step; none for one process alone."""
         return self._collectives if self.layout() is not None else ()
 
     def layout(self) -> Parallel | None:
@@ -144,7 +144,7 @@ class RankZero:
         return self._wrapper or self._command.layout(self.launched)
 
     def remarks(self) -> list[str]:
-        """Return what is taken for granted of the ranks."""
+        """Return the assumptions about the ranks."""
         if self.launched == 1:
             return []
         if self._streams is None:
@@ -467,7 +467,7 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         replica.broadcast_buffers()
     if self.device_ids:
         inputs, kwargs = tree_map(on_the_gpu, inputs), tree_map(on_the_gpu, kwargs)
-    with self._inside_ddp_forward():  # which tells a compiled module whose buckets cut its graph
+    with self._inside_ddp_forward():  # a compiled module learns there whose buckets cut its graph
         output = self.module(*inputs, **kwargs)
     self.require_forward_param_sync = trains and self.require_backward_grad_sync
     if trains:

@@ -5,8 +5,8 @@ it is checked value by value when it is read.
 
 A run is known by the script's bytes and command line, its environment, the GPU model and what is installed. It is
 believed while all that the script looked at is as it was: modules of its own, files that it read, folders that it
-listed, files that it missed. `learn.script.saved_files` hears of these in Python; nobody hears of what compiled code or
-another process reads, or of the time.
+listed, files that it missed. `learn.script.saved_files` notices these in Python; nothing notices what compiled code or
+another process reads, or the time.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def read_record(folder: Path) -> ScriptRecord | None:
 
 
 def record_to_json(record: ScriptRecord) -> dict[str, Any]:
-    """Return what `json.dumps` writes of a record."""
+    """Return a record in a form that `json.dumps` writes."""
     return {
         **vars(record),
         "trace": None if record.trace is None else trace_to_json(record.trace),
@@ -151,7 +151,7 @@ def _setting(name: str, value: Any) -> Setting:
 
 
 def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
-    """Return what distinguishes a run from others, except the state of what the script looks at."""
+    """Return the identity of a run, except the state of what the script looks at."""
     content = b"" if command.module else Path(command.script).read_bytes()
     variables = sorted((name, value) for name, value in command.environment.items() if name not in _NO_MATTER)
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns

@@ -94,7 +94,7 @@ class ScriptCompiler:
             return noting
 
         def state_of(module: nn.Module) -> dict[str, Any]:
-            """Return what is copied and saved of a module: a copy of a compiled one runs as it is written."""
+            """Return the state of a module that is copied and saved: a copy of a compiled one runs as it is written."""
             added_names = ("forward", "_orig_mod") if id(module) in self._compiled else ()
             return {name: value for name, value in vars(module).items() if name not in added_names and not saves(value)}
 

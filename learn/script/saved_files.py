@@ -266,7 +266,7 @@ class SavedFiles:
         return function(path) if names is None else _Entries(_Entry(os.fspath(path), name) for name in names)
 
     def _names(self, path: Any) -> list[str] | None:
-        """Return what a folder holds for the script; None where that is what lies in it."""
+        """Return the content of a folder as the script sees it; None where that is its real content."""
         full = self._full(path)
         assert full is not None
         self._looked_at.setdefault(full + os.sep, self._there(full))

@@ -91,7 +91,7 @@ class ScriptRecorder(Recorder):
                 del self.log.made_by[block]
 
     def name_batches(self) -> None:
-        """Name a batch what was copied from the host and belongs to no model."""
+        """Name as a batch what was copied from the host and belongs to no model."""
         for block in self._copied:
             if self.memory.kinds[block] is None:
                 self.memory.kinds[block] = "batch"
@@ -197,7 +197,7 @@ class ScriptRecorder(Recorder):
             raise
 
     def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `unique` gives of values that are not known: each is another one."""
+        """Return the result of `unique` for values that are not known: each is another one."""
         self.values.assume("unique keeps everything where its argument is computed in the step: an upper bound")
         inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
         counts = torch.tensor([1]).expand(tensor.numel()).to("meta")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -130,17 +130,15 @@ def _answers(
     fit: Callable[[Sequence[MeasuredGroup]], SlowdownEstimator],
     inside: Sequence[MeasuredGroup],
     outside: Sequence[MeasuredGroup],
-) -> list[Answered]:
-    """Return the left-out groups with their answers; without one where a job's utilization is not known."""
-    given: list[Answered] = []
+) -> Iterator[Answered]:
+    """Yield the left-out groups with their answers; without one where a job's utilization is not known."""
     estimator = None
     for group in outside:
         try:
             estimator = estimator or fit(inside)
-            given.append((group, estimator.slowdowns(group.jobs)))
+            yield group, estimator.slowdowns(group.jobs)
         except NoUtilization:
-            given.append((group, None))
-    return given
+            yield group, None
 
 
 def _score(title: str, name: str, given: Sequence[Answered]) -> RowScores | None:

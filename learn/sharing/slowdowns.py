@@ -543,7 +543,8 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
 
 
 def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[Part]:
-    """Return what is fitted on and what is left out: each model (`by` model) or GPU model (`by` device) in turn.
+    """Return the groups that are fitted on and those left out: each model (`by` model) or GPU model (`by` device) in
+    turn.
 
     Members that did not train at the same time are never fitted on; parts with too few groups to fit on are left out.
     """

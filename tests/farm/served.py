@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -63,6 +64,23 @@ class Served:
     def answering(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
         return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+
+    def trace_servers(self) -> list[psutil.Process]:
+        """The processes that traces are forked from."""
+        children = psutil.Process(self.process.pid).children()
+        return [one for one in children if "farm.serving.trace_pool:prepare" in one.cmdline()]
+
+    @contextlib.contextmanager
+    def traces_held(self) -> Iterator[None]:
+        """No trace begins within."""
+        held = self.trace_servers()
+        for server in held:
+            server.suspend()
+        try:
+            yield
+        finally:
+            for server in held:
+                server.resume()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

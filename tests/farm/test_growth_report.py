@@ -217,6 +217,13 @@ def test_broken_checks_are_told_first(nights):
     assert "SM occupancy above SM activity" in page.text
 
 
+def test_of_many_broken_rules_three_are_named(one_night):
+    broken = [{"rule": f"rule {k}", "severity": "error", "count": 2, "examples": [], "said": ""} for k in range(4)]
+    landed = {**one_night.journal.cycles()[-1].done("land"), "findings": broken}
+    report, _ = written(one_night, land=landed)
+    assert "rules are broken 8 times (rule 0, rule 1, rule 2, ...)" in report["said"]["advice"][0]
+
+
 def test_a_sick_machine_is_named_with_its_causes(nights):
     nights.night([nights.run_row()])
     cycle = nights.begin()

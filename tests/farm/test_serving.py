@@ -466,9 +466,8 @@ def test_a_killed_trace_is_traced_again(service):
 
 
 def test_traces_go_on_when_the_process_that_they_are_forked_from_is_killed(service):
-    for server in psutil.Process(service.process.pid).children():
-        if "farm.serving.trace_pool:prepare" in server.cmdline():
-            server.kill()
+    for server in service.trace_servers():
+        server.kill()
     with service.client() as client:
         done = client.estimate(config={**MLP, "depth": 7}, method="full")
     assert done.parameters > 0
@@ -476,10 +475,8 @@ def test_traces_go_on_when_the_process_that_they_are_forked_from_is_killed(servi
 
 def kill_trace(service) -> bool:
     """Kill the child that traces, as soon as there is one."""
-    me = psutil.Process(service.process.pid)
     for _ in range(10_000):
-        servers = [one for one in me.children() if "farm.serving.trace_pool:prepare" in one.cmdline()]
-        for child in [child for server in servers for child in server.children()]:
+        for child in [child for server in service.trace_servers() for child in server.children()]:
             with contextlib.suppress(psutil.Error):
                 child.kill()
                 return True

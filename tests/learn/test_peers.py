@@ -11,7 +11,7 @@ from featurize.device.device_spec import load_device
 from featurize.timing.calls import FP32, TENSOR, as_calls, product, stream
 from featurize.timing.times import clock_ghz
 from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit, left_out_errors
-from learn.fitting.kernel_formulas import FORMULAS, RooflineByKind, TilesAndWaves, WaveScaling
+from learn.fitting.kernel_formulas import FORMULAS, TilesAndWaves, roofline_by_kind, wave_scaling
 
 V100, A100, T4 = (load_device(name) for name in ("V100-SXM2-32GB", "A100-SXM4-40GB", "T4"))
 MIB = 2**20
@@ -63,14 +63,14 @@ def shares(call, device):
 def test_one_share_of_the_roofline_is_found_for_each_kind_and_each_units():
     fit = TimeFit(mixed_rows(shares), {})
     of = fit.devices != "T4"
-    assert np.abs(RooflineByKind(fit)(of)).max() < 0.03  # on the GPU that was left out, too
+    assert np.abs(roofline_by_kind(fit)(of)).max() < 0.03  # on the GPU that was left out, too
 
 
 def test_a_kernel_bound_by_memory_scales_with_the_bandwidth_and_one_bound_by_arithmetic_with_clock_and_sms():
     rows = [row({moved(8000): 3}, V100, 10.0), row({moved(8000): 3}, A100, 1.0)]
     rows += [row({square(65_536): 1}, V100, 10.0), row({square(65_536): 1}, A100, 1.0)]
     fit = TimeFit(rows, {})
-    estimated = np.exp(WaveScaling(fit)(np.array([True, False, True, False])))
+    estimated = np.exp(wave_scaling(fit)(np.array([True, False, True, False])))
     assert estimated[1] == pytest.approx(10 * V100.bandwidth_gb_s / A100.bandwidth_gb_s, rel=0.01)
     by_clock = V100.sm_count * clock_ghz(V100) / (A100.sm_count * clock_ghz(A100))
     assert estimated[3] == pytest.approx(10 * by_clock, rel=0.01)
@@ -79,9 +79,9 @@ def test_a_kernel_bound_by_memory_scales_with_the_bandwidth_and_one_bound_by_ari
 
 def test_wave_scaling_has_no_answer_without_the_same_kernels_on_another_gpu_model():
     rows = [row({moved(8): 1}, V100, 1.0), row({moved(8): 1}, A100, 1.0), row({moved(9): 1}, A100, 1.0)]
-    answers = WaveScaling(TimeFit(rows, {}))(np.array([True, True, True]))
+    answers = wave_scaling(TimeFit(rows, {}))(np.array([True, True, True]))
     assert np.isfinite(answers).tolist() == [True, True, False]
-    answers = WaveScaling(TimeFit(rows, {}))(np.array([False, True, True]))
+    answers = wave_scaling(TimeFit(rows, {}))(np.array([False, True, True]))
     assert np.isfinite(answers).tolist() == [True, False, False]
 
 

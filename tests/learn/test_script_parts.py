@@ -10,7 +10,7 @@ from conf.errors import UsageError
 from featurize.cudnn import oracle
 from featurize.device.device_spec import describe_device
 from learn.commands.estimate import EstimateSettings, entry_of_script
-from learn.estimation import answers, estimate_view
+from learn.estimation import answers
 from learn.estimation.known_runs import known_runs
 from learn.estimation.platforms import platform_of
 from learn.estimation.requests import AnswerOptions, Request
@@ -79,7 +79,7 @@ def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_ref
 def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):
     passed = {}
     monkeypatch.setattr(estimating, "estimate_script", lambda command, **given: passed.update(given))
-    monkeypatch.setattr(estimate_view, "print_table", lambda *_, **__: None)
+    monkeypatch.setattr("learn.commands.estimate.print_table", lambda *_, **__: None)
     entry_of_script(EstimateSettings(), ["python", "train.py"])
     given = {field.name: [] for field in dataclasses.fields(EstimateSettings)}
     settings = SimpleNamespace(**{**given, "input_dtype": "int64"})

@@ -134,14 +134,14 @@ def test_runs_that_landed_after_the_snapshot_are_not_in_it(filled, tmp_path):
         publish(settings(filled, tmp_path / "c", snapshot="u"))
 
 
-def test_the_same_snapshot_gives_the_same_bytes(filled, tmp_path):
-    take_snapshot(filled, "s")
-    for out in ("a", "b"):
-        publish(settings(filled, tmp_path / out, snapshot="s", name="set", pages=20))
-    files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()]
+def test_the_same_snapshot_gives_the_same_bytes(whole, tmp_path):
+    first, folder = whole
+    same = {"snapshot": first.snapshot, "name": first.root.name, "pages": 20}
+    again = publish(settings(folder, tmp_path / "again", **same)).root
+    files = [path.relative_to(again) for path in again.rglob("*") if path.is_file()]
     assert len([name for name in files if name.parts[0] != "pages"]) == 9 and len(files) > 20
     for name in files:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+        assert (again / name).read_bytes() == (first.root / name).read_bytes(), name
 
 
 def test_names_of_machines_users_and_paths_are_nowhere(whole):

@@ -127,6 +127,13 @@ def test_a_report_against_the_rules_is_broken(case):
     assert reader.observed.broken.isprintable()
 
 
+@pytest.mark.parametrize(("text", "version"), [(b'"90100"', "90100"), (b"null", None)])
+def test_a_trial_s_release_of_cudnn_is_recorded_and_no_reading_is_left_out(text, version):
+    reader = ReportReader()
+    assert [*reader.feed(b'{"event":"environment","cudnn_version":' + text + b"}\n")] == ["environment"]
+    assert reader.observed.values == {"cudnn_version": version} and reader.readings_left_out == 0
+
+
 @pytest.mark.parametrize("case", ["binary without an end", "a step before its warm-up"])
 def test_a_report_against_the_rules_ends_the_trial_as_crashed(worker, tmp_path, case):
     reports_file = tmp_path / "said"

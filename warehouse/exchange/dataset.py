@@ -411,7 +411,7 @@ def public_tables(
 
 
 def _public_uuid(uuid: str | None) -> str | None:
-    """Return what distinguishes cards, and serves nothing else; that of a published row stays as it is."""
+    """Return an id that distinguishes cards and serves nothing else; a published row's stays as it is."""
     if uuid is None or _PUBLIC_UUID.fullmatch(uuid):
         return uuid
     return f"gpu-{hashlib.sha256(uuid.encode()).hexdigest()[:12]}"

@@ -128,7 +128,7 @@ class QueryLimits:
 
     @property
     def share(self) -> ReadingLimits:
-        """Return what DuckDB may take of it."""
+        """Return DuckDB's share of it."""
         return ReadingLimits(int(_DUCKDB_SHARE * self.memory_bytes), _THREADS)
 
 

@@ -289,7 +289,7 @@ def _seal(file: BinaryIO) -> str:
 
 
 def checksum_problem(path: Path) -> str | None:
-    """Return what is wrong with a Parquet file, None where its checksum is right or where it carries none.
+    """Return the problem of a Parquet file, None where its checksum is right or where it carries none.
 
     An empty file, or one without a footer, has a problem. Raises `OSError` as reading does.
     """
@@ -303,7 +303,7 @@ def verify(path: Path) -> tuple[bool, str | None]:
 
 
 def content_problem(content: bytes) -> str | None:
-    """Return what is wrong with a Parquet file that is in memory, as `checksum_problem` does."""
+    """Return the problem of a Parquet file that is in memory, as `checksum_problem` does."""
     return _verify(io.BytesIO(content))[1]
 
 

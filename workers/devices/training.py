@@ -191,7 +191,7 @@ def _decided_window(
 
 
 def _wrapper(config: TrialConfig) -> Callable[[nn.Module], nn.Module] | None:
-    """Return what puts a rank's model into its wrapper; None: the trial runs alone."""
+    """Return a function that puts a rank's model into its wrapper; None: the trial runs alone."""
     layout = config.layout
     if layout is None:
         return None

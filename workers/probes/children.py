@@ -84,7 +84,7 @@ def measure_all(
     kept: Callable[[], Mapping[str, str | None]],
     keep: Callable[[Measurement, list[Row], str | None], None],
 ) -> ProbeResult:
-    """Run what is not measured yet, one child after another, as long as time is left.
+    """Run the missing measurements, one child after another, as long as time is left.
 
     Args:
         measurements: What to measure, in order.
@@ -153,7 +153,7 @@ def run_child(
 
 
 def read_json(path: Path, empty: Any) -> Any:
-    """Return what a file holds, `empty` where there is none. Raises `UsageError` where it cannot be read."""
+    """Return the content of a file, `empty` where there is none. Raises `UsageError` where it cannot be read."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

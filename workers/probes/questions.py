@@ -209,7 +209,7 @@ def answer_gpm(rows: Sequence[Row]) -> str:
 
 
 def nvml_process_and_card(device_uuid: str) -> Iterator[Row]:
-    """Yield what NVML says while a process holds memory, and how long after it is killed the card holds it still."""
+    """Yield NVML's readings while a process holds memory, and how long after it is killed the card holds it still."""
     from workers.telemetry.nvml import find_gpu, open_nvml
 
     before_mib = memory_reading(device_uuid)["card_mib"]
@@ -251,7 +251,7 @@ def answer_nvml(rows: Sequence[Row]) -> str:
 
 
 def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
-    """Yield what NVML lists while two clients of an MPS server hold memory, as each of them reads it."""
+    """Yield the processes that NVML lists while two clients of an MPS server hold memory, as each of them reads it."""
     from workers.trial.server_client import MpsDaemon
 
     daemon = MpsDaemon({"CUDA_VISIBLE_DEVICES": device_uuid})
@@ -288,7 +288,7 @@ def _charged_mib(client: Row) -> float:
 
 @contextlib.contextmanager
 def _holding(device_uuid: str, sizes_mib: Sequence[int]) -> Iterator[list[Row]]:
-    """Give what processes read while all of them hold memory on the GPU; they have ended afterwards.
+    """Yield the readings of processes while all of them hold memory on the GPU; they have ended afterwards.
 
     Raises:
         RuntimeError: One of them ended early, or did not answer in time.

@@ -176,7 +176,7 @@ def _requests() -> int:
 
 
 def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]) -> dict[str, Any]:
-    """Return what a call requests beside its results.
+    """Return the memory that a call requests beside its results.
 
     Args:
         entries: The allocator's history during the call.

@@ -100,7 +100,8 @@ class WindowMean:
 def window_mean(
     samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int, spoils: Spoils | None = None
 ) -> WindowMean:
-    """`metric` over [start_ns, end_ns], each value weighted with the time that it stands for; zeros count.
+    """Return the mean of `metric` over [start_ns, end_ns], each value weighted with the time that it stands for; zeros
+    count.
 
     `samples` are of one sensor. Utilization, profiling and power readings are means of the interval that they end, so
     a value stands for the time from `since_ns` to `t_ns`; without `since_ns`, since the reading before it (the first:

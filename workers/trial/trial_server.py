@@ -33,7 +33,7 @@ def prepare() -> dict[str, Any]:
 
 
 def modules_of_trace(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return what the server has to import for a trace of the config, once, and not in each trial.
+    """Return the modules that the server imports once for a trace of the config, and not in each trial.
 
     Libraries import torch's compiler, and checkpointing reads its settings.
     """
