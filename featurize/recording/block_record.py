@@ -574,24 +574,13 @@ def _traffic(
         outputs: On meta, of its results.
         changed: The inputs that it writes to.
     """
-    written = {id(tensor) for tensor in changed}
-    seen: set[int] = set()
-    reads = writes = elements = 0
-    for tensor in inputs:
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        nbytes = bytes_read(tensor)
-        if id(tensor) in written:
-            writes += nbytes
-            reads += 0 if traits.write_only else nbytes
-        else:
-            reads += nbytes
-        elements = max(elements, tensor.numel())
-    for tensor in outputs:
-        if id(tensor) not in seen:
-            writes += bytes_read(tensor)
-            elements = max(elements, tensor.numel())
+    read = {id(tensor): tensor for tensor in inputs}
+    made = [tensor for tensor in outputs if id(tensor) not in read]
+    nbytes = {key: bytes_read(tensor) for key, tensor in read.items()}
+    changed_bytes = sum(nbytes[key] for key in {id(tensor) for tensor in changed} & nbytes.keys())
+    reads = sum(nbytes.values()) - (changed_bytes if traits.write_only else 0)
+    writes = changed_bytes + sum(map(bytes_read, made))
+    elements = max((tensor.numel() for tensor in (*read.values(), *made)), default=0)
     if traits.gathers and isinstance(args[0], Tensor):
         source = bytes_read(args[0])
         reads += min(source, gathered_bytes(traits.name, args, writes)) - source

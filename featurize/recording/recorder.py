@@ -212,14 +212,10 @@ class Recorder(TorchDispatchMode):
             before.remove()
             after.remove()
 
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which nothing is recorded."""
-        return replaced(self, "paused", True)
-
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Errors name their operator, and nothing is recorded."""
-        with self.unwatched(), self:
+        with replaced(self, "paused", True), self:
             yield
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:

@@ -27,7 +27,7 @@ from featurize.job.training_settings import Training, TrainingSettings, TrialCon
 from featurize.operators import attention
 from featurize.operators.cuda_policy import as_on_cuda
 from featurize.operators.own_operators import replace_bitsandbytes
-from featurize.operators.replacing import without_collection
+from featurize.operators.replacing import replaced, without_collection
 from featurize.operators.torch_releases import complete
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
@@ -416,11 +416,10 @@ class Tracing:
     def _target_in_step(self, output: object, arrived: Callable[[Tensor], None]) -> Tensor:
         """Make the target of the first step, and report its place in the batch to `arrived`. Raises `TraceAgain` where
         there is none on the device."""
-        if self.loss is None and own_loss(output) is not None:
-            raise TraceAgain(targets=[None])
-        with self._recorder.unwatched():
-            target = self._made_target = targets_for(output, self.loss)
-        if not target.is_meta:
+        has_loss = self.loss is None and own_loss(output) is not None
+        with replaced(self._recorder, "paused", True):
+            target = self._made_target = None if has_loss else targets_for(output, self.loss)
+        if target is None or not target.is_meta:
             raise TraceAgain(targets=[target])
         arrived(target)
         return target
@@ -449,14 +448,13 @@ class Tracing:
                 second = SecondStep(recorder, step, self._in_a_loop, self._kept or kept_by(step))
             self._second = second
             keeps = second is not None or self._rank.keeps_operators
-            inputs, target = of_shape[0]
-            self._run_step(1, inputs, target, keep_operators=keeps)
-            target = self._made_target if target is None else target
+            self._run_step(1, *of_shape[0], keep_operators=keeps)
+            batch = of_shape[0] if self._made_target is None else (of_shape[0][0], self._made_target)
             if second is not None and second.goes_alike():
-                second.run(tuple(tensors_of((inputs, target))) if self.training_loop else ())
+                second.run(tuple(tensors_of(batch)) if self.training_loop else ())
                 recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
             else:
-                self._run_step(STEPS, inputs, target)
+                self._run_step(STEPS, *batch)
             return
         self._sequence = StepSequence(
             recorder, lambda number, shape: self._run_step(number, *of_shape[shape], mixed=True)

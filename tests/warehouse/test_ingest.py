@@ -371,7 +371,7 @@ def test_the_command_prints_what_became_of_each_file(place, capsys):
 
 KILLED = """
 import os, signal, sys
-from warehouse import merged
+from warehouse.files import merged
 from warehouse.ingest import IngestSettings, ingest
 landed = 0
 write = merged.Listing.write
