@@ -171,14 +171,11 @@ def _quiet() -> Iterator[None]:
     """Hide warnings that the real job shows, too: of fully_shard on outputs that are views, of DTensor on reductions
     one after the other."""
     logger = logging.getLogger("torch.distributed")
-    level = logger.level
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
+        stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
+        yield
 
 
 _LENGTH = 1  # the dimension of inputs and targets that holds the sequence
@@ -488,13 +485,9 @@ class ShardStates:
         if state == self.now():
             return
         assert isinstance(state, tuple), "it was `now` before"
-        recorder, paused = self._streams.recorder, self._recorder.paused
-        self._streams.recorder, self._recorder.paused = None, True
-        try:
+        with replaced(self._streams, "recorder", None), replaced(self._recorder, "paused", True):
             for module, wanted in zip(self._modules, state, strict=True):
                 if ShardedState.UNSHARDED in wanted:
                     module.unshard()
                 else:
                     module.reshard()
-        finally:
-            self._streams.recorder, self._recorder.paused = recorder, paused

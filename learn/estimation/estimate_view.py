@@ -5,6 +5,7 @@ Start reading at `print_table`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -308,14 +309,11 @@ def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun
 
     columns = ["peak_memory_mib", "smact", "smocc", "drama", "step_time_ms"]
     selected = [columns[0], *(f"CASE WHEN group_id IS NULL THEN {name} END" for name in columns[1:])]
-    connection = warehouse.connect(data)
-    try:
+    with contextlib.closing(warehouse.connect(data)) as connection:
         row = connection.execute(
             f"SELECT config, status, source, device_name, {', '.join(selected)} FROM runs WHERE run_id = ?",
             [str(run_id)],
         ).fetchone()
-    finally:
-        connection.close()
     if row is None:
         raise UsageError(f"no run {run_id!r} in the warehouse; python -m warehouse.query lists them")
     try:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from conf.cli.own_packages import ROOT
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
-from featurize.operators.replacing import replace_attribute, replace_in
+from featurize.operators.replacing import replace_attribute, replace_in, replaced
 from learn.script.script_recorder import ScriptRecorder
 
 CUDA = torch.device("cuda", 0)
@@ -516,11 +516,8 @@ def _install_default_device(recorder: ScriptRecorder) -> None:
     # `with torch.device` is C++, and calls no `__enter__`.
     @replace_in("__torch_function__", default_device.DeviceContext)
     def call(calling: Callable[..., Any], self: Any, *function: Any) -> Any:
-        recorder.memory.nowhere += self.takes_nothing
-        try:
+        with replaced(recorder.memory, "nowhere", recorder.memory.nowhere + self.takes_nothing):
             return calling(self, *function)
-        finally:
-            recorder.memory.nowhere -= self.takes_nothing
 
 
 def _install_dtypes(autocast: Any) -> None:

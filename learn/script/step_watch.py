@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils import checkpoint
 
-from featurize.operators.replacing import replace_in
+from featurize.operators.replacing import replace_in, replaced
 from featurize.trace.tracer import STEPS
 from learn.script.process_group import RankZero
 from learn.script.records import Setting
@@ -80,11 +80,8 @@ class StepWatch:
                 return
             self._rank.begin_backward()
             self._begin("backward")
-            self._in_backward = True
-            try:
+            with replaced(self, "_in_backward", True):
                 backward(*args, **kwargs)
-            finally:
-                self._in_backward = False
             self._rank.end_backward()
             self._after_backward()
 
@@ -164,11 +161,8 @@ class StepWatch:
     def updating(self) -> Iterator[None]:
         """While entered, an engine updates the model, by optimizers of its own; the step ends with it."""
         self._begin("optimizer")
-        self._by_engine = self._recorder.updating = True
-        try:
+        with replaced(self, "_by_engine", True), replaced(self._recorder, "updating", True):
             yield
-        finally:
-            self._by_engine = self._recorder.updating = False
         self._end_step()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from featurize.recording.block_record import GRAPHED
 from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
 from tests.featurize.published_models import detections
+from tests.learn.test_step_files import reserved_bytes
 
 SCRIPTS = Path(__file__).parent / "training_scripts"
 
@@ -299,16 +300,16 @@ for step in range(5):
 """
 
 
-def test_values_from_the_host_decide_shapes_and_the_report_is_written(tmp_path):
+def test_values_from_the_host_decide_shapes_and_report_and_snapshot_are_written(tmp_path):
     from featurize.recording import values
 
     (tmp_path / "train.py").write_text(VALUES)
-    report = tmp_path / "report.html"
-    script = estimate_script(["python", "train.py"], report=report, name="masked model")
+    report, snapshot = tmp_path / "report.html", tmp_path / "snapshot.pickle"
+    script = estimate_script(["python", "train.py"], report=report, snapshot=snapshot, name="masked model")
     assert script.warnings[0] == "the script trains with adadelta, fp32, 4 samples in a forward pass"
     assert script.warnings[1] == "the script also chooses clip_norm=0.5, zero_grad=after_forward"
     assert f"assumed: {values.ALL_KEPT}" in script.warnings
-    assert "masked model" in report.read_text()
+    assert "masked model" in report.read_text() and reserved_bytes(snapshot) > 0
 
 
 @pytest.mark.slow

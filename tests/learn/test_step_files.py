@@ -38,23 +38,6 @@ def test_the_command_writes_the_snapshot_and_names_it(tmp_path, capsys):
     assert reserved_bytes(path) > 0
 
 
-def test_a_script_has_a_snapshot_too(tmp_path):
-    from learn import estimate_script
-
-    script, path = tmp_path / "train.py", tmp_path / "snapshot.pickle"
-    script.write_text(
-        "import torch\n"
-        "net = torch.nn.Linear(64, 8).cuda()\n"
-        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
-        "for _ in range(3):\n"
-        "    optimizer.zero_grad()\n"
-        "    net(torch.randn(32, 64, device='cuda')).sum().backward()\n"
-        "    optimizer.step()\n"
-    )
-    estimate_script(["python", str(script)], snapshot=path)
-    assert reserved_bytes(path) > 0
-
-
 def test_a_snapshot_is_of_one_traced_job(tmp_path):
     with pytest.raises(UsageError, match=r"snapshot=.* is a folder; name a file, as in snapshot=snapshot\.pickle"):
         estimate(net, [32, 64], snapshot=tmp_path)
