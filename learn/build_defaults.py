@@ -58,8 +58,11 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
     """
     home = Path(settings.out).resolve()
     home.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{home.name}-", dir=home.parent) as aside:
-        building, data = Path(aside) / "models", settings.data or str(Path(aside) / "data")
+    with (
+        tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch,
+        tempfile.TemporaryDirectory(prefix=f".{home.name}-", dir=home.parent) as aside,
+    ):
+        building, data = Path(aside) / "models", settings.data or scratch
         _ingest(settings.path, data)
         _fit(data, settings.seed, building, progress)
         size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
@@ -69,16 +72,19 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
 
 
 def _ingest(path: str, data: str) -> None:
-    from warehouse.exchange.dataset import repository_folder
+    from warehouse.exchange.dataset import find_parts, repository_folder
     from warehouse.ingest import IngestSettings, ingest
 
-    for source, place in (("gpumemnet", path), ("timm", path), ("dataset", str(repository_folder()))):
-        try:
-            ingest(IngestSettings(source=source, path=place, data=data))
-        except UsageError as error:
-            if source == "gpumemnet":
-                raise UsageError(f"{error}; {WHERE}") from error
-            print(f"{error}: the models are fitted without it")
+    try:
+        ingest(IngestSettings(source="gpumemnet", path=path, data=data))
+    except UsageError as error:
+        raise UsageError(f"{error}; {WHERE}") from error
+    try:
+        ingest(IngestSettings(source="timm", path=path, data=data))
+    except UsageError as error:
+        print(f"{error}: the models are fitted without it")
+    if find_parts(repository_folder()):
+        ingest(IngestSettings(source="dataset", path=str(repository_folder()), data=data))
 
 
 def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> None:

@@ -88,6 +88,7 @@ def test_the_command_writes_a_model_a_target_and_a_card_and_the_same_ones_again(
         assert prediction.point[0] > 0 and not prediction.refusals
     card = (outs[0] / "MODEL_CARD.md").read_text()
     assert all(f"| {target} | mlp {ROWS}" in card for target in ("smact", "smocc")) and f"mlp {ROWS}, timm 1" in card
+    assert "and timm models" in card and "**And on**" not in card
     first, second = map(contents, outs)
     assert first.keys() == second.keys()
     when = {"created_at": 0, "own_sha256": 0}  # the JSON's own checksum covers when it was made
@@ -125,6 +126,7 @@ def test_runs_of_the_data_set_are_fitted_on_beside_the_published_ones_and_the_ca
         assert rows["source"] == {"imported": ROWS, "measured": 12}
     card = (out / "MODEL_CARD.md").read_text()
     assert f"- **Rows**: imported {ROWS}, measured 12; of devices: " in card
+    assert "**And on** 12 runs that the farm measured" in card and "timm" not in card.partition("## What they know")[2]
 
 
 def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, capsys):
@@ -134,6 +136,14 @@ def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, capsys)
     assert "path=/no/such/folder: there is no such file or folder; out=" in error and len(error.splitlines()) == 1
     assert "is there already; name a new folder or an empty one" in error
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+def test_a_set_of_the_project_that_cannot_be_read_stops_the_build(tmp_path, monkeypatch, capsys):
+    (tmp_path / "set" / "h100").mkdir(parents=True)
+    (tmp_path / "set" / "h100" / "h100-2026-01-02-runs.parquet").write_bytes(b"no parquet")
+    monkeypatch.setattr(dataset, "repository_folder", lambda: tmp_path / "set")
+    assert run(f"path={published(tmp_path / 'files')}", f"out={tmp_path / 'models'}") == 2
+    assert "runs.parquet" in capsys.readouterr().err and not (tmp_path / "models").exists()
 
 
 @pytest.mark.parametrize("name", ["5", "true", "a, [b] {c}: 'd'"])
