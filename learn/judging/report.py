@@ -102,10 +102,20 @@ _FACTS = """- **Estimator**: `{estimator}` (`learn/estimators/hybrid.py`), seed 
 {figures}
 
 """
+_KNOW = """## What they know
+
+- **Trained on**: published measurements of one A100-SXM4-40GB of a DGX Station A100, PyTorch 2.4.1,
+  CUDA 12.2, fp32: GPUMemNet's sets (arXiv 2602.17817){timm}. No row of them is packaged.
+{own}- **Not measured**: other GPUs, half precision, other optimizers than Adam{optimizer},
+  `torch.compile`, several GPUs. Estimates for these carry warnings, the trace's figure, and a bound by causes.
+"""
+_OWN = """- **And on** {measured:,} runs that the farm measured (`datasets/README.md`).
+  What follows in this list is said of the published rows.
+"""
 
 
 def model_card(metas: Mapping[str, Mapping[str, Any]], about: str) -> str:
-    """Return the card of models: facts of their `meta.json` by target, and the prose of the card `about`."""
+    """Return the card of models: what their `meta.json` says, by target, and the other prose of the card `about`."""
 
     def figure(name: str, meta: Mapping[str, Any]) -> str:
         test, cv = (metric_text(name, meta["metrics"][name][of], meta["unit"]) for of in ("test", "cv_mean"))
@@ -123,7 +133,14 @@ def model_card(metas: Mapping[str, Mapping[str, Any]], about: str) -> str:
         targets=" | ".join(metas),
         figures="\n".join(f"| {' | '.join(cells)} |" for cells in figures),
     )
-    return about[: about.index("- **Estimator**")] + facts + about[about.index("## What they know") :]
+    with_timm = any("timm" in meta["rows"]["family"] for meta in metas.values())
+    measured = first["rows"]["source"].get("measured", 0)
+    known = _KNOW.format(
+        timm=" and timm models" if with_timm else "",
+        optimizer=" (timm: taken for SGD with momentum)" if with_timm else "",
+        own=_OWN.format(measured=measured) if measured else "",
+    )
+    return about[: about.index("- **Estimator**")] + facts + known + about[about.index("- **Utilization**") :]
 
 
 def _counted(counts: Mapping[str, int]) -> str:
