@@ -92,22 +92,28 @@ def refit(
     if (recorded := _read_recorded(folder, target, estimator, cycle, source, device_name)) is not None:
         return recorded
     promotion_of = partial(Promotion, target=target, estimator=estimator, source=source, device_name=device_name)
+    skipped = partial(promotion_of, decision="skipped", figures={"current": None, "candidate": None})
     steps = StepStore(folder)
+    progress("reading rows")
     try:
-        progress("reading rows")
         every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
         rows, held_out, known = _sides(every)
-        if kind.needs_trace:
-            steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
-            every = with_suspects(every, steps)
-            rows, held_out, known = _sides(every)
-        progress("fitting the candidate")
-        fitted = kind(seed=seed).fit(known, steps)
-        progress("judging it")
-        candidate = _judge(fitted, rows.subset(held_out), known, rows, steps)
-        _require_judges(candidate, int(held_out.sum()))
     except CommandError as error:
-        return promotion_of(decision="skipped", why=str(error), figures={"current": None, "candidate": None})
+        return skipped(why=str(error))
+    if kind.needs_trace:
+        steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
+        every = with_suspects(every, steps)
+    progress("fitting the candidate")
+    try:
+        rows, held_out, known = _sides(every)
+        fitted = kind(seed=seed).fit(known, steps)
+    except CommandError as error:
+        return skipped(why=str(error))
+    progress("judging it")
+    candidate = _judge(fitted, rows.subset(held_out), known, rows, steps)
+    if not len(candidate.test_rows.exact):
+        reasons = f": {candidate.refused[0]}" if candidate.refused else ""
+        return skipped(why=f"none of the {int(held_out.sum())} rows held out can say how good it is{reasons}")
     current = newest(folder, target, estimator=estimator, device=device_name, source=source or str(rows.source[0]))
     if current is None:
         verdict = _alone("first", "there was no model", candidate)
@@ -160,12 +166,6 @@ def _sides(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
 def _judge(estimator: Estimator, asked: Rows, known: Rows, rows: Rows, steps: StepStore) -> Evaluation:
     bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
     return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
-
-
-def _require_judges(candidate: Evaluation, held_out: int) -> None:
-    if not len(candidate.test_rows.exact):
-        reasons = f": {candidate.refused[0]}" if candidate.refused else ""
-        raise UsageError(f"none of the {held_out} rows held out can say how good it is{reasons}")
 
 
 def _notes(every: Rows, candidate: Evaluation) -> Iterator[str]:

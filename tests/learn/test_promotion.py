@@ -18,6 +18,7 @@ from learn.fitting.promotion import compare as compare_evaluations
 from learn.fitting.promotion import is_held_out, limits, refit
 from learn.judging.evaluate import judged
 from learn.rows.data import load_rows, make_bins
+from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import make_rows
 
 NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
@@ -206,6 +207,16 @@ def test_nothing_to_fit_on_is_skipped_with_the_reason(data):
     write_batch(data, POOL[20:32], job="more")
     found = night(data, 0)
     assert found.decision == "skipped" and "rows are there to fit on, 30 are needed" in found.why
+
+
+def test_what_fails_outside_of_the_fit_stops_the_call(data, monkeypatch):
+    def full(*_, **__):
+        raise UsageError("no room for the traces")
+
+    write_batch(data, POOL[:60])
+    monkeypatch.setattr(StepStore, "prepare", full)
+    with pytest.raises(UsageError, match="no room for the traces"):
+        night(data, 0, estimator="hybrid")
 
 
 def test_users_mistakes_are_said_before_anything_is_read(data):
