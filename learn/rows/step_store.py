@@ -157,6 +157,7 @@ _START_S = 5.0  # time that a process takes to start: it imports torch
 _WRITTEN_EVERY_S = 20.0
 FEW = 16  # cases that are not worth other processes
 _KEPT = 100_000
+_MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
 
 
 class StepStore:
@@ -239,9 +240,15 @@ class StepStore:
 
     def keep(self, case: Case, record: StepRecord) -> None:
         """Have this record at hand, in place of what was known of the case."""
+        key = _key(case)
+        if case.module is not None:
+            self._records.pop(key, None)
+            of_modules = [other for other, (_, module) in self._records.items() if module is not None]
+            if len(of_modules) >= _MODULES_KEPT:
+                del self._records[of_modules[0]]
         if len(self._records) >= _KEPT:
             self._records.clear()
-        self._records[_key(case)] = record, case.module
+        self._records[key] = record, case.module
 
     @contextlib.contextmanager
     def override(self, case: Case, traced: TracedStep | None) -> Iterator[None]:
