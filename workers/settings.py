@@ -82,7 +82,7 @@ class KernelSettings(Checked, section="kernels"):
 
     steps: int = key(
         0,
-        "training steps under torch.profiler after the window, whose kernels land in `kernels`",
+        "training steps under torch.profiler after the window, whose kernels land in `kernels`; 0: none",
         "int 0 to 100",
     )
 

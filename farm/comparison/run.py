@@ -79,7 +79,7 @@ class CompareSettings(SampledSettings):
     before: str = key(help="an environment, a data folder, or DATA@SNAPSHOT", kind="path")
     after: str = key(help="what it is compared with, likewise", kind="path")
     n: int | None = key(None, "configurations that environments run", "int 1 to 10000000")
-    tolerance: float = key(0.01, "relative difference from which a configuration counts", "number >= 0")
+    tolerance: float = key(0.01, "relative difference from which a configuration counts as changed", "number >= 0")
     operators: bool = key(True, "compare each configuration's operators, traced under both environments")
     report: str | None = key(None, "write the page into this file instead of DATA/comparisons", "new path")
     format: str = format_key()

@@ -68,6 +68,7 @@ def actor_class() -> type:
     class RayWorker:
         def __init__(self, *arguments: Any) -> None:
             put_last()
+            from farm.dispatch.ray_executor import PinnedWorker  # by name, so that pickle sends no reference to it
 
             self._pinned = PinnedWorker(*arguments)
 

@@ -10,13 +10,13 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError, unknown_name
-from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile
+from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile, Submission
 from farm.queue.queue_values import (
     JOB_COLUMNS,
     MIXED_FAMILY,
@@ -106,20 +106,23 @@ class Queue:
 
     # Submitting
 
-    def submit(self, job: Job, configs: Iterable[tuple[int, str]], now: float) -> Added:
+    def submit(
+        self,
+        job: Job,
+        configs: Iterable[tuple[int, str]],
+        now: float,
+        on_interrupt: Callable[[], None] = lambda: None,
+    ) -> Added:
         """Add the job and the tasks `(index, config JSON)` that it does not hold yet.
 
         The same submission again adds nothing; a larger n adds the difference; cancelled tasks are revived. Killed
-        in the middle, it leaves the tasks of whole chunks, and the same call completes it. Ctrl-C takes out what it
-        added behind the job's earlier tasks, except for tasks that have started since. `configs` is read lazily and
-        may start at `next_index`.
+        in the middle, it leaves the tasks of whole chunks, and the same call completes it. After Ctrl-C it leaves the
+        queue as it was before, except for tasks that were started since; `on_interrupt` is called first. `configs` is
+        read lazily and may start at `next_index`.
         """
         with self._file.transaction(durable=True):
-            before = self._file.one(
-                "SELECT n, priority, complete, cancelled_at FROM jobs WHERE job_id = ?", (job.job_id,)
-            )
+            submission = Submission(self._file, job.job_id)
             seq = self._upsert_job(job)
-            (first,) = self._file.only("SELECT coalesce(max(task_index) + 1, 0) FROM tasks WHERE job_seq = ?", (seq,))
             revived = self._file.change(
                 "UPDATE tasks SET state = 'queued', attempt = 0, due = NULL, error = NULL, error_at = NULL "
                 "WHERE job_seq = ? AND state = 'cancelled'",
@@ -134,6 +137,7 @@ class Queue:
                     # Cancelled since by another command? Then the rest is cancelled, too.
                     (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                     state = "queued" if runs else "cancelled"
+                    submission.adds([index for index, _ in chunk])
                     new = self._file.many(
                         "INSERT INTO tasks (job_seq, task_index, state) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                         [(seq, index, state) for index, _ in chunk],
@@ -152,7 +156,8 @@ class Queue:
                     (seq,),
                 )
         except KeyboardInterrupt:
-            self._take_out(seq, first, before or (0, job.priority, 1, now))
+            on_interrupt()
+            submission.undo()
             raise
         return Added(added=added, existing=existing, revived=revived)
 
@@ -163,12 +168,13 @@ class Queue:
         )
         defined = (job.family, job.space_json, job.seed, job.policy, job.settings_json, job.device)
         if row is None:
+            seq = self._new_seq(job.job_id)
             self._file.change(
-                "INSERT INTO jobs (family, space_json, seed, policy, settings_json, device, job_id, n, priority, "
-                "submitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*defined, job.job_id, job.n, job.priority, job.submitted_at),
+                "INSERT INTO jobs (family, space_json, seed, policy, settings_json, device, "
+                "seq, job_id, n, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*defined, seq, job.job_id, job.n, job.priority, job.submitted_at),
             )
-            return self._seq(job.job_id)
+            return seq
         if tuple(row[1:]) != defined:
             raise UsageError(f"job {job.job_id} exists with another space, seed, policy, settings or device")
         self._file.change(
@@ -177,45 +183,19 @@ class Queue:
         )
         return int(row[0])
 
-    def _take_out(self, seq: int, first: int, job_before: Sequence[Any]) -> None:
-        """Delete the tasks from `first` on that were never started, restore the job's columns, and shrink the file.
-
-        The row of a job without tasks stays, unlisted, so that no other gets its number: other processes know it.
-        """
-        added = "job_seq = ? AND task_index >= ? AND attempt = 0 AND state IN ('queued', 'cancelled')"
-        with self._file.transaction(durable=True):
-            self._file.change(
-                "DELETE FROM configs WHERE (job_seq, task_index) IN "
-                f"(SELECT job_seq, task_index FROM tasks WHERE {added})",
-                (seq, first),
-            )
-            self._file.change(f"DELETE FROM tasks WHERE {added}", (seq, first))
-            self._file.change(
-                "UPDATE jobs SET (n, priority, complete, cancelled_at) = (max(?, (SELECT count(*) FROM tasks "
-                "WHERE job_seq = seq)), ?, ?, coalesce(cancelled_at, ?)) WHERE seq = ?",
-                (*job_before, seq),
-            )
-            self._file.change(
-                "UPDATE tasks SET state = 'cancelled', due = NULL WHERE job_seq = ? AND state IN ('queued', 'waiting') "
-                "AND (SELECT cancelled_at FROM jobs WHERE seq = job_seq) IS NOT NULL",
-                (seq,),
-            )
-            self._file.change("DELETE FROM tallies WHERE job_seq = ?", (seq,))
-            self._file.change(
-                "INSERT INTO tallies SELECT job_seq, state, coalesce(status, ''), count(*) FROM tasks "
-                "WHERE job_seq = ? GROUP BY 2, 3",
-                (seq,),
-            )
-        (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
-        if 2 * free > pages:
-            with contextlib.suppress(QueueError, ValueError):  # a process reads: later tasks reuse the room
-                self._file.all("VACUUM")
-                self._file.all("PRAGMA wal_checkpoint(TRUNCATE)")
+    def _new_seq(self, job_id: str) -> int:
+        """Return a number for a new job that no other has or had; a removed job gets its own number again."""
+        (highest,) = self._file.only("SELECT coalesce(max(seq), 0) FROM jobs")
+        if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
+            return int(highest) + 1
+        former = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
+        (removed,) = self._file.only("SELECT coalesce(max(seq), 0) FROM removed_jobs")
+        return max(highest, removed) + 1 if former is None else int(former[0])
 
     def next_index(self, job_id: str) -> int:
         """Return the index from which a submission continues: one past the job's highest, 0 for a new job.
 
-        Also 0 where some below are missing, as after two submissions at once of which one was killed.
+        Also 0 where some below are missing, as after two submissions at once of which one was interrupted.
         """
         of_job = "WHERE job_seq = (SELECT seq FROM jobs WHERE job_id = ?)"
         (following,) = self._file.only(f"SELECT coalesce(max(task_index) + 1, 0) FROM tasks {of_job}", (job_id,))
@@ -494,7 +474,7 @@ class Queue:
 
     def jobs(self) -> list[Job]:
         """Return all jobs, oldest first."""
-        rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs WHERE n > 0 ORDER BY submitted_at, seq")
+        rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")
         return [job_of(row) for row in rows]
 
     def job(self, job_id: str) -> Job:
@@ -538,7 +518,7 @@ class Queue:
             tallies.setdefault(seq, []).append(tuple(tally))
         jobs = self._file.all(
             f"SELECT seq, complete, cancelled_at IS NOT NULL, {JOB_COLUMNS} FROM jobs "
-            "WHERE n > 0 AND (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq",
+            "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq",
             (only,),
         )
         progress = []
@@ -593,7 +573,7 @@ class Queue:
         if job_id not in self._seqs:  # a job keeps its number, so this never goes stale
             row = self._file.one("SELECT seq FROM jobs WHERE job_id = ?", (job_id,))
             if row is None:
-                known = [name for (name,) in self._file.all("SELECT job_id FROM jobs WHERE n > 0")]
+                known = [name for (name,) in self._file.all("SELECT job_id FROM jobs")]
                 if not known:
                     raise UsageError(f"unknown job {job_id!r}; there are no jobs yet")
                 raise unknown_name("job", job_id, known)

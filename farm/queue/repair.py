@@ -18,22 +18,20 @@ from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.jobs import Queue
 from farm.queue.lock import DispatcherLock
 from warehouse.files.compaction import (
-    ROW_GROUP_ROWS,
     CompactionReport,
+    Unreadable,
     compaction_lock,
+    run_ids_of,
     settled_listings,
-    unheld_ids,
     write_anew,
 )
-from warehouse.files.counting import listed_files
+from warehouse.files.counting import counting_files
 from warehouse.files.damage import DamagedFile, set_aside
 from warehouse.files.folder import DataFolder
 from warehouse.files.integrity import Progress, examine
 from warehouse.files.layout import KINDS, OF_RUNS, recorded_checksum
 from warehouse.files.merged import (
-    PARTITION,
     Listing,
-    Unreadable,
     has_own_name,
     is_merged_name,
     is_own_merge,
@@ -41,8 +39,8 @@ from warehouse.files.merged import (
     land_merged,
     listing_file,
     new_merged_name,
+    read_listings,
     recovered_listing,
-    run_ids_of,
 )
 from warehouse.files.presence import compare
 from warehouse.files.writer import RunWriter
@@ -116,7 +114,7 @@ def _mend_file(folder: DataFolder, file: DamagedFile, report: RepairReport) -> N
 
 def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
     recovered = None
-    if has_own_name(file.path.name):
+    if has_own_name(file.path):
         if is_whole_listing(file.path):
             return  # it hides too much, which `settled_listings` repairs
         recovered = recovered_listing(folder, kind, file.path)
@@ -130,31 +128,21 @@ def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: Repa
 def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
     listing = listing_file(folder, kind, file.path.name)
     if not listing.exists() and _is_whole_merge(file.path):
-        _list_again(folder, kind, file, report)
+        # Whole, and its rows are nowhere else: its listing was lost.
+        Listing(
+            file=listing,
+            merged=f"{file.path.parent.name}/{file.path.name}",
+            hidden=(),
+            published_at_s=time.time(),
+            checksum=recorded_checksum(file.path),
+            rows=pq.read_metadata(file.path).num_rows,
+        ).write()
+        report.mended.append(f"{file.path}: {file.reason}; it is listed again")
         return
     # Its listing first: from then on the files that it replaced count again, as far as they are still there.
     if listing.exists():
         _aside(folder, listing, f"its merged file is damaged: {file.reason}", report)
     _aside(folder, file.path, file.reason, report)
-
-
-def _list_again(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
-    """List a whole merged file whose listing was lost; of one that shares runs with others, keep the missing runs."""
-    path = file.path
-    run_ids = run_ids_of(path)
-    missing = unheld_ids(folder, kind, path.parent.name.removeprefix(PARTITION), run_ids)
-    if missing != run_ids:
-        _drop_runs(folder, kind, path, run_ids - missing, file.reason, report)
-        return
-    Listing(
-        file=listing_file(folder, kind, path.name),
-        merged=f"{path.parent.name}/{path.name}",
-        hidden=(),
-        published_at_s=time.time(),
-        checksum=recorded_checksum(path),
-        rows=pq.read_metadata(path).num_rows,
-    ).write()
-    report.mended.append(f"{path}: {file.reason}; it is listed again")
 
 
 def _is_whole_merge(path: Path) -> bool:
@@ -217,27 +205,27 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
 
 
 def _drop_samples(folder: DataFolder, family: str, run_ids: set[str], report: RepairReport) -> None:
-    """Rewrite merged telemetry and kernels without the rows of lost runs; small files of their own are overwritten."""
+    """Rewrite merged telemetry and kernels without the rows of lost runs; small files of their own are overwritten.
+
+    The old file is set aside. After a kill in between it has no listing, and the next repair lists it again.
+    """
     for kind in OF_RUNS:
-        for file in listed_files(folder, kind, family):
+        listings = read_listings(folder, kind, lambda damaged: None)
+        for path in counting_files(folder, kind, family, listings):
+            if not is_merged_name(path.name):
+                continue
             try:
-                held = run_ids_of(file.path)
+                if not run_ids & run_ids_of(path):
+                    continue
             except (Unreadable, FileNotFoundError):
                 continue
-            if run_ids & held:
-                # After a kill, a new file may hold the other runs already.
-                kept = unheld_ids(folder, kind, family, held - run_ids, but=file.path)
-                reason = f"it holds {kind} of runs that are lost and run again"
-                _drop_runs(folder, kind, file.path, held - kept, reason, report)
-
-
-def _drop_runs(folder: DataFolder, kind: str, path: Path, dropped: set[str], reason: str, report: RepairReport) -> None:
-    """Set a merged file and its listing aside, once a new one with its other runs is durable."""
-    table = pq.ParquetFile(path).read()
-    kept = table.filter(pc.invert(pc.is_in(table.column("run_id"), pa.array(list(dropped), pa.string()))))
-    reason = f"{reason}; {kept.num_rows:,} other rows are in a new file"
-    if kept.num_rows:
-        target, replaced = path.parent / new_merged_name(), f"{path.parent.name}/{path.name}"
-        land_merged(folder, kind, target, kept, [replaced], time.time(), row_group_size=ROW_GROUP_ROWS)
-    _aside(folder, listing_file(folder, kind, path.name), reason, report)
-    _aside(folder, path, reason, report)
+            table = pq.ParquetFile(path).read()
+            kept = table.filter(pc.invert(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids)))))
+            reason = (
+                f"it holds {kind} of runs that are lost and run again; {kept.num_rows:,} other rows are in a new file"
+            )
+            _aside(folder, listing_file(folder, kind, path.name), reason, report)
+            if kept.num_rows:
+                target = path.parent / new_merged_name()
+                land_merged(folder, kind, target, kept, (), time.time(), row_group_size=100_000)
+            _aside(folder, path, reason, report)

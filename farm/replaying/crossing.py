@@ -225,7 +225,9 @@ class ReplaySettings(Checked):
     written to DATA/replays as well.
     """
 
-    device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
+    device: DeviceSpec | None = group(
+        None, "GPU model, whose memory and power count; by default A100-SXM4-40GB", described_device
+    )
     trace: str = key("carma", "carma, philly or alibaba, or the file of a trace")
     policy: str | tuple[str, ...] = key(POLICIES, f"which of {', '.join(POLICIES)}", "text | list of text", POLICIES)
     estimator: str | tuple[str, ...] = key(

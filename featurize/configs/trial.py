@@ -160,9 +160,11 @@ def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
 
 
 def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
-    """Return `config_of_row` of a row whose figures are those of its whole job. `UnreadableConfig` also for a job on
-    several
-    GPUs: what one rank takes and how long it waits for the others is not a label of its config alone."""
+    """Return `config_of_row` of a row whose figures are those of its whole job.
+
+    `UnreadableConfig` also for a job on several GPUs: what one rank takes and how long it waits for the others is not a
+    label of its config alone.
+    """
     config = config_of_row(text, trust)
     if config.parallel is not None:
         raise UnreadableConfig(f"a rank's figures of a job on several GPUs ({config.parallel})")

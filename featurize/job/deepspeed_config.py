@@ -378,7 +378,7 @@ class _Reader:
 
 def is_finite(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _is_off(value: object) -> bool:

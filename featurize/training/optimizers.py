@@ -103,6 +103,8 @@ class _TensorByTensor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("a closure is not supported: compute the gradients before the step")
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import lzma
+import math
 import os
 import re
 import shutil
@@ -273,11 +274,12 @@ def _check_size(archives: Sequence[Archive], mib: float) -> None:
     """Raise `UsageError` where the part of the last archive has become larger than `mib`."""
     part = PARTS[archives[-1].name]
     beside_bytes = len((ROOT / "infra/offline/launch.py").read_bytes()) + (64 << 10)  # more than a manifest takes
-    needed = -(-(beside_bytes + sum(archive.bytes for archive in archives if PARTS[archive.name] == part)) // 2**20)
-    if needed > mib:
-        raise UsageError(
-            f"mib={mib:.4g} is too small: {part} takes {needed}; or leave out with present= what the machine has"
+    needed_mib = (beside_bytes + sum(archive.bytes for archive in archives if PARTS[archive.name] == part)) / 2**20
+    if needed_mib > mib:
+        instead = (
+            "leave Ray out with ray=false" if part == PARTS["ray"] else "leave out with present= what the machine has"
         )
+        raise UsageError(f"mib={mib:.4g} is too small: {part} takes {math.ceil(needed_mib)}; or {instead}")
 
 
 def _write_parts(folder: Path, manifest: dict, archives: Sequence[Archive]) -> None:

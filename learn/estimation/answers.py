@@ -113,14 +113,21 @@ def _ask_all(requests: Sequence[Request], timeline: bool, traces: Traces | None)
         for answer in answers:
             answer.attempt(partial(answer.trace, answers[0].failure))
             answer.attempt(partial(answer.ask, overrides))
-        of_model: dict[int, list[_Question]] = {}
-        for question in (question for answer in answers for question in answer.questions):
-            of_model.setdefault(id(question.artifact), []).append(question)
-        for questions in of_model.values():
-            if (artifact := questions[0].artifact) is not None:
-                prediction = artifact.estimator.predict([question.case for question in questions], steps)
-                for row, question in enumerate(questions):
-                    question.prediction, question.row = prediction, row
+        of_model: dict[int, list[tuple[_Answer, _Question]]] = {}
+        for answer in (answer for answer in answers if answer.error is None):
+            for question in answer.questions:
+                of_model.setdefault(id(question.artifact), []).append((answer, question))
+        for asked in of_model.values():
+            if (artifact := asked[0][1].artifact) is None:
+                continue
+            try:
+                prediction = artifact.estimator.predict([question.case for _, question in asked], steps)
+            except CommandError as error:
+                for answer, _ in asked:
+                    answer.error = answer.error or error
+                continue
+            for row, (_, question) in enumerate(asked):
+                question.prediction, question.row = prediction, row
     for answer in answers:
         answer.attempt(answer.finish)
     seconds = (time.monotonic_ns() - began) / 1e9 / len(answers)
@@ -230,7 +237,8 @@ class _Answer:
             self.failure = error
             if self.case.config is not None:  # it may name code that nobody allowed to run: what was stored may answer
                 self._steps.recall([self.case, replace(self.case, training_loop=True)])
-            if self._steps.features(self.case) is None:
+            of_case = not self.job.batches and self.platform.allocator is None  # else another job failed
+            if of_case and self._steps.features(self.case) is None:
                 self._steps.keep(self.case, StepRecord(error=str(error)))
         if self.traced is not None and self.traced.trace.mix is not None:
             self.alone = self.job.alone(self.traced.trace.mix.longest)
@@ -777,17 +785,20 @@ def answer(request: Request) -> Estimate:
     return outcome
 
 
-def answers_on(request: Request, platforms: Sequence[Platform]) -> list[Estimate | CommandError]:
+def answers_on(
+    request: Request, platforms: Sequence[Platform], traces: Traces | None = None
+) -> list[Estimate | CommandError]:
     """Return a job's estimate on each of the platforms, made now where it was not given before, or why there is none.
-    The job is traced once. What is new is left in the user's cache."""
+    The job is traced once, with `traces` as in `answered`. What is new is left in the user's cache."""
     key, request = _key(request)
     keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
     known_answers = _find([answer_key for answer_key in keys if answer_key is not None])
     outcomes: dict[int, Estimate | CommandError] = {
         place: known_answers[answer_key] for place, answer_key in enumerate(keys) if answer_key in known_answers
     }
+    traces = {} if traces is None else traces
     if missing := [place for place in range(len(platforms)) if place not in outcomes]:
-        asked = _ask_all([replace(request, platform=platforms[place]) for place in missing], False, {})
+        asked = _ask_all([replace(request, platform=platforms[place]) for place in missing], False, traces)
         made = {place: answer.error or answer.estimate for place, answer in zip(missing, asked, strict=True)}
         if key is not None:
             new = {keys[place]: estimate for place, estimate in made.items() if isinstance(estimate, Estimate)}
@@ -841,15 +852,21 @@ def clear() -> None:
     _answers.clear()
 
 
+def with_key(request: Request) -> Request:
+    """Return the request with its job's key, for which a factory is built once for all that is asked of it."""
+    job_key, build = key_of(request.job)
+    return replace(request, job=replace(request.job, build=build, key=job_key or ""))
+
+
 def _key(request: Request) -> tuple[str | None, Request]:
     """Return what identifies the answer apart from its platform, and the request as it is then answered: its job is
     built once. No key with workspaces, which depend on this process's cuDNN."""
     if request.platform.workspaces is not None:
         return None, request
-    job_key, build = key_of(request.job)
-    job, how, own_runs = replace(request.job, build=build, key=job_key or ""), request.options, request.own_runs
+    request = with_key(request)
+    job, how, own_runs = request.job, request.options, request.own_runs
     folder = DataFolder.resolve(how.data)
-    key = job_key and _digest(
+    key = job.key and _digest(
         job.key,
         job.name,
         job.training_loop,
@@ -862,7 +879,7 @@ def _key(request: Request) -> tuple[str | None, Request]:
         str(folder.root),
         tuple(_models_of(folder)),
     )
-    return key, replace(request, job=job)
+    return key or None, request
 
 
 def _digest(*parts: object) -> str:

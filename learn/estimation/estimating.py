@@ -36,11 +36,13 @@ from learn.estimators.protocol import LEVEL
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
+    from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import AnyModel, Inputs
 
 
 MANY = 100  # configs from which on it is worth naming the quick way
 METHODS = ("full", "fast")
+_TOGETHER = 8  # GPU models whose replays of a step are in memory at once
 _OF_FAST = ("device", "machine", "data", "coverage", "trust", "name", "input_dtype", "settings")
 
 
@@ -423,14 +425,11 @@ def devices_that_fit(
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
-    from learn.estimation.answers import answers_on, is_of_job
+    from learn.estimation.answers import answers_on, is_of_job, with_key
 
     _require_by(by)
-    specs = [
-        platform_of(device_name, machine=CURRENT).device
-        for device_name in (device_names() if devices is None else devices)
-    ]
-    specs.sort(key=lambda device_name: (device_name.memory_mib, device_name.name))
+    specs = [platform_of(device, machine=CURRENT).device for device in (device_names() if devices is None else devices)]
+    specs.sort(key=lambda spec: (spec.memory_mib, spec.name))
     given: dict[str, Any] = dict(options)
     of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
     anywhere = {"device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None}
@@ -446,20 +445,24 @@ def devices_that_fit(
             outcomes.append(platform_of(data=request.options.data, **{**of_platform, "device": spec}))
         except CommandError as error:
             outcomes.append(error)
-    platforms = {place: device_name for place, device_name in enumerate(outcomes) if isinstance(device_name, Platform)}
-    together = len(platforms) if request.platform.workspaces is None else 1  # a process of cuDNN speaks for one
-    for start in range(0, len(platforms), max(together, 1)):
-        places = [*platforms][start : start + together]
-        for place, estimate in zip(
-            places, answers_on(request, [platforms[device_name] for device_name in places]), strict=True
-        ):
-            outcomes[place] = estimate
-            platforms[place].release_workspaces()
+    platforms = [(place, platform) for place, platform in enumerate(outcomes) if isinstance(platform, Platform)]
+    together = _TOGETHER if request.platform.workspaces is None else 1  # a process of cuDNN speaks for one
+    request = with_key(request)
+    traces: Traces = {}
+    for start in range(0, len(platforms), together):
+        places, asked = zip(*platforms[start : start + together], strict=True)
+        try:
+            answers = answers_on(request, asked, traces)
+        finally:
+            for platform in asked:
+                platform.release_workspaces()
+        for place, answer in zip(places, answers, strict=True):
+            if isinstance(answer, CommandError) and is_of_job(answer):
+                raise answer
+            outcomes[place] = answer
     fits, problems = [], []
     for spec, outcome in zip(specs, outcomes, strict=True):
         if isinstance(outcome, CommandError):
-            if is_of_job(outcome):
-                raise outcome
             problems.append(outcome)
             problem = first_line(outcome)
             fits.append(DeviceFit(device=spec.name, fits=None, room_mib=None, estimate=None, problem=problem))

@@ -124,22 +124,13 @@ def contents(queue):
 
 
 def test_ctrl_c_takes_out_what_was_added_and_gives_the_disk_back(queue, path):
+    announced = []
     with pytest.raises(KeyboardInterrupt):
-        queue.submit(a_job(n=90_000), until(KeyboardInterrupt(), 50_000), 1000.0)
-    assert contents(queue) == [[], [], [], []] and queue.progress(1000.0) == []
+        queue.submit(a_job(n=90_000), until(KeyboardInterrupt(), 50_000), 1000.0, lambda: announced.append(1))
+    assert announced == [1] and contents(queue) == [[], [], [], []]
     assert path.stat().st_size < 2**17 and queue.next_index("cnn-1") == 0
     assert submit(queue, n=5) == Added(added=5, existing=0)
-    assert queue.progress(1000.0)[0].state == "queued" and queue.job("cnn-1").n == 5
-
-
-def test_a_job_that_was_taken_out_keeps_its_number_for_those_who_have_the_queue_open(queue, path):
-    with Queue.open(path) as other:
-        with pytest.raises(KeyboardInterrupt):
-            queue.submit(a_job("cnn-2", n=9000), until(KeyboardInterrupt(), 4000), 1000.0)
-        assert other.counts("cnn-2").total == 0
-        submit(queue, "cnn-3", n=2)
-        submit(queue, "cnn-2", n=1)
-        assert (other.counts("cnn-3").total, other.counts("cnn-2").total) == (2, 1)
+    assert queue.progress(1000.0)[0].state == "queued"
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -156,11 +147,25 @@ def test_ctrl_c_leaves_a_job_that_was_there_as_it_was(queue, cancelled):
     assert queue.counts("cnn-1").queued == 6000
 
 
-def test_ctrl_c_takes_out_no_more_than_was_added_behind_tasks_that_were_there(queue):
-    assert queue.submit(a_job(n=5000), list(configs(5000))[500:], 1000.0).existing == 0
+@pytest.mark.parametrize("held", [slice(500), slice(700, None, 3)], ids=["the first", "every third"])
+def test_ctrl_c_takes_out_no_more_and_no_less_than_was_added_among_tasks_that_were_there(queue, held):
+    assert queue.submit(a_job(n=5000), list(configs(5000))[held], 1000.0).existing == 0
+    before = contents(queue)
     with pytest.raises(KeyboardInterrupt):
         queue.submit(a_job(n=9000), until(KeyboardInterrupt(), 8000), 1000.0)
-    assert (queue.counts("cnn-1").queued, queue.next_index("cnn-1")) == (5000, 5000)
+    assert contents(queue) == before
+
+
+def test_ctrl_c_leaves_what_another_command_added_since(queue, path):
+    def joined_by_another():
+        yield from itertools.islice(configs(9000), 4001)
+        with Queue.open(path) as other:
+            assert other.submit(a_job(n=9000), configs(9000), 1000.0) == Added(added=5000, existing=4000)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit(a_job(n=9000), joined_by_another(), 1000.0)
+    assert queue.counts("cnn-1").queued == 5000 and queue.job("cnn-1").n == 9000
 
 
 def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
@@ -177,6 +182,18 @@ def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
     assert (counts.done, counts.leased, counts.queued) == (1, 1, 0)
     assert queue.submit(a_job(n=9000), configs(9000), 1000.0).added == 8998
     assert queue.progress(1000.0)[0].counts.total == 9000
+
+
+def test_a_removed_job_keeps_its_number_for_those_who_have_the_queue_open(queue, path):
+    with Queue.open(path) as other:
+        submit(queue, n=3)
+        with pytest.raises(KeyboardInterrupt):
+            queue.submit(a_job("cnn-2", n=9000), until(KeyboardInterrupt(), 4000), 1000.0)
+        submit(queue, "cnn-3", n=2)
+        submit(queue, "cnn-2", n=1)
+        (task,) = [task for task in other.lease("w", 9, 1000.0, LEASE_S) if task.job_id == "cnn-2"]
+        assert other.finish(task, "ok", 1000.0)
+        assert (other.counts("cnn-3").total, other.counts("cnn-2").done) == (2, 1)
 
 
 def test_a_submission_goes_on_at_the_first_index_that_is_missing(queue):

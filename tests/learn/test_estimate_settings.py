@@ -62,7 +62,7 @@ def test_other_methods_refuse_settings_that_they_do_not_know(name, value):
         ({"accumulate": 2}, "unknown keyword 'accumulate'; known: .*accumulation"),
         ({"accumulation": 0}, "accumulation must be an integer >= 1, got 0"),
         ({"settings": Training(), "accumulation": 2}, "accumulation and settings= exclude each other"),
-        ({"settings": {"accumulation": 2}}, "settings is a featurize.training.training_step.Training, got dict"),
+        ({"settings": {"accumulation": 2}}, "settings must be a featurize.job.training_settings.Training, got dict"),
     ],
 )
 def test_wrong_settings_are_named(given, message):

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
-from conf.errors import EnvironmentProblem
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.counting import counting_files, lost_merged_files
 from warehouse.files.layout import COMPRESSION, KINDS, write_sealed
@@ -214,60 +213,6 @@ def test_a_planted_listing_neither_hides_nor_deletes_runs_for_good(folder):
     for hours in (30, 60):
         compact_at(folder, hours)
     assert run_ids(folder) == ids(range(6))
-
-
-def test_planted_listings_of_which_one_claims_to_replace_the_other_delete_no_run(folder):
-    fill(folder, range(6))
-    gone, path = new_merged_name(), planted_merge(folder, [0], ids([0]))
-    hidden = tuple(f"family=cnn/{run_id}.parquet" for run_id in ids(range(6)))
-    Listing(listing_file(folder, "runs", gone), f"family=cnn/{gone}", hidden, 0.0).write()
-    Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", (f"family=cnn/{gone}",), 0.0).write()
-    for hours in (30, 60):
-        compact_at(folder, hours)
-        assert run_ids(folder) == ids(range(6))
-
-
-def test_a_run_is_deleted_only_if_the_merged_file_itself_has_it(folder):
-    fill(folder, range(6))
-    land_batch(folder, "runs", "cnn", pa.Table.from_pylist([run_row(5)], schema=RUN_SCHEMA))
-    path = planted_merge(folder, [0], ids([0, 5]))
-    hidden = tuple(f"family=cnn/{run_id}.parquet" for run_id in ids([0, 5]))
-    Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", hidden, 0.0).write()
-    report = compact_at(folder, 30, CompactionSettings())
-    assert report.deleted_files == 1 and any("hides 1 files" in line for line in report.problems)
-    assert "J-000005.parquet" in names(folder) and run_ids(folder) == ids(range(6))
-
-
-def merged_twice(folder):
-    """Eight runs in a merged file, and in the two merged files that it replaces: (names of the two, its name)."""
-    fill(folder, range(8))
-    for hours in (0, 2):
-        compact_at(folder, hours, CompactionSettings(min_files=2, target_rows=4))
-    before = set(names(folder))
-    assert len(before) == 2
-    compact_at(folder, 4)
-    (new,) = set(names(folder)) - before
-    return before, new
-
-
-def test_a_lost_merged_file_gives_back_sources_that_are_merged_files(folder):
-    before, new = merged_twice(folder)
-    (folder.partition("runs", "cnn") / new).unlink()
-    with pytest.raises(EnvironmentProblem, match="is gone"):
-        run_ids(folder)
-    assert ["count again" in line for line in compact_at(folder, 4.5, CompactionSettings()).problems] == [True]
-    assert run_ids(folder) == ids(range(8)) and set(names(folder)) == before
-
-
-def test_a_lost_merged_file_is_not_given_up_for_a_damaged_source_that_is_left(folder):
-    before, new = merged_twice(folder)
-    flip(folder.partition("runs", "cnn") / min(before))
-    compact_at(folder, 20)
-    assert set(names(folder)) == {new, min(before)}
-    (folder.partition("runs", "cnn") / new).unlink()
-    compact_at(folder, 22)
-    with pytest.raises(EnvironmentProblem, match="8 rows are missing"):
-        run_ids(folder)
 
 
 def test_a_merged_file_whose_listing_is_lost_is_kept_and_named(folder):

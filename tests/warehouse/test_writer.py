@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
-from warehouse.files.counting import merged_file_with
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import Listing, listing_file, new_merged_name
-from warehouse.files.writer import RunWriter
+from warehouse.files.writer import MergedIndex, RunWriter
 from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
 
@@ -221,14 +220,14 @@ def plant(folder, name, run_id="J-000003", hidden=()):
     return path
 
 
-@pytest.mark.parametrize("how", ["other name", "no listing", "odd columns"])
+@pytest.mark.parametrize("how", ["other name", "listing of another", "hides others", "odd columns"])
 def test_a_run_lands_though_a_file_that_does_not_count_claims_to_hold_it(folder, how):
     writer = RunWriter(folder)
     writer.write(run_row(0), samples())
     name = "merged-evil.parquet" if how == "other name" else new_merged_name()
-    path = plant(folder, name)
-    if how == "no listing":
-        listing_file(folder, "runs", name).unlink()
+    path = plant(folder, name, hidden=["family=cnn/J-000000.parquet"] if how == "hides others" else ())
+    if how == "listing of another":
+        Listing(listing_file(folder, "runs", name), f"family=cnn/{new_merged_name()}", (), 1.0).write()
     elif how == "odd columns":
         pq.write_table(pa.table({"run_id": [3]}), path)
     assert not writer.has_landed("cnn", "J-000003")
@@ -236,26 +235,15 @@ def test_a_run_lands_though_a_file_that_does_not_count_claims_to_hold_it(folder,
     assert ask(folder, "SELECT run_id FROM runs ORDER BY 1") == [("J-000000",), ("J-000003",)]
 
 
-@pytest.mark.parametrize("how", ["listing of another", "hides others"])
-def test_a_run_in_a_file_that_counts_has_landed_whatever_its_listing_says(folder, how):
-    writer = RunWriter(folder)
-    writer.write(run_row(0), samples())
-    name = new_merged_name()
-    path = plant(folder, name, hidden=["family=cnn/J-000000.parquet"])
-    if how == "listing of another":
-        Listing(listing_file(folder, "runs", name), f"family=cnn/{new_merged_name()}", (), 1.0).write()
-    assert writer.has_landed("cnn", "J-000003") and writer.write(run_row(3), samples()) == path
-    assert ask(folder, "SELECT run_id FROM runs ORDER BY 1") == [("J-000000",), ("J-000003",)]
-
-
 def test_a_merged_file_that_could_not_be_opened_once_is_looked_at_again(folder, monkeypatch):
     RunWriter(folder).write(run_row(0), samples())
     path = plant(folder, new_merged_name())
+    index = MergedIndex(folder)
     with monkeypatch.context() as failing:
 
         def fail(*_arguments, **_options):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         failing.setattr(pq, "read_metadata", fail)
-        assert merged_file_with(folder, "runs", "cnn", "J-000003") is None
-    assert merged_file_with(folder, "runs", "cnn", "J-000003") == path
+        assert index.file_with("cnn", "J-000003") is None
+    assert index.file_with("cnn", "J-000003") == path

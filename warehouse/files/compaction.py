@@ -3,16 +3,15 @@
 Start reading at `compact`. Why no reader sees a row twice or not at all, and no kill matters:
 
 - A merged file counts only from the moment its listing is there (one `os.replace`), and from that moment the files
-  whose runs it holds do not (`warehouse.files.counting`; other DuckDB clients follow the listing,
-  `warehouse.files.views`). Readers look at the listings before the data files, so a reader that finds a listing also
-  finds its merged file; a reader that does not find it still finds the replaced files.
+  it replaces do not. Readers expand the listings before the data files (`warehouse.files.views`), so a reader that
+  finds a listing also finds its merged file; a reader that does not find it still finds the replaced files.
 - Replaced files are deleted by a later compaction, when their listing is older than `grace_s` and nobody has the
   warehouse open, as a query that began earlier still opens (and then drops) them.
 - After a kill before the listing is written, the merged file does not count, and its sources are merged again. A later
-  compaction deletes it once files that count hold all its runs. After a kill while deleting, the next compaction
-  continues.
-- A file with a wrong checksum is reported, and never merged or deleted. A file is deleted only if the merged file is
-  intact and holds all its runs (`unproven_sources`), whatever a listing or a merged file claims.
+  compaction deletes it once files that count hold all its runs. After a kill while deleting, the files stay hidden,
+  and the next compaction continues.
+- A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted or hidden only if an intact
+  file that counts holds them (`unproven_sources`, `unheld_ids`), whatever a listing or a merged file claims.
 
 No clocks are compared between processes, so stepped clocks and long transactions do no harm. `settled_listings` and
 `settle_unlisted` repair what kills, disk damage and foreign changes left.
@@ -32,18 +31,18 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from conf.cli.settings import Checked, data_key, key
 from conf.files.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
-from warehouse.files.counting import family_files, listed_files, lost_line, lost_merged_files, merged_file_with
+from warehouse.files.counting import counting_files, lost_line, lost_merged_files
 from warehouse.files.damage import DamagedFile, set_aside
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import KINDS, OF_RUNS, checksum_problem
 from warehouse.files.merged import (
     MERGED_PREFIX,
     Listing,
-    Unreadable,
     has_own_name,
     is_merged_name,
     is_own_merge,
@@ -52,10 +51,10 @@ from warehouse.files.merged import (
     listing_file,
     new_merged_name,
     read_listings,
-    run_ids_of,
 )
 from warehouse.files.plain_file import NoPlainFile, is_shared_by_any, open_lock
 from warehouse.files.small_files import read_files
+from warehouse.files.writer import MergedIndex
 from warehouse.tables.schema import TABLES
 
 SORT_KEYS = {
@@ -213,13 +212,13 @@ def _merge_groups(
     folder, settings, report = work.folder, work.settings, work.report
     target_bytes = settings.target_mib * 2**20
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
-    files = family_files(folder, kind, family)
-    for path, why in files.damaged.items():
-        report.left_alone(path, why)
-    rows = {file.path: file.rows for file in files.merged}
+    counting = counting_files(folder, kind, family, read_listings(folder, kind, report.damaged))
+    has_merged_run = MergedIndex(folder).holder(family)
+    is_merged_already = MergedIndex(folder, kind).holder(family)
+    merged_ids: set[str] = set()
     landed = _landed_files(folder, family) if kind in OF_RUNS else set()  # read later, so none is missed
-    # Without the file of a run that landed twice, as after the queue was lost: merged, it would be there twice.
-    for path in [*(files.partition / name for name in files.own), *rows]:
+    for path in counting:
+        is_merged = is_merged_name(path.name)
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -230,14 +229,23 @@ def _merge_groups(
             unreadable(path, NoPlainFile("it is not a plain file"))
             continue
         size = status.st_size
-        if size > target_bytes / 2 or path in report.left or path in files.doubled:
+        if size > target_bytes / 2 or path in report.left:
             continue
-        if rows.get(path, 0) > settings.target_rows / 2:
-            continue
-        if kind in OF_RUNS and not (
-            path in rows or path.name in landed or merged_file_with(folder, "runs", family, path.stem)
-        ):
+        if kind in OF_RUNS and not (is_merged or path.name in landed or has_merged_run(path.stem)):
             continue  # its run is being written, or was lost and will come again with other rows
+        if not is_merged and is_merged_already(path.stem):
+            continue  # a run that landed twice, as after the queue was lost: merged, it would be there twice
+        try:
+            if is_merged:
+                if pq.read_metadata(path).num_rows > settings.target_rows / 2:
+                    continue
+                ids = run_ids_of(path)
+                if merged_ids & ids:
+                    continue
+                merged_ids |= ids
+        except (pa.ArrowException, OSError, Unreadable) as error:
+            unreadable(path, error)
+            continue
         small.append((max(size - _OWN_BYTES, size // 8), path))
     # A merged file joins only when the others are worth rewriting it, so each row is rewritten few times.
     small.sort(key=lambda entry: (entry[0], entry[1].name))
@@ -284,15 +292,17 @@ def _delete_replaced(work: Compaction, kind: str) -> None:
         kept = tuple(name for name in listing.hidden if root / name in report.left)
         deletable = [name for name in listing.hidden if name not in kept]
         for name in deletable:
-            # The listing before its file: a file that is listed and not there is lost.
-            if is_merged_name(os.path.basename(name)):
-                listing_file(folder, kind, os.path.basename(name)).unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 (root / name).unlink()
                 report.deleted_files += 1
         sync((root / listing.merged).parent)  # gone for good, before the listing forgets to hide them
+        # The listing of a merged file goes before the one that hides the file forgets it: otherwise, in between, it
+        # would look as if its rows were lost.
+        for name in map(os.path.basename, deletable):
+            if is_merged_name(name):
+                listing_file(folder, kind, name).unlink(missing_ok=True)
+        dataclasses.replace(listing, hidden=kept).write()
         if not kept:
-            dataclasses.replace(listing, hidden=()).write()
             still_hiding.discard(listing.merged)
 
 
@@ -331,84 +341,129 @@ def compaction_lock(folder: DataFolder, *, wait: bool = False) -> Iterator[bool]
         yield True
 
 
-def unheld_ids(folder: DataFolder, kind: str, family: str, ids: Iterable[str], but: Path | None = None) -> set[str]:
-    """Return those of `ids` that no intact file of the partition holds, among files that count and are not `but`."""
+class Unreadable(Exception):
+    """The rows of a file cannot be read; the message has the reason."""
+
+
+def run_ids_of(path: Path) -> set[str]:
+    """Return the run_ids of an intact file. Raises `Unreadable`, or `FileNotFoundError` if there is none."""
+    try:
+        problem = checksum_problem(path)
+        if problem is not None:
+            raise Unreadable(problem)
+        file = pq.ParquetFile(path, read_dictionary=["run_id"])
+        return set(file.read(columns=["run_id"]).column(0).unique().to_pylist())
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise Unreadable(first_line(error)) from error
+
+
+def unheld_ids(
+    folder: DataFolder, kind: str, family: str, ids: Iterable[str], listings: Sequence[Listing], but: Path | None = None
+) -> set[str]:
+    """Return those of `ids` that no intact file of the partition holds, among files that count and are not `but`.
+
+    For telemetry, only samples of landed runs are reported: others belong to no visible run.
+    """
     left = set(ids)
-    partition = folder.partition(kind, family)
-    for name in os.listdir(partition):
-        run_id = name.removesuffix(".parquet")
-        if run_id in left and checksum_problem(partition / name) is None:
-            left.discard(run_id)
-    for file in listed_files(folder, kind, family):
-        if left and file.path != but:
-            with contextlib.suppress(Unreadable, FileNotFoundError):
-                left -= run_ids_of(file.path)
+    merged: list[Path] = []
+    for path in counting_files(folder, kind, family, listings):
+        if path == but:
+            continue
+        if is_merged_name(path.name):
+            merged.append(path)
+        elif path.stem in left and checksum_problem(path) is None:
+            left.discard(path.stem)
+    for path in merged:
+        if not left:
+            break
+        try:
+            left -= run_ids_of(path)
+        except (Unreadable, FileNotFoundError):
+            continue
+    if left and kind == "telemetry":
+        left &= _landed_among(folder, family, left)
     return left
+
+
+def _landed_among(folder: DataFolder, family: str, ids: set[str]) -> set[str]:
+    missing = unheld_ids(folder, "runs", family, ids, read_listings(folder, "runs"))
+    return ids - missing
 
 
 @dataclass
 class Unproven:
-    """Files that a listing names and that must not be deleted, with the reasons by name."""
+    """Files that a listing hides and that must not be deleted, with the reasons by name."""
 
-    unheld: dict[str, str] = field(default_factory=dict)  # the merged file does not hold their runs
+    unheld: dict[str, str] = field(default_factory=dict)  # no file that counts holds their runs
     unreadable: dict[str, str] = field(default_factory=dict)
 
 
-def unproven_sources(folder: DataFolder, kind: str, listing: Listing) -> Unproven:
-    """Return the files that a listing names without proof that its merged file holds their runs.
+def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> Unproven:
+    """Return the files that a listing hides without proof that its merged file holds their runs.
 
     Deleted files need no proof. Raises `Unreadable` for a damaged merged file, `FileNotFoundError` for a missing one.
     """
     root = folder.root / kind
-    held = run_ids_of(root / listing.merged)
-    partition = os.path.dirname(listing.merged)
-    there = set(os.listdir(root / partition))
+    path = root / listing.merged
+    held = run_ids_of(path)
+    family = path.parent.name.removeprefix("family=")
+    partition = path.parent.name + "/"
+    there = {f"{partition}{name}" for name in os.listdir(path.parent)}
     unproven = Unproven()
     for name in listing.hidden:
-        if os.path.dirname(name) != partition:
+        if not name.startswith(partition) or "/" in name.removeprefix(partition):
             unproven.unheld[name] = "it is of another family"
-        elif os.path.basename(name) in there and Path(name).stem not in held:
-            try:
-                missing = run_ids_of(root / name) - held
-            except FileNotFoundError:
-                continue
-            except Unreadable as error:
-                unproven.unreadable[name] = str(error)
-                continue
-            if missing:
-                unproven.unheld[name] = f"{len(missing):,} of its runs are not there"
+            continue
+        if name not in there or Path(name).stem in held:
+            continue
+        try:
+            missing = run_ids_of(root / name) - held
+        except FileNotFoundError:
+            continue
+        except Unreadable as error:
+            unproven.unreadable[name] = str(error)
+            continue
+        if missing:
+            missing = unheld_ids(folder, kind, family, missing, listings)
+        if missing:
+            unproven.unheld[name] = f"{len(missing):,} of its runs are not there"
     return unproven
 
 
 def settled_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
-    """Return the listings whose merged files hold the runs of the files that they hide, after repairs.
+    """Return the listings whose merged files hold the runs that they hide, after repairs; report the others.
 
-    Other DuckDB clients follow listings. If a merged file lacks runs, their files are removed from its listing. If a
-    merged file is gone while all hidden files exist, its listing is set aside, so they count again.
+    If a merged file lacks hidden runs, their files are removed from its listing and count again. If a merged file is
+    gone while all hidden files exist, its listing is set aside, so they count again too.
     """
-    lost = lost_merged_files(folder, kind)
+    listings = read_listings(folder, kind, report.damaged)
+    hidden = {name for listing in listings for name in listing.hidden}
     settled = []
-    for listing in read_listings(folder, kind, report.damaged):
+    for listing in listings:
         merged = folder.root / kind / listing.merged
-        if listing in lost:
-            if listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
+        if not os.path.lexists(merged):
+            if listing.merged in hidden:
+                settled.append(listing)  # deleted as a part of a later merge, whose compaction was killed
+            elif listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
                 aside = set_aside(folder, listing.file, f"it lists {listing.merged}, which is not there")
                 report.problems.append(
                     f"{listing.file}: {listing.merged} is gone, and the {len(listing.hidden):,} "
                     f"files that it replaced count again; moved to {aside}"
                 )
-            else:
+            elif listing in lost_merged_files(folder, kind):
                 report.problems.append(lost_line(folder, kind, listing))
-            continue
-        if not os.path.lexists(merged):  # another one has replaced it
-            listing.file.unlink(missing_ok=True)
+            else:
+                listing.file.unlink(missing_ok=True)
             continue
         if not is_whole_listing(listing.file):
             write_anew(folder, listing)  # as its merged file has it
         if not listing.hidden:
+            settled.append(listing)
             continue
         try:
-            unproven = unproven_sources(folder, kind, listing)
+            unproven = unproven_sources(folder, kind, listing, listings)
         except (Unreadable, FileNotFoundError) as error:
             report.left_alone(merged, f"{error}; the files that it replaced stay")
             continue
@@ -454,14 +509,14 @@ def unlisted_problem(
 
     A listed file has no problem, nor one younger than `young_s`, which may be landing right now.
     """
-    if has_own_name(path.name) and listing_file(folder, kind, path.name).exists():
+    if has_own_name(path) and listing_file(folder, kind, path.name).exists():
         return None
     try:
         if (time.time() if now_s is None else now_s) - path.stat().st_mtime <= young_s:
             return None
         if not is_own_merge(path):
             return "no compaction wrote it, and no listing names it"
-        missing = unheld_ids(folder, kind, family, run_ids_of(path))
+        missing = unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
     except FileNotFoundError:
         return None
     except (Unreadable, OSError) as error:

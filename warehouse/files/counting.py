@@ -1,194 +1,96 @@
-"""Finds the files of a data folder whose rows count: the catalogue that queries, compaction and snapshots share.
+"""Finds the files of a data folder whose rows count: merged files with a listing, and files that no listing hides.
 
-Start reading at `counting_plan`, which is for queries, and `family_files`. Two rules decide:
+Start reading at `counting_files`; `counting_plan` is for queries, which also show each run once and leave damaged files
+out. Both cost a listing of the folders; content is read in doubtful cases only.
 
-1. A merged file counts if there is a listing of its name and it can be read.
-2. Any other file counts unless a merged file that counts holds its run.
-
-So a run is shown once, from whichever files it can be read, and nothing that a listing says hides a run. Where merged
-files share runs, the one with more rows comes first. Content is read only where names and ranges of run_ids leave a
-doubt. A listing is written after its merged file and removed before it: a listed file that is not there is lost.
+`judge` decides which listings are valid, i.e. could come from a compaction, and which rows are lost. A valid listing
+stands for the merged file of its own name, and that file holds every run of the files that it hides and that are there.
+Compaction proves more before it deletes anything, and mends what is not valid (`warehouse.files.compaction`).
+`warehouse.check` verifies the checksums of data files.
 """
 
 from __future__ import annotations
 
-import functools
+import bisect
+import dataclasses
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem
-from conf.plain_text import first_line
 from warehouse.files import damage
+from warehouse.files.damage import DamagedFile
 from warehouse.files.layout import KINDS, FolderLayout
 from warehouse.files.merged import (
     PARTITION,
+    DamagedListing,
     Listing,
-    OnDamage,
-    Unreadable,
-    has_own_name,
     is_merged_name,
     names_in,
     read_listings,
-    run_ids_of,
     sources_of,
+    warn_once,
 )
 from warehouse.files.plain_file import file_key, plain, remembered, remembered_by
 
-SNAPSHOT_LISTING = "snapshot.parquet"  # a snapshot has one for all its merged files
+SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
 _NO_FAMILY = "family=_"  # the partition of files without rows
-_LOOKS = 100  # at a folder that compactions change meanwhile
-_LAST = "\U0010ffff"  # no run_id is greater
-T = TypeVar("T")
+_PASSES = 20  # over the folder, while compaction deletes what the last pass has found
+_REMEMBERED_GROUPS = 32
+_group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
 
 
 @dataclass(frozen=True)
-class MergedFile:
-    """A merged file whose footer can be read, and the runs in it."""
+class Judgement:
+    """State of a folder's files according to its listings; each file is named `family=F/NAME`."""
 
-    path: Path
-    key: Hashable  # changes when the file does
-    rows: int
-    least: str  # run_id, by the footer's statistics
-    most: str
+    listed: Mapping[str, Listing]  # by their merged files, which count unless another listing hides them
+    hidden: frozenset[str]  # files that do not count, as a merged one stands for them
+    lost: tuple[str, ...] = ()  # a line for each listing that cannot be read: rows may be missing, or there twice
 
-    @functools.cached_property
-    def run_ids(self) -> pa.StringArray:
-        """Return the runs in the file, sorted. Raises as `run_ids_of` does."""
-        return pa.array(sorted(run_ids_of(self.path, verified=False)), pa.string())
-
-    def may_hold(self, run_id: str) -> bool:
-        """Return whether a run is in the range of the file's run_ids."""
-        return self.least <= run_id <= self.most
-
-    def holds(self, run_id: str) -> bool:
-        """Return whether the file has a run. Raises as `run_ids` does."""
-        if not self.may_hold(run_id):
-            return False
-        at = bisect_left(self.run_ids, run_id, key=lambda run_id: run_id.as_py())
-        return at < len(self.run_ids) and self.run_ids[at].as_py() == run_id
+    @classmethod
+    def of(cls, listings: Iterable[Listing], hides: Callable[[Listing], bool] = lambda listing: True) -> Judgement:
+        """Return the judgement in which every listing is valid; one for which `hides` is false hides nothing."""
+        listed = {listing.merged: listing for listing in listings}
+        return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
 
 
-@dataclass(frozen=True)
-class FamilyFiles:
-    """The files of one family that count."""
+def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
+    """Return the judgement of the valid listings of `runs` or `telemetry`. Invalid ones are reported on stderr.
 
-    partition: Path
-    own: tuple[str, ...]  # names of files whose run no merged file holds, sorted, damaged or not
-    merged: tuple[MergedFile, ...]  # those that hold a run which no file before them holds
-    doubled: Mapping[Path, frozenset[str]]  # the runs of a merged file that files before it hold
-    damaged: Mapping[Path, str]  # listed merged files that cannot be read, and why
-
-    @property
-    def paths(self) -> list[Path]:
-        """Return the files that count, and listed ones that would if they could be read."""
-        return [*(self.partition / name for name in self.own), *(file.path for file in self.merged), *self.damaged]
-
-
-def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyFiles]:
-    """Return the files of one of `KINDS` that count now, by family.
-
-    `left_out` returns whether a merged file is known to be damaged. Raises `EnvironmentProblem` for a merged file that
-    is lost: without it, counts would be too low.
+    A damaged merged file hides nothing: what it replaces may still be there. `left_out` returns whether a file is
+    damaged; by default only footers are looked at.
     """
-
-    def look(listed: frozenset[str]) -> list[FamilyFiles]:
-        root = folder.root / kind
-        partitions = [name for name in names_in(root) if name.startswith(PARTITION) and not name.startswith(_NO_FAMILY)]
-        on_disk = {partition: _parquet_names(root / partition) for partition in partitions}
-        if not listed <= {name for names in on_disk.values() for name in names if is_merged_name(name)}:
-            refuse_lost(folder, [kind])
-        return [_family_files(root / partition, names, listed, left_out) for partition, names in on_disk.items()]
-
-    return steadily(folder, kind, look)
+    believed, lost = _find_believed(folder, kind)
+    is_left_out = _is_damaged if left_out is None else left_out
+    judgement = Judgement.of(believed, lambda listing: not is_left_out(folder.root / kind / listing.merged))
+    return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
 
 
-def family_files(
-    folder: FolderLayout, kind: str, family: str, left_out: Callable[[Path], bool] = lambda path: False
-) -> FamilyFiles:
-    """Return the files of a family's part of one of `KINDS` that count now; `left_out` is `counting_plan`'s."""
-    partition = folder.partition(kind, family)
-    return steadily(folder, kind, lambda listed: _family_files(partition, _parquet_names(partition), listed, left_out))
-
-
-def counting_files(folder: FolderLayout, kind: str, family: str) -> list[Path]:
-    """Return the files of a partition whose rows count, whether they are damaged or not."""
-    return family_files(folder, kind, family).paths
-
-
-def listed_files(folder: FolderLayout, kind: str, family: str) -> list[MergedFile]:
-    """Return the listed merged files of a family that can be read, also those whose runs others hold."""
-    partition = folder.partition(kind, family)
-    return steadily(folder, kind, lambda listed: _whole(partition, sorted(listed)))
-
-
-def merged_file_with(folder: FolderLayout, kind: str, family: str, run_id: str) -> Path | None:
-    """Return a merged file that counts and holds the run, or None. Unreadable files hold no runs.
-
-    A partition's 100,000 small files are not listed: every landing asks.
-    """
-    partition = folder.partition(kind, family)
-
-    def look(listed: frozenset[str]) -> Path | None:
-        for file in _whole(partition, sorted(listed)):
-            try:
-                if file.holds(run_id):
-                    return file.path
-            except (Unreadable, OSError):  # gone since: then the listings have changed
-                continue
-        return None
-
-    return steadily(folder, kind, look)
-
-
-def steadily(folder: FolderLayout, kind: str, look: Callable[[frozenset[str]], T]) -> T:
-    """Return what `look` makes of the names of the listed merged files, which stayed the same meanwhile.
-
-    So it sees either all files that a compaction replaces or the merged file. `FileNotFoundError` of a file that such a
-    compaction has deleted is not raised.
-    """
-    for _ in range(_LOOKS):
-        listed = _listed(folder, kind)
-        try:
-            result = look(listed)
-        except FileNotFoundError:
-            if listed == _listed(folder, kind):
-                raise
-            continue
-        if listed == _listed(folder, kind):
-            return result
-    raise EnvironmentProblem(f"the files of {folder.root / kind} change faster than they are listed; try again")
-
-
-def lost_merged_files(
-    folder: FolderLayout, kind: str, on_damage: OnDamage | None = lambda damaged: None
-) -> list[Listing]:
-    """Return the listings whose merged file is gone, though no other merged file replaces it: its rows are lost.
-
-    `on_damage` is called for listings that cannot be read; None prints a line on stderr.
-    """
+def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
+    """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact."""
     root = folder.root / kind
-    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, on_damage)]
-    # The file before its listing: a compaction removes the listing first.
-    gone = [one for one in listings if not os.path.lexists(root / one.merged) and os.path.lexists(one.file)]
-    if not gone:
-        return []
-    # A compaction of an older version removed the listing last.
-    replaced = {name for listing in listings for name in listing.hidden}
-    for listing in listings:
-        try:
-            replaced.update(sources_of(root / listing.merged))
-        except _UNREADABLE:
-            continue
-    return [listing for listing in gone if listing.merged not in replaced]
+    listings = [listing for listing in _find_believed(folder, kind)[0] if (root / listing.merged).exists()]
+    whole = Judgement.of(listing for listing in listings if not _is_damaged(root / listing.merged))
+    return frozenset(whole.listed) - whole.hidden
+
+
+def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
+    """Return the listings whose merged file is gone though no other listing replaces it: its rows are lost.
+
+    Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
+    """
+    lost = _listed_and_gone(folder, kind)
+    if lost:  # a second look: a compaction may have been between the listings and their files
+        again = {(listing.file, listing.merged) for listing in _listed_and_gone(folder, kind)}
+        lost = [listing for listing in lost if (listing.file, listing.merged) in again]
+    return lost
 
 
 def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
@@ -201,16 +103,62 @@ def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
 
 
 def refuse_lost(folder: FolderLayout, kinds: Sequence[str] = KINDS) -> None:
-    """Raise `EnvironmentProblem` for each merged file that is lost: without it, counts would be too low."""
-    lines = [lost_line(folder, kind, listing) for kind in kinds for listing in lost_merged_files(folder, kind, None)]
+    """Raise `EnvironmentProblem` for each merged file or listing that is lost: without it, counts would be too low."""
+    lines: list[str] = []
+    for kind in kinds:
+        lines += [lost_line(folder, kind, listing) for listing in lost_merged_files(folder, kind)]
+        lines += judge(folder, kind).lost
     if lines:
         raise EnvironmentProblem("; ".join(lines))
 
 
-def _listed(folder: FolderLayout, kind: str) -> frozenset[str]:
-    """Return the names of the merged files that are listed, whatever is in their listings."""
-    names = {name for name in names_in(folder.listings(kind)) if has_own_name(name)}
-    return frozenset(names.union(os.path.basename(one.merged) for one in _of_snapshot(folder, kind)))
+def merged_damage(path: Path) -> str | None:
+    """Return why a merged file cannot be used: no Parquet file, or columns of other types; None if it can.
+
+    Raises `FileNotFoundError`. Only the footer is read, once while the file stays the same.
+    """
+    try:
+        return remembered(path, lambda: damage.damage_of(path), "damage")
+    except FileNotFoundError:
+        return damage.damage_of(path)  # a link to nothing
+
+
+def is_damaged_merged(path: Path) -> bool:
+    """Return whether a file is an unusable merged one, and report it on stderr, once while it stays the same."""
+    if not is_merged_name(path.name):
+        return False
+    try:
+        reason = merged_damage(path)
+    except FileNotFoundError:  # which is another matter
+        return False
+    if reason is not None:
+        damage.report([DamagedFile(path, reason)])
+    return reason is not None
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        return merged_damage(path) is not None
+    except FileNotFoundError:
+        return False
+
+
+def _find_believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
+    """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
+
+    Their content is read once while they stay the same. What they hide is judged again, as files come and go.
+    """
+    lost: list[DamagedListing] = []
+
+    def on_damage(damaged: DamagedListing) -> None:
+        if damaged.merged is not None:
+            lost.append(damaged)
+        else:
+            warn_once(damaged.path, damaged.line())
+
+    listings = read_listings(folder, kind, on_damage)
+    believed = [listing for listing in listings if _is_sound(folder, kind, listing)]
+    return [*_of_snapshot(folder, kind), *believed], lost
 
 
 def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
@@ -223,94 +171,293 @@ def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
     return [Listing(path, row["path"], (), 0.0) for row in rows if not row["hidden"]]
 
 
+def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) -> tuple[str, ...]:
+    """Return a line for each lost listing whose merged file no other listing replaces."""
+    return tuple(
+        f"{damaged.path} is damaged ({damaged.reason}) and cannot be recovered from {damaged.merged}, whose rows may "
+        "be lost; restore both files from a copy, or run `python -m farm.doctor repair=true` to measure the runs again"
+        for damaged in lost
+        if damaged.merged is not None and f"{damaged.merged.parent.name}/{damaged.merged.name}" not in judgement.hidden
+    )
+
+
+def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
+    root = folder.root / kind
+    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
+    if all(os.path.lexists(root / listing.merged) for listing in listings):
+        return []
+    believed, _ = _find_believed(folder, kind)
+    hidden = Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden
+    gone = [entry for entry in believed if entry.merged not in hidden and not os.path.lexists(root / entry.merged)]
+    if not gone:
+        return []
+    # A compaction of an older version removed the listing last; the merged file itself names its sources.
+    replaced: set[str] = set()
+    for listing in believed:
+        try:
+            replaced.update(sources_of(root / listing.merged))
+        except _UNREADABLE:
+            continue
+    return [listing for listing in gone if listing.merged not in replaced]
+
+
+def _is_sound(folder: FolderLayout, kind: str, listing: Listing) -> bool:
+    not_held = _hidden_and_not_held(folder, kind, listing)
+    if not_held:
+        others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
+        warn_once(
+            listing.file,
+            f"{listing.file}: ignoring this listing: it hides {not_held[0]!r}{others}, whose runs its merged file does "
+            "not hold",
+        )
+    return not not_held
+
+
+def _hidden_and_not_held(folder: FolderLayout, kind: str, listing: Listing) -> tuple[str, ...]:
+    """Return the existing files that a listing hides although they have a run that the merged file lacks."""
+    root = folder.root / kind
+    merged = root / listing.merged
+    try:
+        if merged_damage(merged) is not None:  # it hides nothing, and is named where it would count
+            return _foreign(listing)
+        key = ("doubtful", file_key(merged), _listing_key(listing))
+        foreign, doubtful = remembered_by(key, lambda: (_foreign(listing), _doubtful(merged, listing)))
+    except _UNREADABLE:  # torn or gone, which is another matter: it is named there
+        return _foreign(listing)
+    if foreign or not doubtful:
+        return foreign
+    present = _present(root, doubtful)
+    if not present:
+        return ()
+    try:
+        return remembered_by(
+            ("not held", key, tuple(present.values())), lambda: _not_held(root, merged, tuple(present))
+        )
+    except _UNREADABLE:
+        return ()
+
+
+def _listing_key(listing: Listing) -> Hashable:
+    try:
+        return file_key(listing.file)
+    except OSError:  # replaced since it was read
+        return listing.hidden
+
+
+def _foreign(listing: Listing) -> tuple[str, ...]:
+    """Return the hidden names outside the merged file's partition."""
+    partition = os.path.dirname(listing.merged)
+    return tuple(name for name in listing.hidden if not _is_name(name) or os.path.dirname(name) != partition)
+
+
+def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
+    """Return the hidden names whose content must be read to know whether the merged file holds their run."""
+    if not listing.hidden:
+        return ()
+    held = _ids(merged)
+    return tuple(name for name in listing.hidden if os.path.basename(name).removesuffix(".parquet") not in held)
+
+
+def _present(root: Path, names: tuple[str, ...]) -> dict[str, Hashable]:
+    """Return the names that exist, with a value that changes when they are written."""
+    present = {}
+    for name in names:
+        try:
+            present[name] = file_key(root / name)
+        except OSError:
+            continue
+    return present
+
+
+def _not_held(root: Path, merged: Path, names: tuple[str, ...]) -> tuple[str, ...]:
+    held = _ids(merged)
+    not_held = []
+    for name in names:
+        try:
+            if not _ids(root / name) <= held:  # a file without rows has nothing to be held
+                not_held.append(name)
+        except _UNREADABLE:  # torn after it was merged, or deleted
+            continue
+    return tuple(not_held)
+
+
+def _ids(path: Path) -> frozenset[str]:
+    return frozenset(pq.ParquetFile(plain(path)).read(columns=["run_id"]).column("run_id").unique().to_pylist())
+
+
+def _is_name(name: str) -> bool:
+    """Return whether `name` has the form family=F/NAME.parquet and leads nowhere else."""
+    partition, slash, file_name = name.partition("/")
+    return bool(slash) and partition.startswith(PARTITION) and "/" not in file_name and file_name.endswith(".parquet")
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """Names of one family's files that count, and the runs of a merged file that another file already holds."""
+
+    family: str
+    names: tuple[str, ...]
+    doubled: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+
+def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
+    """Return the files of `runs` or `telemetry` that count now, by family, each run in one of them only.
+
+    `left_out` returns whether a file is known to be damaged. A listed merged file that is missing raises
+    `EnvironmentProblem`, since its rows are lost. A listing that no compaction can have written hides nothing.
+    """
+
+    def is_left_out(path: Path) -> bool:
+        return left_out(path) or is_damaged_merged(path)
+
+    for _ in range(_PASSES):
+        # The listings before the files: a merged file that is found listed was there before its listing.
+        judgement = judge(folder, kind, is_left_out)
+        if judgement.lost:
+            raise EnvironmentProblem("; ".join(judgement.lost))
+        on_disk = _names_on_disk(folder.root / kind)
+        if all(name in judgement.hidden or _is_there(on_disk, name) for name in judgement.listed):
+            break
+    else:
+        refuse_lost(folder, [kind])
+    return [
+        _family_plan(folder.root / kind / partition, names, judgement, is_left_out)
+        for partition, names in on_disk.items()
+    ]
+
+
+def counting_files(
+    folder: FolderLayout, kind: str, family: str, listings: Sequence[Listing] | None = None
+) -> list[Path]:
+    """Return the files of a partition whose rows count, sorted, whether they are damaged or not.
+
+    Args:
+        folder: the data folder.
+        kind: `runs` or `telemetry`.
+        family: the family of the partition.
+        listings: taken at their word, and read before; by default those that are believed.
+    """
+    # The listings before the files, as queries do: a merged file that is found listed is there.
+    judgement = judge(folder, kind) if listings is None else Judgement.of(listings)
+    partition = folder.partition(kind, family)
+    return [partition / name for name in _counting_names(partition.name, _parquet_names(partition), judgement)]
+
+
 def _parquet_names(partition: Path) -> list[str]:
     """Return the sorted names of a partition's Parquet files; sorting 100,000 paths instead would take seconds."""
     return [name for name in names_in(partition) if name.endswith(".parquet")]
 
 
-def _read(path: Path) -> MergedFile | str:
-    """Return a merged file by its footer, or why it cannot be read. Raises `FileNotFoundError`."""
+def _counting_names(partition: str, names: Sequence[str], judgement: Judgement) -> list[str]:
+    """Return the partition's files that count: listed merged files, and others that no listing hides."""
+    prefix, hidden, listed = f"{partition}/", judgement.hidden, judgement.listed
+    return [
+        name for name in names if prefix + name not in hidden and (not is_merged_name(name) or prefix + name in listed)
+    ]
 
-    def read() -> MergedFile | str:
-        reason = damage.damage_of(path)
-        if reason is not None:
-            return reason
-        metadata = pq.read_metadata(path)
+
+def _names_on_disk(root: Path) -> dict[str, list[str]]:
+    """Return the sorted names of the Parquet files of each partition."""
+    return {
+        partition: _parquet_names(root / partition)
+        for partition in names_in(root)
+        if partition.startswith(PARTITION) and not partition.startswith(_NO_FAMILY)
+    }
+
+
+def _is_there(on_disk: Mapping[str, list[str]], path: str) -> bool:
+    partition, _, name = path.partition("/")
+    names = on_disk.get(partition, [])
+    position = bisect.bisect_left(names, name)
+    return names[position : position + 1] == [name]
+
+
+def _family_plan(
+    partition: Path, names: Sequence[str], judgement: Judgement, left_out: Callable[[Path], bool]
+) -> FamilyPlan:
+    unmerged: list[str] = []
+    merged: list[str] = []
+    for name in _counting_names(partition.name, names, judgement):
+        if not left_out(partition / name):
+            (merged if is_merged_name(name) else unmerged).append(name)
+    if merged:
+        unmerged = _without_merged(partition, unmerged, merged)
+    doubled = _find_doubled(partition, merged) if len(merged) > 1 else {}
+    return FamilyPlan(partition.name.removeprefix(PARTITION), (*unmerged, *merged), doubled)
+
+
+def _without_merged(partition: Path, unmerged: list[str], merged: list[str]) -> list[str]:
+    """Return the runs' own files whose run is in no merged file. Where both exist, the merged one came first."""
+    for name in merged:
+        if not unmerged:
+            break
+        held: set[str] = set()
+        for group, (least, most) in enumerate(_ranges(partition / name)):
+            if any(least <= file_name[:-8] <= most for file_name in unmerged):
+                held |= _group_ids(partition / name, group)
+        unmerged = [file_name for file_name in unmerged if file_name[:-8] not in held]
+    return unmerged
+
+
+def _find_doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
+    """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs.
+
+    The result is cached while the files stay the same.
+    """
+    key = ("doubled", *(file_key(partition / name) for name in merged))
+    return remembered_by(key, lambda: _compare(partition, merged))
+
+
+def _compare(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
+    groups = [
+        (least, most, order, group)
+        for order, name in enumerate(merged)
+        for group, (least, most) in enumerate(_ranges(partition / name))
+    ]
+    groups.sort()
+    doubled: dict[str, set[str]] = {}
+    open_groups: list[tuple[str, int, int]] = []  # most, file, row group
+    for least, most, order, group in groups:
+        open_groups = [entry for entry in open_groups if entry[0] >= least]
+        for _, other, other_group in open_groups:
+            if other == order:
+                continue
+            both = _group_ids(partition / merged[order], group) & _group_ids(partition / merged[other], other_group)
+            if both:
+                doubled.setdefault(merged[max(order, other)], set()).update(both)
+        open_groups.append((most, order, group))
+    return {name: frozenset(ids) for name, ids in doubled.items()}
+
+
+def _ranges(path: Path) -> list[tuple[str, str]]:
+    """Return (least, greatest) run_id of each row group; none for an unreadable file, which is reported elsewhere."""
+
+    def read() -> list[tuple[str, str]]:
+        metadata = pq.read_metadata(plain(path))
         column = metadata.schema.to_arrow_schema().get_field_index("run_id")
-        groups = [metadata.row_group(group).column(column).statistics for group in range(metadata.num_row_groups)]
-        is_known = all(statistics is not None and statistics.has_min_max for statistics in groups)
-        least = min((statistics.min for statistics in groups), default=_LAST) if is_known else ""
-        most = max((statistics.max for statistics in groups), default="") if is_known else _LAST
-        return MergedFile(path, file_key(path), metadata.num_rows, least, most)
+        ranges = []
+        for group in range(metadata.num_row_groups):
+            statistics = metadata.row_group(group).column(column).statistics
+            known = statistics is not None and statistics.has_min_max
+            ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
+        return ranges
 
     try:
-        return remembered(path, read, "merged file")
-    except FileNotFoundError:
-        return damage.damage_of(path) or "it was not there"  # a link to nothing has a reason
-    except (pa.ArrowException, ValueError) as error:
-        return first_line(error)
+        return remembered(path, read, "ranges")
+    except (pa.ArrowException, OSError):
+        return []
 
 
-def _whole(partition: Path, names: Collection[str]) -> list[MergedFile]:
-    """Return those of the named merged files that are in a partition and can be read."""
-    files = []
-    for name in names:
-        try:
-            file = _read(partition / name)
-        except OSError:  # another family's, or an error of the disk or its load
-            continue
-        if isinstance(file, MergedFile):
-            files.append(file)
-    return files
+def _group_ids(path: Path, group: int) -> frozenset[str]:
+    def read() -> frozenset[str]:
+        file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
+        return _distinct(file.read_row_group(group, columns=["run_id"]))
+
+    try:
+        return remembered(path, read, group, _group_memory, _REMEMBERED_GROUPS)
+    except (pa.ArrowException, OSError):
+        return frozenset()
 
 
-def _family_files(
-    partition: Path, names: Sequence[str], listed: frozenset[str], left_out: Callable[[Path], bool]
-) -> FamilyFiles:
-    own = [name for name in names if not is_merged_name(name)]
-    merged: list[MergedFile] = []
-    damaged: dict[Path, str] = {}
-    for name in listed.intersection(names):
-        path = partition / name
-        file = "it is left out" if left_out(path) else _read(path)
-        if isinstance(file, MergedFile):
-            merged.append(file)
-        else:
-            damaged[path] = file
-    merged.sort(key=lambda file: (-file.rows, file.path.name))
-    while True:
-        try:
-            doubled, unmerged = _doubled(merged), _unmerged(own, merged)
-            break
-        except Unreadable as error:
-            damaged[error.path] = str(error)
-            merged = [file for file in merged if file.path != error.path]
-    left = [one for one in merged if one.path not in doubled or len(doubled[one.path]) < len(one.run_ids)]
-    return FamilyFiles(partition, tuple(unmerged), tuple(left), doubled, damaged)
-
-
-def _unmerged(own: list[str], merged: Sequence[MergedFile]) -> list[str]:
-    """Return the names of the files whose run is in no merged file. Where both exist, the merged one came first."""
-    for file in merged:
-        run_ids = [name.removesuffix(".parquet") for name in own]
-        if any(map(file.may_hold, run_ids)):
-            # As bytes: a name that somebody put there may be no text.
-            names = pa.array(map(os.fsencode, run_ids), pa.binary())
-            is_held = pc.is_in(names, value_set=file.run_ids.cast(pa.binary())).to_pylist()
-            own = [name for name, held in zip(own, is_held, strict=True) if not held]
-    return own
-
-
-def _doubled(merged: Sequence[MergedFile]) -> dict[Path, frozenset[str]]:
-    """Return, for each merged file, its runs that a file before it holds; compared once while they stay the same."""
-    return remembered_by(("doubled", *(file.key for file in merged)), lambda: _compared(merged))
-
-
-def _compared(merged: Sequence[MergedFile]) -> dict[Path, frozenset[str]]:
-    doubled: dict[Path, frozenset[str]] = {}
-    for at, file in enumerate(merged):
-        for other in merged[:at]:
-            if file.least <= other.most and other.least <= file.most:
-                both = file.run_ids.filter(pc.is_in(file.run_ids, value_set=other.run_ids))
-                doubled[file.path] = doubled.get(file.path, frozenset()).union(both.to_pylist())
-    return {path: run_ids for path, run_ids in doubled.items() if run_ids}
+def _distinct(table: pa.Table) -> frozenset[str]:
+    return frozenset(table.column("run_id").unique().to_pylist())

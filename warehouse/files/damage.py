@@ -35,7 +35,7 @@ _NEEDED = {
     **{table: ("job_id" if table == "jobs" else "run_id", schema) for table, schema in TABLES.items()},
     "compactions": ("path", LISTING_SCHEMA),
 }
-_reported: set[tuple[Path, tuple[int, ...]]] = set()
+_reported: set[tuple[str, tuple[int, ...]]] = set()
 _reported_lock = threading.Lock()
 REASON_SUFFIX = ".reason.txt"
 
@@ -131,19 +131,17 @@ def parquet_files(folder: FolderLayout) -> Iterator[Path]:
 
 
 def report(damaged: Iterable[DamagedFile]) -> None:
-    """Print a line on stderr for each file, as `warn_once` does."""
+    """Print a line on stderr for each file, once in a process while the file stays as it is."""
     for file in damaged:
-        warn_once(file.path, file.line())
-
-
-def warn_once(path: Path, line: str) -> None:
-    """Print a line about a file on stderr, once in a process while the file stays as it is."""
-    known = identity(path)
-    with _reported_lock:
-        if known is None or (path, known) in _reported:
-            return
-        _reported.add((path, known))
-    print(one_line(f"warning: {line}"), file=sys.stderr, flush=True)
+        known = identity(file.path)
+        if known is None:
+            continue
+        key = (str(file.path), known)
+        with _reported_lock:
+            if key in _reported:
+                continue
+            _reported.add(key)
+        print(f"warning: {file.line()}", file=sys.stderr, flush=True)
 
 
 def _frame_damage(path: Path) -> str | None:

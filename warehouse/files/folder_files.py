@@ -259,11 +259,8 @@ class FolderFiles(AbstractFileSystem):
         """Yield (name below `kind`, runs that another file holds) of each file that counts."""
         if kind in KINDS:
             for family in counting_plan(self._folder, kind, self._is_left_out):
-                damage.report(DamagedFile(path, why) for path, why in family.damaged.items())
-                for name in (*family.own, *(file.path.name for file in family.merged)):
-                    path = family.partition / name
-                    if not self._is_left_out(path):
-                        yield f"{path.parent.name}/{name}", family.doubled.get(path, frozenset())
+                for name in family.names:
+                    yield f"family={family.family}/{name}", family.doubled.get(name, frozenset())
             return
         root = self._folder.root / kind
         for name in sorted(os.listdir(root)) if root.is_dir() else ():

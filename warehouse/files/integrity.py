@@ -18,12 +18,12 @@ from typing import Any
 from conf.errors import CommandError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of
 from conf.plain_text import first_line
-from warehouse.files.compaction import unlisted_problem, unproven_sources
+from warehouse.files.compaction import Unreadable, unlisted_problem, unproven_sources
 from warehouse.files.counting import lost_line, lost_merged_files
 from warehouse.files.damage import DamagedFile, file_problem, parquet_files
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import KINDS, recorded_checksum
-from warehouse.files.merged import Listing, Unreadable, read_listings
+from warehouse.files.merged import Listing, read_listings
 from warehouse.files.presence import Presence, compare, queue_problem
 from warehouse.files.snapshots import MANIFEST, read_manifest
 
@@ -197,7 +197,7 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
             try:
                 if listing.checksum is not None and recorded_checksum(merged) != listing.checksum:
                     add(merged, f"it is another file than {listing.file} names")
-                unproven = unproven_sources(folder, kind, listing) if listing.hidden else None
+                unproven = unproven_sources(folder, kind, listing, listings) if listing.hidden else None
             except (OSError, Unreadable, ValueError):
                 continue  # named above, where it is damaged or lost
             if unproven is not None and unproven.unheld:

@@ -1,8 +1,8 @@
 """Merged files and their listings: what each says, how both are written, and how the listings of a folder are read.
 
 Start reading at `Listing` and `read_listings`; a damaged listing is recovered from the merged file of the same name.
-`warehouse.files.counting` names the files that count, by the names of listings; `warehouse.files.compaction` explains
-why merging is safe.
+`warehouse.files.counting` judges listings and names the files that count; `warehouse.files.compaction` explains why
+merging is safe.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.files.outputs import parse_json, replacing, sync
-from conf.plain_text import first_line
-from warehouse.files.damage import DamagedFile, warn_once
+from conf.plain_text import first_line, one_line
+from warehouse.files import damage
+from warehouse.files.damage import DamagedFile
 from warehouse.files.layout import (
     COMPRESSION,
     LISTING_SCHEMA,
@@ -32,7 +34,7 @@ from warehouse.files.layout import (
     write_parquet,
     write_sealed,
 )
-from warehouse.files.plain_file import is_out_of_descriptors, plain
+from warehouse.files.plain_file import file_key, plain, remembered, remembered_by
 
 MERGED_PREFIX = "merged-"
 SOURCES = b"gpufarm_sources"  # in a merged file's metadata: the files whose rows it has, as JSON
@@ -41,14 +43,7 @@ _PUBLISHED_AT = b"gpufarm_published_at"
 _CHECKSUM = b"gpufarm_merged_checksum"
 _ROWS = b"gpufarm_merged_rows"
 PARTITION = "family="
-
-
-class Unreadable(Exception):
-    """The rows of a file cannot be read; the message has the reason."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(reason)
-        self.path = path
+_warned: set[Hashable] = set()
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Listing:
             table = pq.ParquetFile(file).read()
             rows = table.to_pylist()
             if not all(isinstance(row["path"], str) for row in rows):
-                raise TypeError("a path is no text")
+                raise TypeError("a path is not a string")
             (merged,) = (row["path"] for row in rows if not row["hidden"])
             metadata = table.schema.metadata
             return cls(
@@ -112,38 +107,19 @@ def is_merged_name(name: str) -> bool:
     return name.startswith(MERGED_PREFIX)
 
 
-def has_own_name(name: str) -> bool:
+def has_own_name(path: Path) -> bool:
     """Return whether the name of a merged file or listing is of the form that `new_merged_name` makes."""
-    return _OWN_NAME.fullmatch(name) is not None
+    return _OWN_NAME.fullmatch(path.name) is not None
 
 
 def is_own_merge(path: Path) -> bool:
     """Return whether `land_merged` wrote a file, judged by name, checksum and metadata. Raises `OSError`."""
-    if not has_own_name(path.name) or checksum_problem(path) is not None or recorded_checksum(path) is None:
+    if not has_own_name(path) or checksum_problem(path) is not None or recorded_checksum(path) is None:
         return False
     try:
         return SOURCES in (pq.read_metadata(plain(path)).metadata or {})
     except pa.ArrowException:
         return False
-
-
-def run_ids_of(path: Path, *, verified: bool = True) -> set[str]:
-    """Return the run_ids of a file, which has to be intact if `verified`.
-
-    Raises `Unreadable`, `FileNotFoundError` if there is no file, `OSError` if this process has too many files open.
-    """
-    try:
-        problem = checksum_problem(path) if verified else None
-        if problem is not None:
-            raise Unreadable(path, problem)
-        file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
-        return set(file.read(columns=["run_id"]).column(0).unique().drop_null().to_pylist())
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        if is_out_of_descriptors(error):
-            raise
-        raise Unreadable(path, first_line(error)) from error
 
 
 def sources_of(merged: Path) -> Mapping[str, Any]:
@@ -207,14 +183,25 @@ def land_batch(folder: FolderLayout, kind: str, family: str, table: pa.Table) ->
     return target
 
 
-OnDamage = Callable[[DamagedFile], None]
+@dataclass(frozen=True)
+class DamagedListing(DamagedFile):
+    """A listing that can be read neither itself nor from its merged file."""
+
+    merged: Path | None = None  # the merged file of its name, if it exists and cannot replace the listing
+
+    def line(self) -> str:
+        """Return the file and the reason as commands print them."""
+        return one_line(f"ignoring {self.path}, which is not a valid listing: {self.reason}")
+
+
+OnDamage = Callable[[DamagedListing], None]
 
 
 def read_listings(folder: FolderLayout, kind: str, on_damage: OnDamage | None = None) -> list[Listing]:
     """Return the listings of `runs` or `telemetry`, oldest first. Each has the name of the merged file that it lists.
 
     A damaged one is read off its merged file, which names the files that it replaces; a line on stderr says so. Where
-    that fails too, `on_damage` is called (default: a line on stderr).
+    that fails too, `on_damage` is called (default: a line on stderr), and the merged file does not count.
     """
     listings = []
     for name in names_in(folder.listings(kind)):
@@ -229,7 +216,7 @@ def read_listings(folder: FolderLayout, kind: str, on_damage: OnDamage | None = 
         elif on_damage is not None:
             on_damage(read)
         else:
-            warn_once(read.path, f"ignoring {read.path}, which is not a valid listing: {read.reason}")
+            warn_once(read.path, read.line())
     return sorted(listings, key=lambda listing: (listing.published_at_s, listing.merged))
 
 
@@ -262,9 +249,10 @@ def recovered_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | 
 def is_whole_listing(file: Path) -> bool:
     """Return whether a listing is readable and lists the merged file of its own name."""
     try:
-        return isinstance(_content(file), Listing)
-    except FileNotFoundError:
+        content = _content(file)
+    except OSError:
         return False
+    return isinstance(content, Listing) and _lists_own_name(content)
 
 
 def names_in(path: Path) -> list[str]:
@@ -275,33 +263,61 @@ def names_in(path: Path) -> list[str]:
         return []
 
 
-def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedFile:
+def warn_once(path: Path, line: str) -> None:
+    """Print a line on stderr, once in a process while the file stays as it is."""
+    try:
+        key = (file_key(path), line)
+    except OSError:
+        return
+    if key not in _warned:
+        _warned.add(key)
+        print(one_line(f"warning: {line}"), file=sys.stderr, flush=True)
+
+
+def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedListing:
     """Return the listing, from its merged file if need be, or the damage. Raises `FileNotFoundError`."""
-    if not has_own_name(path.name):
-        return DamagedFile(path, "compaction creates no file of this name")
-    content = _content(path)
+    if not has_own_name(path):
+        return DamagedListing(path, "compaction creates no file of this name")
+    try:
+        content = remembered(path, lambda: _content(path), "listing")
+    except FileNotFoundError as error:
+        if not path.is_symlink():
+            raise
+        content = first_line(error)
+    except OSError as error:  # an error of the disk: it may be gone at the next look
+        content = first_line(error)
     if isinstance(content, Listing):
-        return content
-    recovered = recovered_listing(folder, kind, path)
+        if _lists_own_name(content):
+            return content
+        return DamagedListing(path, f"it names {content.merged!r} instead of the merged file with its own name")
+    merged = _merged_files_named(folder, kind, path.name)
+    if not merged:
+        return DamagedListing(path, content)
+    try:
+        key = ("recovered", content, *map(file_key, merged))
+        recovered = remembered_by(key, lambda: recovered_listing(folder, kind, path))
+    except OSError:  # a link to nothing, or gone since
+        recovered = None
     if recovered is None:
-        return DamagedFile(path, content)
-    merged = folder.root / kind / recovered.merged
-    warn_once(path, f"{path}: this listing is damaged ({content}): reading its content from {merged}")
+        return DamagedListing(path, content, merged[0])
+    warn_once(path, f"{path}: this listing is damaged ({content}): reading its content from {merged[0]}")
     return recovered
 
 
 def _content(path: Path) -> Listing | str:
-    """Return the listing, or the problem of the file. Raises `FileNotFoundError`."""
+    """Return the listing, or the problem of the file."""
+    reason = damage.damage_of(path, pages=True)
+    if reason is not None:
+        return reason
     try:
-        listing = Listing.read(path)
-    except FileNotFoundError:
-        raise
-    except (ValueError, OSError) as error:
-        return first_line(error)
+        return Listing.read(path)
+    except (ValueError, pa.ArrowException) as error:
+        return str(error)
+
+
+def _lists_own_name(listing: Listing) -> bool:
     partition, slash, name = listing.merged.partition("/")
-    if name == path.name and slash and partition.startswith(PARTITION):
-        return listing
-    return f"it names {listing.merged!r} instead of the merged file with its own name"
+    return name == listing.file.name and bool(slash) and partition.startswith(PARTITION)
 
 
 def _merged_files_named(folder: FolderLayout, kind: str, name: str) -> list[Path]:

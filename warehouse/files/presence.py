@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from warehouse.files.counting import family_files, steadily
+from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
+from warehouse.files.merged import is_merged_name
 from warehouse.files.plain_file import plain
 from warehouse.files.queue_copy import queue_copy
 
@@ -29,6 +30,7 @@ _FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no que
 _IN_FLIGHT = ("leased", "exhausted")
 _PRIME = 1_000_003  # squares of indexes are summed modulo this one, which fits 64 bits
 _BUSY_S = 10.0  # waits for who holds the file
+_MOST_LOOKS = 5  # at a partition that a compaction is changing
 
 Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
 
@@ -122,22 +124,26 @@ def queue_problem(folder: DataFolder) -> str | None:
 
 
 def _landed_of(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
-    return steadily(folder, "runs", lambda _listed: _landed_now(folder, family))
+    for _ in range(_MOST_LOOKS):
+        try:
+            return _landed_now(folder, family)
+        except FileNotFoundError:  # a compaction deleted a merged file that was merged once more
+            continue
+    return _landed_now(folder, family)
 
 
 def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
-    files = family_files(folder, "runs", family)
-    indexes: dict[str, list[np.ndarray]] = {}
-    for file in files.merged:
-        for job_id, tasks in _tasks_in(file.path).items():
-            indexes.setdefault(job_id, []).append(tasks)
     small: dict[str, list[int]] = {}
-    for name in files.own:
-        if (task := _TASK_RUN.fullmatch(name.removesuffix(".parquet"))) is not None:
+    merged: dict[str, list[np.ndarray]] = {}
+    for path in counting_files(folder, "runs", family):
+        if is_merged_name(path.name):
+            for job_id, indexes in _tasks_in(path).items():
+                merged.setdefault(job_id, []).append(indexes)
+        elif (task := _TASK_RUN.fullmatch(path.stem)) is not None:
             small.setdefault(task["job"], []).append(int(task["index"]))
     for job_id, numbers in small.items():
-        indexes.setdefault(job_id, []).append(np.array(numbers, np.int64))
-    return {job_id: np.concatenate(parts) for job_id, parts in indexes.items()}
+        merged.setdefault(job_id, []).append(np.array(numbers, np.int64))
+    return {job_id: np.concatenate(parts) for job_id, parts in merged.items()}
 
 
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:

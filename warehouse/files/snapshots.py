@@ -26,14 +26,15 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_na
 from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, read_json, sync
 from conf.plain_text import first_line
-from warehouse.files.compaction import compaction_lock
-from warehouse.files.counting import SNAPSHOT_LISTING, family_files, refuse_lost
+from warehouse.files.compaction import CompactionReport, compaction_lock, run_ids_of, settled_listings
+from warehouse.files.counting import SNAPSHOT_LISTING, counting_files, refuse_lost
 from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import (
     KINDS,
     LISTING_SCHEMA,
+    OF_RUNS,
     checked_name,
     write_bytes,
     write_parquet,
@@ -220,27 +221,29 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
     a run belong to a run that is landing or was lost, and are left out.
     """
     refuse_lost(folder)
+    mended = CompactionReport()  # the lock is held: a listing that hides what its merged file lacks hides nothing
+    settled = {kind: settled_listings(folder, kind, mended) for kind in KINDS}
     damaged: list[DamagedFile] = []
 
-    def is_damaged(path: Path) -> bool:
+    def is_whole(path: Path) -> bool:
         problem = file_problem(path)[1]
         if problem is not None:
             damaged.append(DamagedFile(path, problem))
-        return problem is not None
+        return problem is None
 
     building.write_anchors()
     there: set[str] = set()
     counting: dict[str, list[Path]] = {kind: [] for kind in KINDS}
-    for kind in KINDS:
+    for family in folder.families("runs"):
+        for path in counting_files(folder, "runs", family, settled["runs"]):
+            if is_whole(path):
+                counting["runs"].append(path)
+                there |= run_ids_of(path) if is_merged_name(path.name) else {path.stem}
+    for kind in OF_RUNS:
         for family in folder.families(kind):
-            # A damaged merged file stands for no other: what it replaced may be there.
-            files = family_files(folder, kind, family, is_damaged)
-            own = [files.partition / name for name in files.own]
-            counting[kind] += [path for path in own if (kind == "runs" or path.stem in there) and not is_damaged(path)]
-            counting[kind] += [file.path for file in files.merged]
-            if kind == "runs":
-                there.update(path.stem for path in counting[kind])
-                there.update(*(file.run_ids.to_pylist() for file in files.merged))
+            for path in counting_files(folder, kind, family, settled[kind]):
+                if (is_merged_name(path.name) or path.stem in there) and is_whole(path):
+                    counting[kind].append(path)
     for kind, paths in counting.items():
         for path in paths:
             _link(path, building.root / path.relative_to(folder.root))
@@ -250,7 +253,7 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
             write_parquet(building.listings(kind) / SNAPSHOT_LISTING, listing)
     for source, target in ((folder.jobs, building.jobs), (folder.stale, building.stale)):
         for path in sorted(source.glob("*.parquet")):
-            if not (target / path.name).exists() and not is_damaged(path):
+            if not (target / path.name).exists() and is_whole(path):
                 _link(path, target / path.name)
     return damaged
 

@@ -43,10 +43,8 @@ RUN_SCHEMA = pa.schema(
         ("task_index", pa.int64()),
         ("attempt", pa.int32()),  # 1 for the first execution
         ("family", pa.string()),
-        (
-            "config",
-            pa.string(),
-        ),  # trial config as JSON, with "family"; featurize.configs.trial.config_from_mapping reads it
+        # The trial config as JSON, with "family"; `featurize.configs.trial.config_from_mapping` reads it.
+        ("config", pa.string()),
         ("config_hash", pa.string()),
         # outcome
         ("status", pa.string()),
