@@ -352,6 +352,8 @@ def versions(data: DataPlace, target: str) -> list[Artifact]:
     opened = []
     for path in version_folders(data, get_target(target).name):
         try:
+            if not path.resolve().is_relative_to(path.parent.resolve()):
+                raise DamagedArtifact(f"{_show(path)} is damaged: it lies outside of {path.parent.name}")
             opened.append(open_artifact(path))
         except DamagedArtifact as error:
             say_damaged(error, "it is left out")
@@ -365,22 +367,22 @@ def version_folders(data: DataPlace, target: str) -> list[Path]:
     return [path for path in paths if not path.name.startswith(".") and (path / "meta.json").is_file()]
 
 
-def newest_whole(versions: Sequence[Version], load: Callable[[Version], Loaded]) -> Loaded | None:
+def newest_whole(
+    versions: Sequence[Version], load: Callable[[Version], Loaded], otherwise: str = "no other version is there"
+) -> Loaded | None:
     """Return the result of `load` on the newest version that is not damaged, named on standard error if it is; or
-    None."""
+    None. `otherwise` says what follows where none is left."""
     for older, version in reversed(list(enumerate(versions))):
         try:
             return load(version)
         except DamagedArtifact as error:
-            say_damaged(error, "an older version answers" if older else "no other version is there")
+            say_damaged(error, "an older version answers" if older else otherwise)
     return None
 
 
 def open_artifact(path: Path) -> Artifact:
     """Return the artifact in that folder, of whose `meta.json` the rest of the code may believe the types. Raises
     `DamagedArtifact`."""
-    if not path.resolve().is_relative_to(path.parent.resolve()):
-        raise DamagedArtifact(f"{_show(path)} is damaged: it lies outside of {path.parent.name}")
     meta = read_json(path / "meta.json")
     rows = meta.get("rows")
     counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]

@@ -20,6 +20,7 @@ import numpy as np
 from learn.judging.scores import RowScores, score_table, spread
 from learn.rows.data import SLOWDOWN
 from learn.sharing.slowdowns import (
+    JobProfile,
     LearnedSlowdowns,
     MeasuredGroup,
     NoUtilization,
@@ -55,9 +56,12 @@ def _trees(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
     rows = [utilizations(group.jobs, place) for group in groups for place in range(len(group.jobs))]
     forest = RandomForestRegressor(_TREES, min_samples_leaf=_LEAF, random_state=0, n_jobs=1)
     forest.fit(np.array(rows), np.array(_speeds(groups)))
-    return PointSlowdowns(
-        "trees", lambda group, place: 1.0 / float(forest.predict(np.array([utilizations(group, place)]))[0])
-    )
+
+    def of_group(group: Sequence[JobProfile]) -> list[float]:
+        rows = [utilizations(group, place) for place in range(len(group))]
+        return [1.0 / float(speed) for speed in forest.predict(np.array(rows))]
+
+    return PointSlowdowns("trees", of_group)
 
 
 def _horus_sum(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
@@ -66,7 +70,8 @@ def _horus_sum(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
     speeds = _speeds(groups)
     slope, level = np.polyfit(sums, speeds, 1).tolist() if len(set(sums)) > 1 else (0.0, float(np.mean(speeds)))
     return PointSlowdowns(
-        "horus_sum", lambda group, _: 1.0 / min(1.0, max(0.05, level + slope * sum(utilizations(group, 0))))
+        "horus_sum",
+        lambda group: [1.0 / min(1.0, max(0.05, level + slope * sum(utilizations(group, 0))))] * len(group),
     )
 
 

@@ -125,26 +125,26 @@ class PointSlowdowns:
 
     Args:
         name: Name in tables.
-        slowdown_of: The formula: of a group and the place of one job in it, that job's slowdown.
+        slowdowns_of: The formula: of a group, the slowdown of each of its jobs.
     """
 
     name: str
-    slowdown_of: Callable[[Sequence[JobProfile], int], float]
+    slowdowns_of: Callable[[Sequence[JobProfile]], Sequence[float]]
 
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
-        expected = [self.slowdown_of(group, place) for place in range(len(group))]
-        return [Slowdown(each, each) for each in expected]
+        return [Slowdown(each, each) for each in self.slowdowns_of(group)]
 
 
 def constant_slowdown(slowdown: float) -> PointSlowdowns:
     """Return the same slowdown for every job that has a partner."""
-    return PointSlowdowns("constant", lambda group, _: slowdown if len(group) > 1 else 1.0)
+    return PointSlowdowns("constant", lambda group: [slowdown if len(group) > 1 else 1.0] * len(group))
 
 
 def shared_time() -> PointSlowdowns:
     """Return time shared by utilization: max(1, u1 + u2 + ...); u is nvidia-smi's utilization, else SMACT."""
     return PointSlowdowns(
-        "shared_time", lambda group, _: max(1.0, sum(utilizations(group, 0))) if len(group) > 1 else 1.0
+        "shared_time",
+        lambda group: [max(1.0, sum(utilizations(group, 0))) if len(group) > 1 else 1.0] * len(group),
     )
 
 
@@ -590,7 +590,8 @@ def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
         parts = [list(groups[::2]), list(groups[1::2])]
     expected, measured = [], []
     for part in parts:
-        known = KnownJobs.fitted([group for group in groups if group not in part])
+        outside = set(map(id, part))
+        known = KnownJobs.fitted([group for group in groups if id(group) not in outside])
         for group in [group for group in part if known.knows(group.jobs)]:
             expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
             measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
@@ -607,7 +608,7 @@ def find_slowdowns(data: DataPlace) -> LearnedSlowdowns | None:
 
     A version that is not what was written is named on standard error, and the next older one takes its place.
     """
-    return newest_whole(version_folders(data, SLOWDOWN), load_slowdowns)
+    return newest_whole(version_folders(data, SLOWDOWN), load_slowdowns, "the packaged figures answer")
 
 
 def load_slowdowns(path: Path) -> LearnedSlowdowns:

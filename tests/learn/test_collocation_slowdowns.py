@@ -234,6 +234,9 @@ def test_a_damaged_artifact_is_named_and_an_older_one_answers(pairs_folder, caps
     restamp(older.path)
     with pytest.raises(EnvironmentProblem, match="slowdown models of format 9, this code knows 1"):
         load_slowdowns(older.path)
+    kept.write_text("{}")
+    assert find_slowdowns(pairs_folder) is None
+    assert "the packaged figures answer" in capsys.readouterr().err
 
 
 def test_the_benchmark_prints_every_estimator_and_writes_its_figures(pairs_folder, tmp_path, capsys):
@@ -301,7 +304,7 @@ def test_a_trial_config_is_estimated_first(tmp_path):
     profile = profile_of(known(config, "RTX-3090"), "mlp")
     assert profile.memory_mib > 0 and profile.name == "mlp" and profile.smact is not None
     assert slowdowns([config, BUSY], "RTX-3090", data=tmp_path) == slowdowns([profile, BUSY], data=tmp_path)
-    of_names = PointSlowdowns("by name", lambda group, place: 1.5 if group[place].name == "mlp" else 1.0)
+    of_names = PointSlowdowns("by name", lambda group: [1.5 if job.name == "mlp" else 1.0 for job in group])
     assert slowdowns([config_from_mapping(config), BUSY], estimator=of_names) == of_names.slowdowns([profile, BUSY])
     assert slowdowns([config, BUSY], estimator=of_names)[0].median == 1.5
 

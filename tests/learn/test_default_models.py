@@ -146,3 +146,8 @@ def test_no_estimate_is_below_what_the_parameters_take(device, optimizer):
         done = estimate(config, device=device)
         assert done.parameters == parameters
         assert 4 * parameters / 2**20 < done.peak_memory_mib < done.upper_mib
+
+
+def test_a_packaged_model_may_be_a_link_to_where_it_is_installed(tmp_path):
+    (tmp_path / "memory").symlink_to(DEFAULT_MODELS / "memory")
+    assert open_artifact(tmp_path / "memory").meta["target"] == "memory"
