@@ -76,23 +76,23 @@ def _job(values: object, key_name: str, name: str) -> KnownJob:
     if not isinstance(values, Mapping) or not values:
         raise UsageError(f"{key_name} must be a mapping such as {{memory_bound_mib: 9000}}, got {shown(values)}")
     if "family" in values:
-        return {str(name_given): value for name_given, value in values.items()}
+        return {str(field): value for field, value in values.items()}
     problems = [
-        f"unknown {shown(label)}; known: name, {', '.join(_FIGURES)}"
-        for label in values
-        if label not in ("name", *_FIGURES)
+        f"unknown {shown(field)}; known: name, {', '.join(_FIGURES)}"
+        for field in values
+        if field not in ("name", *_FIGURES)
     ]
-    figures = {label: value for label, value in values.items() if label in _FIGURES and value is not None}
-    for label, value in figures.items():
-        most = 1.0 if label in _SHARES else 1e12
+    figures = {field: value for field, value in values.items() if field in _FIGURES and value is not None}
+    for field, value in figures.items():
+        most = 1.0 if field in _SHARES else 1e12
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or not 0 <= value <= most:
-            problems.append(f"{label} must be a number from 0 to {most:g}, got {shown(value)}")
+            problems.append(f"{field} must be a number from 0 to {most:g}, got {shown(value)}")
     if not isinstance(values.get("name", name), str):
         problems.append(f"name must be text, got {shown(values['name'])}")
     if problems:
         raise UsageError("; ".join(f"{key_name}: {problem}" for problem in problems))
-    return JobProfile(values.get("name", name), **{label: float(value) for label, value in figures.items()})
+    return JobProfile(values.get("name", name), **{field: float(value) for field, value in figures.items()})
 
 
 def _lines(answer: Admission) -> list[str]:

@@ -437,12 +437,10 @@ def _machines(data: str | os.PathLike[str] | None) -> float | None:
     """Return the factor by which 9 of 10 machines take at most longer for a test than the mean one; None: too few."""
     rows = queried(data, _TESTED)
     of_test = [np.array([log_ms for test, log_ms in rows if test == name]) for name in {test for test, _ in rows}]
-    degrees = sum(len(family_errors) - 1 for family_errors in of_test)
+    degrees = sum(len(logs) - 1 for logs in of_test)
     if degrees < _LEAST:
         return None
-    spread = math.sqrt(
-        sum(float(np.sum((family_errors - family_errors.mean()) ** 2)) for family_errors in of_test) / degrees
-    )
+    spread = math.sqrt(sum(float(np.sum((logs - logs.mean()) ** 2)) for logs in of_test) / degrees)
     return round(math.exp(NormalDist().inv_cdf(0.9) * spread), 4)
 
 

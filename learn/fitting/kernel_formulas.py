@@ -101,7 +101,7 @@ def sizes_of(rows: Sequence[MeasuredTime]) -> KernelSizes:
 
 
 def _of_row(row: MeasuredTime, place: int, kinds: dict[str, int]) -> KernelSizes:
-    """Return the kernels of one row, the `at`-th one; new kinds are added to `kinds`."""
+    """Return the kernels of one row, the `place`-th one; new kinds are added to `kinds`."""
     calls, device = row.calls, row.device
     tensor, rate = _units(calls, device)
     names = [

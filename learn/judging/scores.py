@@ -20,7 +20,7 @@ import numpy as np
 from learn.estimators.protocol import LEVEL, Prediction
 from learn.rows.data import Bins, LabelledRow, Rows, Target
 
-TOLERANCE = 1e-6  # labels that differ by less are equal, whatever order their sums were taken in
+TOLERANCE = 1e-6  # share of a label; figures that differ by less are equal, whatever order their sums were taken in
 _TOLERANCE_AT_LEAST = 1e-9  # in the target's unit, for labels of 0
 _SIMULATES = ("trace", "hybrid")  # estimators that answer with what makes simulated labels, corrected or not
 NOT_INFORMATIVE = "not informative"  # instead of the figures of such an estimator on its own labels

@@ -1,4 +1,5 @@
 """torch.distributed for the one process that runs: rank 0 of a group whose other ranks are assumed to send the same.
+
 Start reading at `RankZero.begin`, which has the rank's streams, its wrappers and what it sends; then at
 `install_process_group`. DistributedDataParallel has its buckets and copies, without its reducer, whose C++ needs
 tensors of a GPU; its rules are in `featurize.training.rank`.

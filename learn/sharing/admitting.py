@@ -273,7 +273,7 @@ def admit(
     if max_slowdown is not None and not max_slowdown >= 1:
         raise UsageError(f"max_slowdown must be at least 1, got {max_slowdown!r}")
     names = ["new job", *(f"job {place}" for place, _ in enumerate(gpu_state.jobs, 1))]
-    jobs = [known(profile, gpu_state.device, data) for profile in (job, *gpu_state.jobs)]
+    jobs = [known(each_job, gpu_state.device, data) for each_job in (job, *gpu_state.jobs)]
     need, *needs = map(need_of, jobs, names)
     used_mib, coverage = gpu_state.used_mib or 0.0, min(each_need.coverage for each_need in (need, *needs))
     overflow = overflow_probability([need], gpu_state.memory_mib, present=needs, used_mib=used_mib)
