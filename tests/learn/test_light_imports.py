@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from featurize.trace.light_imports import without_compiler
+from featurize.trace.light_imports import _StandIn, without_compiler
 
 CONFIG = "config={family: mlp, batch_size: 8, input_size: 64, classes: 10, depth: 2}"
 
@@ -105,7 +105,7 @@ def test_what_was_left_out_comes_when_it_is_needed(tmp_path):
     code = f"""
 import os
 import torch
-from featurize.trace.light_imports import without_compiler
+from featurize.trace.light_imports import _StandIn, without_compiler
 without_compiler()
 model = torch.nn.Linear(2, 2, device="meta")
 torch.optim.Adam(model.parameters(), foreach=True).step()
@@ -132,7 +132,7 @@ print("done")
 def test_simulated_trials_of_our_own_families_need_no_compiler(tmp_path):
     code = """
 import sys
-from featurize.trace.light_imports import without_compiler
+from featurize.trace.light_imports import _StandIn, without_compiler
 without_compiler()
 from featurize.training.training_step import preload
 preload()
@@ -153,5 +153,6 @@ print("done")
 
 def test_it_leaves_alone_what_is_imported_already():
     compiler = importlib.import_module("torch._dynamo")
+    assert not isinstance(compiler, _StandIn), "an earlier test has left a stand-in"
     without_compiler()
     assert sys.modules["torch._dynamo"] is compiler

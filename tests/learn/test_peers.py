@@ -127,10 +127,18 @@ def test_each_row_is_estimated_without_it_and_a_row_that_nothing_tells_of_has_no
     rows += [row({moved(8): 1}, device, 1.0) for device in (V100, A100)]
     fit = TimeFit(rows, {})
     masks = [fit.devices == name for name in (V100.name, A100.name, T4.name)]
+    fits = 0
     for name, formula in FORMULAS.items():
         learned = formula(fit)
-        ratios = left_out_errors(np.empty(len(rows)), masks, lambda mask, learned=learned: learned(~mask))
+
+        def counted(mask, learned=learned):
+            nonlocal fits
+            fits += 1
+            return learned(~mask)
+
+        ratios = left_out_errors(np.empty(len(rows)), masks, counted)
         assert np.isfinite(ratios).sum() == (2 if name == "habitat" else len(rows)), name
+    assert fits == 3 * len(FORMULAS), "once for each mask"
     kernels = FORMULAS["kernels"](fit)
     ratios = left_out_errors(np.empty(len(rows)), masks, lambda mask: kernels(~mask))
     np.testing.assert_allclose(ratios[masks[2]], kernels(~masks[2])[masks[2]])
