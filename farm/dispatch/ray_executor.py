@@ -1,6 +1,6 @@
 """Ray's side of the farm: one actor per GPU, pinned by Ray, restarted by Ray, results through its object store.
 
-Start reading at `RayExecutor`; `PinnedWorker` is the body of an actor. Defaults that Ray has changed between versions
+Start reading at `RayExecutor`; `actor_class` has the body of an actor. Defaults that Ray has changed between versions
 are set here explicitly.
 """
 
@@ -36,47 +36,36 @@ from farm.dispatch.ray_cluster import (
 from farm.queue.leftovers import delete_folder, descendants, end_processes, make_ray_folder, record_processes
 from workers.devices import DeviceChoice, make_device
 from workers.task import RunResult, Task
-from workers.worker import Worker
-
-
-class PinnedWorker:
-    """The body of an actor: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
-
-    def __init__(
-        self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int, gpus: int = 1
-    ):
-        name = f"ray-{slot_key}"
-        if slot_key is None:  # Ray has pinned this process: it sees its own GPUs only
-            import ray
-
-            name = f"ray-{'+'.join(ray.get_runtime_context().get_accelerator_ids()['GPU'])}"
-            choice = {**choice, "count": None}
-        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers, gpus)
-
-    def ready(self) -> None:
-        """Start the trial server and wait until it is ready."""
-        self._worker.ready()
-
-    def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
-        return self._worker.run(task, upcoming)
 
 
 def actor_class() -> type:
-    """Return the actors' class, which is sent by value and corrects the path before any import of ours."""
+    """Return the actors' class, which is sent by value: it corrects the path before any import of ours."""
     put_last = searching_last(working_folder())
 
     class RayWorker:
-        def __init__(self, *arguments: Any) -> None:
-            put_last()
-            from farm.dispatch.ray_executor import PinnedWorker  # by name, so that pickle sends no reference to it
+        """Finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
 
-            self._pinned = PinnedWorker(*arguments)
+        def __init__(
+            self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int, gpus: int = 1
+        ) -> None:
+            put_last()
+            from workers.devices import DeviceChoice  # the module's own would be sent by its name, and imported first
+            from workers.worker import Worker
+
+            name = f"ray-{slot_key}"
+            if slot_key is None:  # Ray has pinned this process: it sees its own GPUs only
+                import ray
+
+                name = f"ray-{'+'.join(ray.get_runtime_context().get_accelerator_ids()['GPU'])}"
+                choice = {**choice, "count": None}
+            self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers, gpus)
 
         def ready(self) -> None:
-            self._pinned.ready()
+            """Start the trial server and wait until it is ready."""
+            self._worker.ready()
 
         def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
-            return self._pinned.run(task, upcoming)
+            return self._worker.run(task, upcoming)
 
     return RayWorker
 
