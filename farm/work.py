@@ -10,7 +10,7 @@ from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.monitoring import LogSettings, MetricsSettings, Service
 from farm.dispatch.working import work
 from farm.queue.jobs import Queue
-from featurize.job.code_names import parse_trust
+from featurize.job.code_names import trust_key
 from warehouse.files.folder import DataFolder
 
 
@@ -30,11 +30,8 @@ class WorkSettings(Checked):
     cluster: ClusterSettings = group("local", "where the workers live", schema=ClusterSettings)
     data: str | None = data_key()
     wait: bool = key(False, "true: stay when the queue is empty, and look again")
-    trust: tuple[str, ...] = key(
-        None,
-        "modules whose code may run although this user did not submit the job, as in [mypackage]",
-        "text | list of text | null",
-        build=parse_trust,
+    trust: tuple[str, ...] = trust_key(
+        "modules whose code may run although this user did not submit the job, as in [mypackage]"
     )
     log: LogSettings = section(LogSettings)
     metrics: MetricsSettings = section(MetricsSettings)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.cli.settings import Checked, data_key, key, section
-from featurize.job.code_names import parse_trust
+from featurize.job.code_names import trust_key
 
 LOOPBACK_NAME = "localhost"
 
@@ -66,12 +66,7 @@ class ServeSettings(Checked):
     open_metrics: bool = key(False, "true: /metrics needs no token")
     certificate: str | None = key(None, "PEM file of the service's certificate chain, for HTTPS", "path")
     private_key: str | None = key(None, "PEM file of the certificate's key", "path")
-    trust: tuple[str, ...] = key(
-        None,
-        "modules whose models clients may name, as in [mypackage.nets]",
-        "text | list of text | null",
-        build=parse_trust,
-    )
+    trust: tuple[str, ...] = trust_key("modules whose models clients may name, as in [mypackage.nets]")
     scripts: bool = key(False, "true: clients may send training scripts, which run with this service's rights")
     explorer: bool = key(True, "false: no pages, only the API")
     cache_s: float = key(3600.0, "how long an answer is reused for the same question, s", "number > 0")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
+from conf.cli.settings import key
 from conf.errors import UsageError
 from conf.plain_text import shown
 
@@ -72,6 +73,14 @@ def parse_trust(value: object) -> tuple[str, ...]:
     if wrong:
         raise UsageError(f"trust must name modules, as in trust=[mypackage.nets], got {shown(wrong[0])}")
     return names
+
+
+_ROWS_TRUST = "modules whose code may run where a row names it, as in [mypackage]; default none, see docs/learning.md"
+
+
+def trust_key(help: str = _ROWS_TRUST) -> Any:
+    """Return the field `trust` of commands that meet names of code in data."""
+    return key(None, help, "text | list of text | null", build=parse_trust)
 
 
 def granted_model(model: str, trust: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError, unknown_name
 from featurize.device.device_spec import DeviceSpec, describe_device
-from featurize.job.code_names import parse_trust
+from featurize.job.code_names import trust_key
 from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
 from learn.job.training_job import Case, TrainingJob
@@ -149,12 +149,7 @@ class BenchmarkSettings(Checked):
         "data folder; default $GPUFARM_DATA, else ./data. With published=, it keeps the features of traced steps",
         "new path",
     )
-    trust: tuple[str, ...] = key(
-        None,
-        "modules whose code may run where a row names it, as in [mypackage]; default none, see docs/learning.md",
-        "text | list of text | null",
-        build=parse_trust,
-    )
+    trust: tuple[str, ...] = trust_key()
 
     def problems(self) -> Iterator[str]:
         yield from self._problems_of_slowdown() if self.target == SLOWDOWN else self._problems_of_rows()

@@ -27,7 +27,7 @@ from featurize.device.device_spec import (
     device_from_mapping,
     device_names,
 )
-from featurize.job.code_names import parse_trust
+from featurize.job.code_names import trust_key
 from featurize.job.layout import Parallel, names_network_only, parse_parallel
 from featurize.job.training_settings import (
     COMPILE_MODES,
@@ -333,11 +333,8 @@ class EstimateSettings(ModelKeys):
         None, "for a script: its most memory on this machine; default three quarters", "number > 0 | null"
     )
     show_output: bool = key(False, "for a script: show what it prints, on standard error")
-    trust: tuple[str, ...] = key(
-        None,
-        "modules whose code may run where run= or configs= name it, as in [mypackage]; default none",
-        "text | list of text | null",
-        build=parse_trust,
+    trust: tuple[str, ...] = trust_key(
+        "modules whose code may run where run= or configs= name it, as in [mypackage]; default none"
     )
 
     def __post_init__(self) -> None:

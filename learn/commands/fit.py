@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from conf.cli.command_line import StepBar
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError
-from featurize.job.code_names import parse_trust
+from featurize.job.code_names import trust_key
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, default_estimator, get_estimator, require_target
 from learn.rows.data import BIN_WIDTHS_GB, SLOWDOWN, TARGETS, get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore, with_suspects
@@ -64,12 +64,7 @@ class FitSettings(Checked):
     )
     seed: int = key(0, "seed of splits and fits; same data and seed, same model", "int 0 to 2147483647")
     data: str | None = data_key()
-    trust: tuple[str, ...] = key(
-        None,
-        "modules whose code may run where a row names it, as in [mypackage]; default none, see docs/learning.md",
-        "text | list of text | null",
-        build=parse_trust,
-    )
+    trust: tuple[str, ...] = trust_key()
 
     def problems(self) -> Iterator[str]:
         if self.target == SLOWDOWN:
