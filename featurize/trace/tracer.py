@@ -409,16 +409,17 @@ class Tracing:
         recorder.values.learn(step.model.buffers())
         recorder.values.learn(tensors_of(inputs), default=1)
         output = call(step.model, step.converted(inputs))
-        if not self._needs_target(inputs, target) or (self.loss is None and own_loss(output) is not None):
-            return target
-        return targets_for(output, self.loss)
+        return self._suitable_target(output) if self._needs_target(inputs, target) else target
+
+    def _suitable_target(self, output: object) -> Tensor | None:
+        """Return a target that suits an output; None where the output holds its loss."""
+        return None if self.loss is None and own_loss(output) is not None else targets_for(output, self.loss)
 
     def _target_in_step(self, output: object, arrived: Callable[[Tensor], None]) -> Tensor:
         """Make the target of the first step, and report its place in the batch to `arrived`. Raises `TraceAgain` where
         there is none on the device."""
-        has_loss = self.loss is None and own_loss(output) is not None
         with replaced(self._recorder, "paused", True):
-            target = self._made_target = None if has_loss else targets_for(output, self.loss)
+            target = self._made_target = self._suitable_target(output)
         if target is None or not target.is_meta:
             raise TraceAgain(targets=[target])
         arrived(target)

@@ -366,7 +366,7 @@ def _begin() -> dict[str, torch.Tensor]:
         "most_warps": torch.log(of_rows(unit_class.most_warps for unit_class in CLASSES.values())),
         "block_warps": torch.zeros(len(CLASSES), dtype=torch.float64),
     }
-    return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in _BEGIN_OF_ACTIVITY.items()}
+    return by_class | _tensors(_BEGIN_OF_ACTIVITY)
 
 
 def _parameters(values: Values, convert: Callable[..., Any]) -> ActivityParameters:
