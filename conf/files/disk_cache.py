@@ -41,7 +41,7 @@ def code_version() -> str:
     digest = hashlib.sha256(f"{sys.version} {libraries()}".encode())
     folders = [str(resources.files(package)) for package in PACKAGES]
     while folders:
-        for entry in sorted(os.scandir(folders.pop()), key=lambda source_file: source_file.name):
+        for entry in sorted(os.scandir(folders.pop()), key=lambda item: item.name):
             if entry.is_dir():
                 folders += [entry.path] if entry.name != "__pycache__" else []
             else:

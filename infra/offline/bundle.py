@@ -72,22 +72,17 @@ class Archive:
 
 @dataclass(frozen=True, kw_only=True)
 class BundleSettings(Checked):
-    """The keys.
+    """The keys of a bundle."""
 
-    Args:
-        python: The machine's release of Python, as `3.12`.
-        mib: The size of a part in MiB, at most.
-        present: What the machine has beside torch and what torch brings: a file that `pip list --format=freeze` wrote
-            there, or names.
-        out: The folder, which is new or a former bundle.
-        ray: Whether Ray is added, as a part of its own.
-    """
-
-    python: str | None = key(None, "the machine's release of Python")
+    python: str | None = key(None, "the machine's release of Python, as 3.12")
     mib: float = key(60, "size of a part at most, MiB", "number > 0")
-    present: str | tuple[str, ...] = key((), "what the machine has beside torch", "text | list of text")
+    present: str | tuple[str, ...] = key(
+        (),
+        "what the machine has beside torch and its packages: names, or a file that `pip list --format=freeze` wrote",
+        "text | list of text",
+    )
     out: str = key("build/offline", "the folder, new or a former bundle", "new path")
-    ray: bool = key(True, "whether Ray is added")
+    ray: bool = key(True, "whether Ray is added, as a part of its own")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -113,13 +113,12 @@ def _ask_all(requests: Sequence[Request], timeline: bool, traces: Traces | None)
         for answer in answers:
             answer.attempt(partial(answer.trace, answers[0].failure))
             answer.attempt(partial(answer.ask, overrides))
-        of_model: dict[int, list[tuple[_Answer, _Question]]] = {}
-        for answer in (answer for answer in answers if answer.error is None):
+        of_model: dict[int, tuple[Artifact, list[tuple[_Answer, _Question]]]] = {}
+        for answer in answers:
             for question in answer.questions:
-                of_model.setdefault(id(question.artifact), []).append((answer, question))
-        for asked in of_model.values():
-            if (artifact := asked[0][1].artifact) is None:
-                continue
+                if answer.error is None and (artifact := question.artifact) is not None:
+                    of_model.setdefault(id(artifact), (artifact, []))[1].append((answer, question))
+        for artifact, asked in of_model.values():
             try:
                 prediction = artifact.estimator.predict([question.case for _, question in asked], steps)
             except CommandError as error:

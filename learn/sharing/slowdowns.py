@@ -198,7 +198,7 @@ class MeasuredGroup:
 
     @property
     def is_apart(self) -> bool:
-        """Tell whether its members did not train at the same time, so that its figures are of jobs alone."""
+        """Its members did not train at the same time, so that its figures are of jobs alone."""
         return self.doubt == NOT_TOGETHER
 
 
