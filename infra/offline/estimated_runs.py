@@ -245,7 +245,7 @@ def estimated_runs(
 
 
 def _rows(connection: WarehouseConnection, source: str) -> list[dict[str, Any]]:
-    from warehouse.export import SOURCES
+    from warehouse.exchange.exporting import SOURCES
 
     columns = f"{', '.join(_COLUMNS)}, coalesce(quality, 'trusted') AS quality, {SOURCES[source]} AS is_of_source"
     query = f"SELECT {columns} FROM runs WHERE source <> 'imported'"

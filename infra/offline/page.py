@@ -57,7 +57,7 @@ from infra.offline.results import Series, newest, unpack
 from infra.offline.run_sections import OF_TARGET, bias_text, is_corrected, operator_ratio, pair_errors, spread_text
 from learn.estimation.platforms import machine_for
 from learn.rows.data import MIN_ROWS
-from warehouse.export import SOURCES, ExportSettings, export
+from warehouse.exchange.exporting import SOURCES, ExportSettings, export
 from warehouse.files.folder import DataFolder
 
 _LEAST = 5  # runs of a family, or members of groups

@@ -16,10 +16,11 @@ import pytest
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from tests.warehouse.warehouse_rows import ask, run_row, samples
+from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import sha256_of, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
-from warehouse.publish import PublishSettings, entry, publish
+from warehouse.publish import entry
 from warehouse.tables.columns import TABLES, described
 from warehouse.tables.schema import STATUSES
 from warehouse.tables.schema import TABLES as SCHEMAS
