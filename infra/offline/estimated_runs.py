@@ -276,7 +276,7 @@ def _estimates(
     """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
     from featurize.configs.trial import config_of_row
     from featurize.timing.step_time import operator_costs
-    from learn.estimation.answers import answered
+    from learn.estimation.answers import make_estimate
     from learn.estimation.requests import request_of
 
     config = config_of_row(run["config"])
@@ -286,8 +286,8 @@ def _estimates(
     given = None if allocator == AllocatorSettings() else allocator
     traces: dict = {}
     request = request_of(config, device=device, allocator=given, data=data, known=NONE)
-    shipped, _ = answered(request, traces=traces)
-    alone, traced = answered(
+    shipped, _ = make_estimate(request, traces=traces)
+    alone, traced = make_estimate(
         replace(request, options=replace(request.options, estimator=TRACE, loop=RESIDENT)), traces=traces
     )
     by_operator: dict[str, float] = defaultdict(float)

@@ -425,7 +425,7 @@ def devices_that_fit(
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
-    from learn.estimation.answers import answers_on, is_of_job, with_key
+    from learn.estimation.answers import answer_on, is_of_job, with_key
 
     _require_by(by)
     specs = [platform_of(device, machine=CURRENT).device for device in (device_names() if devices is None else devices)]
@@ -452,7 +452,7 @@ def devices_that_fit(
     for start in range(0, len(platforms), together):
         places, asked = zip(*platforms[start : start + together], strict=True)
         try:
-            answers = answers_on(request, asked, traces)
+            answers = answer_on(request, asked, traces)
         finally:
             for platform in asked:
                 platform.release_workspaces()

@@ -17,7 +17,7 @@ from conf.errors import UsageError, shown, unknown_name
 from conf.reports.page_text import count_of
 from featurize.configs.trial import TrialConfig
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
-from learn.estimation.answers import answered
+from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.requests import Request, checked_path, platform_and_options, request_of
 from learn.estimators.protocol import LEVEL
@@ -238,7 +238,7 @@ class _Searches:
                 kept.extrapolated = bool(kept.traces)
             if kept.extrapolated:
                 extrapolated.add((size, way))
-            return answered(request, traces=kept.traces)[0]
+            return make_estimate(request, traces=kept.traces)[0]
 
         ways = [way for way in self._ways if way not in self.refused]
         search = LayoutSearch(layout, batches, ways, self._findings, estimated)
@@ -276,7 +276,7 @@ class _Searches:
         assert batches is not None and size is not None, "it fits"
 
         def traced(size: int, count: int, way: str | None) -> Estimate:
-            return answered(job.of(layout, size, count, way))[0]
+            return make_estimate(job.of(layout, size, count, way))[0]
 
         search = LayoutSearch(layout, batches, (row.checkpointing,), Findings(self._card_mib), traced)
         whole = search.row(size, row.checkpointing)

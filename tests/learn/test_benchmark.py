@@ -9,8 +9,9 @@ import pytest
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from learn import benchmark as benchmark_module
-from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
+from learn.benchmark import entry
+from learn.commands import benchmark as benchmark_module
+from learn.commands.benchmark import BenchmarkSettings, benchmark, cache_folder
 from learn.estimators import protocol as estimators
 from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
 from learn.rows.data import memory_bins
@@ -47,7 +48,7 @@ def settings(path, **values):
 
 
 def run(*argv):
-    return cli.run("benchmark", benchmark_module.entry, list(argv))
+    return cli.run("benchmark", entry, list(argv))
 
 
 OK = "SUCCESSFUL"

@@ -13,7 +13,7 @@ from featurize.device.device_spec import load_device
 from featurize.timing.step_time import load_efficiencies, time_step
 from featurize.trace.tracer import trace_config
 from learn import benchmark as benchmark_command
-from learn.benchmark import BenchmarkSettings, benchmark
+from learn.commands.benchmark import BenchmarkSettings, benchmark
 from learn.estimators.kernel_fitting import TimeFit
 from warehouse.ingest import IngestSettings, ingest
 
