@@ -39,7 +39,7 @@ from learn.rows.data import (
     make_bins,
     memory_bins,
 )
-from learn.rows.processes import NoResult, in_processes
+from learn.rows.processes import WITH_TORCH, NoResult, in_processes
 from learn.rows.step_store import StepStore, traced_column
 
 if TYPE_CHECKING:
@@ -530,7 +530,7 @@ def ask_free(
         if len(given_rows) == len(index):
             yield name, Asked(answers=given_rows)
     workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
-    how: dict[str, Any] = {"imports": ["torch"], "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
+    how: dict[str, Any] = {"prepare": WITH_TORCH, "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
     for number, given in in_processes(answer, jobs, workers=workers, **how):
         name, i = places[number]
         estimate = None if isinstance(given, NoResult) else given.mib

@@ -306,11 +306,11 @@ def _compute(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tup
             yield key, compute(case)
             here += 1
             began_s = began_s or time.monotonic()
-    from learn.rows.processes import NoResult, in_processes
+    from learn.rows.processes import WITH_TORCH, NoResult, in_processes
 
     left = cases[here:]
     fresh = [replace(case) for _, case in left]  # what a case remembers need not travel
-    for place, record in in_processes(compute, fresh, workers=processes, imports=["torch"]):
+    for place, record in in_processes(compute, fresh, workers=processes, prepare=WITH_TORCH):
         if isinstance(record, NoResult):
             record = StepRecord(error=record.reason, seconds=record.seconds, passing=True)
         yield left[place][0], record
