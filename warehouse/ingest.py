@@ -51,9 +51,9 @@ def entry(settings: IngestSettings) -> int:
     """Ingest the files and print the report."""
     with terminal_bar("reading") as update, disk_errors_named():
 
-        def progress(label: str, done: int, of: int) -> None:
+        def progress(label: str, completed: int, total: int) -> None:
             assert update is not None
-            update(description=label, completed=done, total=of)
+            update(description=label, completed=completed, total=total)
 
         report = ingest(settings, None if update is None else progress)
     print_report(report)

@@ -120,9 +120,9 @@ class Result:
 
 
 def run_comparison(
-    settings: CompareSettings, progress: Callable[[str, int, int], None] = lambda label, done, of: None
+    settings: CompareSettings, progress: Callable[[str, int, int], None] = lambda label, completed, total: None
 ) -> Result:
-    """Run the missing trials and compare. `progress(label, done, of)` is called while operators are traced.
+    """Run the missing trials and compare. `progress(label, completed, total)` is called while operators are traced.
 
     Raises `UsageError` for user mistakes, before anything is written, and `Interrupted`.
     """
@@ -233,8 +233,8 @@ def _operators(
     }
 
     def records(side: Environment, where: RunSet) -> dict[str, dict[str, Any]]:
-        def report_progress(done: int, of: int) -> None:
-            progress(f"tracing operators, {side.label}", done, of)
+        def report_progress(completed: int, total: int) -> None:
+            progress(f"tracing operators, {side.label}", completed, total)
 
         return traced(side, code, configs, spec, where.folder.root / "operators.jsonl", report_progress)
 

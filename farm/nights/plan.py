@@ -109,7 +109,7 @@ def make_plan(
     machine: Machine,
     environment: Mapping[str, Any] | None,
     again: Sequence[TrialConfig] = (),
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Plan:
     """Plan tonight's measurements: `again` first, then the policy's choice of candidates that are new.
 

@@ -69,7 +69,7 @@ class Forecaster:
     workers: int | None = None
 
     def look(
-        self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = lambda done, of: None
+        self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = lambda completed, total: None
     ) -> Outlook:
         """Return an outlook on all configs together: tables of two calls do not compare. Raises `UsageError` where
         there is nothing to look at."""
@@ -92,14 +92,14 @@ class Forecaster:
         parameters = np.zeros(n)
         ways = np.array(["fast" if config.family in fast else "plan" for config in configs], dtype=object)
         features: list[tuple[list[int], Mapping[str, np.ndarray]]] = []
-        done = 0
+        completed = 0
         for places, (columns, of_part) in self._described(parts, configs):
             for name, column in columns.items():
                 figures[name][places] = column
             features.append((places, of_part))
             parameters[places] = of_part["parameters"]
-            done += len(places)
-            progress(done, n)
+            completed += len(places)
+            progress(completed, n)
         for name in sorted(traced):
             self._trace([configs[i] for i in families[name]], np.array(families[name]), figures, ways)
         return Outlook(figures, parameters, _table(*_columns(n, features)), ways)

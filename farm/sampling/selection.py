@@ -151,7 +151,7 @@ def choose(
     n: int,
     estimator: CandidateForecaster,
     seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Selection:
     """Choose the `n` candidates to measure next (fewer if the pool has no more), in order, with reasons.
 

@@ -290,7 +290,7 @@ def work_folder(results: Path, out: Path) -> Path:
     return work
 
 
-def read_results(work: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> Results:
+def read_results(work: Path, progress: Callable[[int, int], None] = lambda completed, total: None) -> Results:
     """Return the work folder's runs with their estimates. Runs of the best kind count: measured before simulated."""
     calls, runs, source, problem = probe_sections.calls_of(work), EstimatedRuns(runs=(), left_out={}), None, ""
     names: list[str] = []

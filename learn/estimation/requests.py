@@ -323,12 +323,12 @@ class StepFiles(NamedTuple):
             None if snapshot is None else checked_path(Path(snapshot), "snapshot", "snapshot.pickle"),
         )
 
-    def write(self, request: Request, done: Estimate, traced: TracedStep | None) -> None:
+    def write(self, request: Request, estimate: Estimate, traced: TracedStep | None) -> None:
         """Write each file in one step, in place of what was there.
 
         Args:
             request: What was asked.
-            done: Its answer.
+            estimate: Its answer.
             traced: The step, with its timeline; None: the model could not be traced.
 
         Raises:
@@ -337,7 +337,7 @@ class StepFiles(NamedTuple):
         from learn.estimation.step_report import write_step_report
 
         if self.report is not None:
-            write_step_report(self.report, request.job, request.platform, done, traced)
+            write_step_report(self.report, request.job, request.platform, estimate, traced)
         if self.snapshot is not None:
             if traced is None:
                 raise UsageError(f"snapshot={self.snapshot} cannot be written: the model could not be traced")

@@ -209,13 +209,13 @@ class _Searches:
 
     def run(self, layouts: Sequence[Parallel], progress: Progress) -> None:
         """Add the rows of all layouts. Those that share their traces follow each other."""
-        done = 0
+        completed = 0
         for _, alike in groupby(sorted(layouts, key=in_search_order), key=traced_as):
             traces: dict[tuple[int, int, str | None], _Kept] = {}
             for layout in alike:
-                progress(mesh_text(layout), done, len(layouts))
+                progress(mesh_text(layout), completed, len(layouts))
                 self._add(layout, traces)
-                done += 1
+                completed += 1
 
     def _add(self, layout: Parallel, traces: dict[tuple[int, int, str | None], _Kept]) -> None:
         job, batches, why = self._job, self._job.batches(layout), self._findings.not_worth(layout)

@@ -181,7 +181,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     Raises `UsageError` if the path does not exist or holds no file of this source, the mapping does not fit, the data
     folder cannot be written, or another ingest is running on it.
     """
-    progress = progress or (lambda label, done, of: None)
+    progress = progress or (lambda label, completed, total: None)
     report = IngestReport()
     if settings.source == DATASET:
         return _ingest_dataset(settings, report, progress)
@@ -193,8 +193,8 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     folder = DataFolder.resolve(settings.data).create()
     with _lock(folder):
         known = _known_ids(folder, files[0].kind)
-        for done, file in enumerate(files):
-            progress("landing", done, len(files))
+        for completed, file in enumerate(files):
+            progress("landing", completed, len(files))
             if file.rows or not file.pairs:
                 land = _land_runs if file.kind == "runs" else partial(_land_details, kind=file.kind)
                 new = land(folder, settings.source, file.rows, known)
@@ -208,8 +208,8 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
 def _read(settings: IngestSettings, report: IngestReport, progress: Progress) -> Iterator[ImportedFile]:
     read = settings.mapping().read if settings.source == CSV else READERS[settings.source]
     root, paths = _paths(settings, ".parquet" if settings.source == NEUSIGHT else ".csv", report)
-    for done, path in enumerate(paths):
-        progress("reading", done, len(paths))
+    for completed, path in enumerate(paths):
+        progress("reading", completed, len(paths))
         try:
             file = read(path, settings.device_name)
         except CommandError as error:
@@ -306,8 +306,8 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
     if not parts:
         raise UsageError(f"path={root} holds no runs yet: no GPU has measured anything for it so far")
     read = []
-    for done, part in enumerate(parts):
-        progress("reading", done, len(parts))
+    for completed, part in enumerate(parts):
+        progress("reading", completed, len(parts))
         runs = read_part(root, part, "runs")
         details = {kind: checked_details(root, part, kind) for kind in DETAILS}
         samples = {"telemetry": read_part(root, part, "telemetry"), **details}
@@ -315,8 +315,8 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
     folder = DataFolder.resolve(settings.data).create()
     with _lock(folder):
         known = _known_public_ids(folder)
-        for done, (part, runs, rows, samples) in enumerate(read):
-            progress("landing", done, len(parts))
+        for completed, (part, runs, rows, samples) in enumerate(read):
+            progress("landing", completed, len(parts))
             file = FileReport(root / part.path("runs"), len(rows), label=str(part.path("runs")))
             file.statuses.update(row["status"] for row in rows)
             new = pa.array([row["run_id"] not in known for row in rows], pa.bool_())
