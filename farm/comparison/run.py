@@ -37,7 +37,7 @@ from farm.submission.submitting import submit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import checked_name
+from warehouse.files.layout import check_name
 from workers.devices import choose_device
 
 SIMULATED = (
@@ -193,7 +193,7 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
     """Return the side's runs, after running those that an environment lacks."""
     if isinstance(side, Recorded):
         return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
-    folder = DataFolder(home.environments / checked_name("environment", side.folder_name)).create()
+    folder = DataFolder(home.environments / check_name("environment", side.folder_name)).create()
     submission = _submission(settings)
     cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
     print(f"{side.label}: {side.python}, runs in {folder.root}")

@@ -142,7 +142,7 @@ def estimate(
         return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
     from learn.estimation.answers import answer_and_write
 
-    files = StepFiles.checked(report, snapshot)
+    files = StepFiles.check(report, snapshot)
     return answer_and_write(lambda: (request_of(model, inputs, **options), ()), files)
 
 

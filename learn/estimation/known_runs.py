@@ -1,6 +1,6 @@
 """Measured runs of the same job, or of the job at another batch size, that move its estimate and narrow its bound.
 
-Start reading at `moved`.
+Start reading at `move_by_runs`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _from_json(text: str) -> Any:
         raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(text)}") from error
 
 
-def moved(
+def move_by_runs(
     estimate: Estimate,
     runs: Sequence[KnownRun],
     trace_of: Callable[[int], TracedStep],

@@ -297,7 +297,7 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
     return hidden_size_of(getattr(model, "config", None))
 
 
-def checked_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
+def check_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
     """Return the path of a file that is wanted, checked to be writable before the work.
 
     Raises `UsageError`, which names `key` and the file name `like` as an example.
@@ -316,11 +316,11 @@ class StepFiles(NamedTuple):
     snapshot: Path | None
 
     @classmethod
-    def checked(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
+    def check(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
         """Return the paths, checked to be writable before the work. Raises `UsageError`."""
         return cls(
-            None if report is None else checked_path(Path(report)),
-            None if snapshot is None else checked_path(Path(snapshot), "snapshot", "snapshot.pickle"),
+            None if report is None else check_path(Path(report)),
+            None if snapshot is None else check_path(Path(snapshot), "snapshot", "snapshot.pickle"),
         )
 
     def write(self, request: Request, estimate: Estimate, traced: TracedStep | None) -> None:

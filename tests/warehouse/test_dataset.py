@@ -16,7 +16,7 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError
 from warehouse import export as export_command
 from warehouse import ingest as ingest_command
 from warehouse.exchange import dataset, exporting, ingesting
-from warehouse.exchange.dataset import DatasetPart, find_parts, read_part, repository_folder, scrubbed, thin, to_bytes
+from warehouse.exchange.dataset import DatasetPart, find_parts, read_part, repository_folder, scrub, thin, to_bytes
 from warehouse.exchange.dataset_card import card
 from warehouse.exchange.exporting import ExportSettings, export
 from warehouse.exchange.ingesting import IngestSettings, ingest
@@ -245,8 +245,8 @@ def test_names_of_machines_users_and_folders_stay_at_home(sent):
 
 def test_scrubbing_leaves_figures_and_ratios_alone():
     text = "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://box:9400/metrics and ~/x/y.log, 1.5e-3"
-    assert scrubbed(text) == "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://ADDRESS/metrics and y.log, 1.5e-3"
-    assert scrubbed("no room in /home/someone or /Users/someone/") == "no room in NAME or NAME"
+    assert scrub(text) == "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://ADDRESS/metrics and y.log, 1.5e-3"
+    assert scrub("no room in /home/someone or /Users/someone/") == "no room in NAME or NAME"
 
 
 def test_telemetry_is_thinned_and_the_window_keeps_its_ends():

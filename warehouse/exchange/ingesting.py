@@ -23,8 +23,8 @@ from conf.cli.settings import Checked, data_key, key
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from warehouse.exchange.dataset import (
     DatasetPart,
-    checked_details,
-    checked_rows,
+    check_details,
+    check_rows,
     find_parts,
     is_loaded,
     lies_in,
@@ -309,9 +309,9 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
     for completed, part in enumerate(parts):
         progress("reading", completed, len(parts))
         runs = read_part(root, part, "runs")
-        details = {kind: checked_details(root, part, kind) for kind in DETAILS}
+        details = {kind: check_details(root, part, kind) for kind in DETAILS}
         samples = {"telemetry": read_part(root, part, "telemetry"), **details}
-        read.append((part, runs, checked_rows(root, part, runs), samples))
+        read.append((part, runs, check_rows(root, part, runs), samples))
     folder = DataFolder.resolve(settings.data).create()
     with _lock(folder):
         known = _known_public_ids(folder)

@@ -29,14 +29,14 @@ from conf.errors import UsageError
 from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, sync
 from warehouse.exchange import load_example
-from warehouse.exchange.dataset import KINDS, naive, narrow, public_row, public_tables, scrubbed, writing
+from warehouse.exchange.dataset import KINDS, naive, narrow, public_row, public_tables, scrub, writing
 from warehouse.exchange.dataset_card import SECTION_COLUMNS, croissant, levels, markdown_table, plain_markdown, sections
 from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.reading.checks import check
 from warehouse.reading.connection import WarehouseConnection, connect
-from warehouse.tables.columns import JOBS, TABLES, described
+from warehouse.tables.columns import JOBS, TABLES, describe
 from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES
 from warehouse.tables.sql_text import sql_text
@@ -160,7 +160,7 @@ def publish(settings: PublishSettings) -> PublishReport:
     The folder appears whole or not at all. Raises `UsageError` for a damaged snapshot, or one without such runs.
     """
     folder = DataFolder.resolve(settings.data).open()
-    with disk_errors_named(), _chosen(folder, settings.snapshot) as snapshot:
+    with disk_errors_named(), _choose_snapshot(folder, settings.snapshot) as snapshot:
         return _publish(folder, snapshot, settings)
 
 
@@ -182,7 +182,7 @@ def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) 
             for path in sorted(building.rglob("*.parquet"))
         ]
         about = _about(settings, snapshot, report, runs)
-        lines = [plain_markdown(scrubbed(finding.line())) for finding in findings]
+        lines = [plain_markdown(scrub(finding.line())) for finding in findings]
         card = _card(runs, settings, snapshot, report, about, tables, lines)
         (building / CARD).write_text(card, encoding="utf-8")
         metadata = json.dumps(croissant(about, tables, files), indent=1, ensure_ascii=False)
@@ -210,7 +210,7 @@ def _remove_abandoned(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _chosen(folder: DataFolder, name: str | None) -> Iterator[Snapshot]:
+def _choose_snapshot(folder: DataFolder, name: str | None) -> Iterator[Snapshot]:
     """Yield the snapshot to publish: the one named, the newest, or a new one, which any error removes again."""
     there = [find_snapshot(folder, name)] if name is not None else snapshots(folder)
     if there:
@@ -356,7 +356,7 @@ def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
         if row["submitted_at"] is not None:
             row["submitted_at"] = row["submitted_at"].replace(tzinfo=datetime.UTC)
         if row["space"] is not None:
-            row["space"] = scrubbed(row["space"])
+            row["space"] = scrub(row["space"])
     return pa.Table.from_pylist(rows, schema=_JOBS)
 
 
@@ -398,7 +398,7 @@ def _card(
     )
     parts += [f"- {line}\n" for line in findings] or ["Nothing was found.\n"]
     for table, schema in tables.items():
-        lines = [(f"`{f.name}`", str(f.type), described(table, f.name)) for f in schema]
+        lines = [(f"`{f.name}`", str(f.type), describe(table, f.name)) for f in schema]
         parts += [f"\n## Columns of {table}\n\n", markdown_table(("column", "type", "what"), lines)]
     given = [
         ("licence", about["licence"]),

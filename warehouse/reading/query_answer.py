@@ -86,7 +86,7 @@ class QuerySettings(Checked):
 def run_query(settings: QuerySettings, stdout: TextIO) -> None:
     """Write the query's answer to `stdout` or the file of `settings`. Raises `UsageError` for wrong SQL."""
     folder = DataFolder.resolve(settings.data)
-    with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explained(folder):
+    with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explain_errors(folder):
         target = None if settings.out is None else checked_output(settings.out, data=[folder.root])
         relation = connection.sql(only_statement(connection, settings.sql))
         while True:
@@ -164,7 +164,7 @@ def only_statement(connection: WarehouseConnection, sql: str) -> str:
         raise UsageError(f"give one SQL statement, got {len(statements)}")
     (statement,) = statements
     # The connection cannot write in any case. This check gives a clear message before anything runs.
-    inner = _explained_statement(connection, statement) if statement.type == _EXPLAIN else statement
+    inner = _find_explained(connection, statement) if statement.type == _EXPLAIN else statement
     if inner.type != duckdb.StatementType.SELECT:
         raise UsageError(
             f"the warehouse is read-only: {inner.type.name} statements are refused; "
@@ -173,7 +173,7 @@ def only_statement(connection: WarehouseConnection, sql: str) -> str:
     return str(statement.query)
 
 
-def _explained_statement(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
+def _find_explained(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
     """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is not an EXPLAIN."""
     text = statement.query
     try:
@@ -329,7 +329,7 @@ def _json_value(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _explained(folder: DataFolder) -> Iterator[None]:
+def _explain_errors(folder: DataFolder) -> Iterator[None]:
     """Return our error with DuckDB's whole message, which has the position and a suggestion.
 
     Not for an unknown table: DuckDB then proposes tables of its own.
