@@ -59,7 +59,7 @@ from farm.nights.plan import Plan, choice_lines, code_names, make_plan, read_pla
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
-from farm.queue.outcomes import failed_before
+from farm.queue.outcomes import failed_job
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class NightWork:
             ended = self._run_tasks(job_id, configs)
         if ended != "all":
             self._take_out(job_id)
-        failure = failed_before(self.queue, job_id) if self._queued(job_id) else None
+        failure = failed_job(self.queue, job_id) if self._queued(job_id) else None
         if failure is not None:
             self.service.events.emit("job_failed", job=job_id, message=str(failure))
         left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
