@@ -1,8 +1,8 @@
 """The dispatcher: leases tasks, hands them to workers and lands their runs; a kill at any point loses none.
 
-Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`DispatcherLock`); a task is done only
-after its run is durable in the warehouse. Everything that a worker sends passes through `accepted`, which turns it into
-a run that can land.
+Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`hold_dispatcher_lock`); a task is done
+only after its run is durable in the warehouse. Everything that a worker sends passes through `accepted`, which turns it
+into a run that can land.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from farm.dispatch.dispatcher import Dispatcher, StopRequest, doubt_of, make_exe
 from farm.dispatch.monitoring import PATIENCE_S, Service
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, lost_words
 from farm.queue.jobs import Queue
-from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
+from farm.queue.lock import DispatcherBusy, dispatcher_of, hold_dispatcher_lock
 from farm.queue.outcomes import EXIT_ALL_FAILED, FailedJob, failed_jobs
 from farm.queue.queue_values import MIXED_FAMILY, Job, RunDoubt, device_from_key, settings_of_text
 from warehouse.files.folder import DataFolder
@@ -63,7 +63,7 @@ def work(
     with contextlib.ExitStack() as held:
         stop = held.enter_context(TimedStop(seconds).installed())
         try:
-            lock = _take_lock(folder, stop, service, wait)
+            is_held = _take_lock(held, folder, stop, service, wait)
         except DispatcherBusy as busy:
             print(
                 f"{busy}. This job is queued: that dispatcher runs it if it is for the same device, "
@@ -71,8 +71,7 @@ def work(
             )
             return 0
         try:
-            if lock is not None:
-                held.enter_context(_held(lock, service))
+            if is_held:
                 _Work(folder, queue, cluster, stop, service, ran, trust).run_all(job_id, wait)
         except ClusterLost as lost:
             service.events.emit("left", how="the cluster was lost")
@@ -114,35 +113,34 @@ def run_job(
 
     Stands by while another dispatcher has the folder, which may run the job itself. `shares` as in `Dispatcher`.
     """
-    with stop.installed():
-        lock = _take_lock(folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id))
-        if lock is None:
+    with stop.installed(), contextlib.ExitStack() as held:
+        if not _take_lock(held, folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id)):
             return not queue.pending(job_id)
         service.pulse.patience_s = PATIENCE_S
-        with _held(lock, service):
-            _mend(folder, queue, service)
-            job = queue.job(job_id)
-            if not queue.pending(job_id):
-                return True
-            work = _Work(folder, queue, cluster, stop, service)
-            return work.run_device(job.device, [job], job_id=job_id, shares=shares)
+        _mend(folder, queue, service)
+        job = queue.job(job_id)
+        if not queue.pending(job_id):
+            return True
+        work = _Work(folder, queue, cluster, stop, service)
+        return work.run_device(job.device, [job], job_id=job_id, shares=shares)
 
 
 def _take_lock(
+    held: contextlib.ExitStack,
     folder: DataFolder,
     stop: StopRequest,
     service: Service,
     wait: bool,
     unless: Callable[[], bool] = lambda: False,
-) -> DispatcherLock | None:
-    """Acquire the lock. With `wait`, wait until the other dispatcher has ended; None: asked to leave, or `unless`.
+) -> bool:
+    """Acquire the lock until `held` ends. With `wait`, wait until the other dispatcher has ended.
 
-    Raises `DispatcherBusy` where it need not wait.
+    Returns False where `stop` asks to leave, or `unless` does. Raises `DispatcherBusy` where it need not wait.
     """
     announced = False
     while not stop.requested and not (announced and unless()):
         try:
-            return DispatcherLock(folder.dispatcher_lock).__enter__()
+            held.enter_context(hold_dispatcher_lock(folder.dispatcher_lock))
         except DispatcherBusy as busy:
             if not wait:
                 raise
@@ -150,20 +148,14 @@ def _take_lock(
                 service.events.emit("standby", message=str(busy))
                 print(f"{busy}; waiting until it has ended")
                 announced = True
+        else:
+            held.callback(setattr, service.pulse, "holds_lock", False)
+            service.pulse.holds_lock = True
+            service.events.emit("started", process=os.getpid())
+            return True
         service.pulse.beat("standby")
         time.sleep(_LOOK_AGAIN_S)
-    return None
-
-
-@contextlib.contextmanager
-def _held(lock: DispatcherLock, service: Service) -> Iterator[None]:
-    service.pulse.holds_lock = True
-    service.events.emit("started", process=os.getpid())
-    try:
-        yield
-    finally:
-        service.pulse.holds_lock = False
-        lock.__exit__()
+    return False
 
 
 class TimedStop(StopRequest):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import resource
@@ -14,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -30,7 +29,7 @@ from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TraceLimits, TracePool
 from farm.serving.trace_store import TraceStore
 from warehouse.files.folder import DataFolder
-from warehouse.files.plain_file import open_lock
+from warehouse.files.plain_file import locked
 
 _STOP_S = 10  # for requests that are being answered
 _KEEP_ALIVE_S = 30
@@ -55,15 +54,10 @@ def serve(settings: ServeSettings) -> int:
         return _serve(settings, folder)
 
 
-@contextlib.contextmanager
-def only_service(folder: DataFolder) -> Iterator[None]:
+def only_service(folder: DataFolder) -> AbstractContextManager[object]:
     """Hold the lock of the data folder's one service: two would trace each other's questions."""
-    with open_lock(folder.service_lock) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise EnvironmentProblem(f"another service answers from data={folder.root}; name another folder") from error
-        yield
+    problem = f"another service answers from data={folder.root}; name another folder"
+    return locked(folder.service_lock, lambda: EnvironmentProblem(problem))
 
 
 def _serve(settings: ServeSettings, folder: DataFolder) -> int:

@@ -23,7 +23,7 @@ from farm.dispatch.metrics_server import MetricsServer
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSettings, Pulse, Service
 from farm.dispatch.ray_cluster import NodeWatch
 from farm.dispatch.working import TimedStop, work
-from farm.queue.lock import DispatcherLock
+from farm.queue.lock import hold_dispatcher_lock
 from farm.work import WorkSettings
 from featurize.families import get_family
 from warehouse.tables.run import Run
@@ -268,7 +268,7 @@ def test_a_first_signal_after_the_time_is_up_still_lets_finish_what_runs():
 
 def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp_path):
     path = tmp_path / "farm.jsonl"
-    with Events.open(LogSettings(file=str(path))) as events, DispatcherLock(folder.dispatcher_lock):
+    with Events.open(LogSettings(file=str(path))) as events, hold_dispatcher_lock(folder.dispatcher_lock):
         service = Service(events=events)
         code = work(folder, queue, ClusterSettings(kind="inline"), wait=True, seconds=0.5, service=service)
     assert code == 130 and service.pulse.phase == "standby" and not service.pulse.ready
