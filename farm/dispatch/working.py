@@ -280,7 +280,7 @@ def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:
     by_status = ", ".join(f"{status} {count}" for status, count in counts.by_status.items() if count)
     cancelled = f"; {counts.cancelled} were cancelled" if counts.cancelled else ""
     wanted = counts.total - counts.cancelled
-    print(f"{job_id}: {counts.ended} of {wanted} runs are in {folder.root} ({by_status}){cancelled}")
+    print(f"{job_id}: {counts.done} of {wanted} runs are in {folder.root} ({by_status}){cancelled}")
 
 
 def follow_hint(folder: DataFolder, job_id: str | None) -> str:

@@ -67,9 +67,7 @@ class QuestionRow:
 
     key: str
     state: str
-    asked_at: float
     wanted_at: float
-    started_at: float | None
     ended_at: float | None
     answer: dict[str, Any] | None
     problem: str | None
@@ -267,13 +265,12 @@ class TraceStore:
             )
 
     def _row(self, key: str) -> QuestionRow | None:
-        columns = "key, state, asked_at, wanted_at, started_at, ended_at, answer, problem"
+        columns = "key, state, wanted_at, ended_at, answer, problem"
         row = self._db.execute(f"SELECT {columns} FROM questions WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
-        key, state, asked_at, wanted_at, started_at, ended_at, answer, problem = row
-        parsed = None if answer is None else json.loads(answer)
-        return QuestionRow(key, state, asked_at, wanted_at, started_at, ended_at, parsed, problem)
+        *values, answer, problem = row
+        return QuestionRow(*values, None if answer is None else json.loads(answer), problem)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
