@@ -55,7 +55,7 @@ class Executor(Protocol):
         """Return how many GPUs of one node a trial may have at most; None: ranks need no GPU of their own."""
 
     def restart(self, worker: str) -> None:
-        """Kill a stuck worker; `wait` returns its task as lost. An executor whose `wait` runs the task need not."""
+        """Kill a stuck worker; `wait` returns its task as lost (inline: no effect)."""
 
     def notices(self) -> list[str]:
         """Return new messages for the user, a line each."""
@@ -106,6 +106,9 @@ class InlineExecutor(Executor):
 
     def most_gpus(self) -> int | None:
         return 1 if self._choice.backend == "cuda" else None
+
+    def restart(self, worker: str) -> None:
+        """Do nothing: `wait` runs the task itself, so that no caller can ask for this."""
 
     def close(self) -> None:
         self._worker.close()
