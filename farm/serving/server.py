@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import socket
 import sys
@@ -23,7 +22,7 @@ import uvicorn
 
 from conf.cli.command_line import EXIT_INTERRUPTED
 from conf.errors import EnvironmentProblem
-from farm.serving.connections import GuardedServer, listen
+from farm.serving.connections import GuardedServer, listen, url_of
 from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TraceLimits, TracePool
@@ -51,36 +50,27 @@ def serve(settings: ServeSettings) -> int:
         folder.create()  # a service that only estimates needs no runs
     folder.open()
     with only_service(folder):
-        return _serve(settings, folder)
+        log = RequestLog(settings.log)
+        _raise_file_limit()
+        limits = TraceLimits(
+            str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
+        )
+        with (
+            listen(settings.host, settings.port, named=f"host={settings.host} port={settings.port}") as listening,
+            contextlib.closing(TraceStore(folder.service)) as store,
+            tempfile.TemporaryDirectory(prefix="gpufarm-metrics-", ignore_cleanup_errors=True) as metrics_folder,
+            TracePool(store, limits, settings.traces, log.event),
+        ):
+            os.environ[FOLDER_VARIABLE] = metrics_folder
+            url = url_of(listening, "http" if settings.certificate is None else "https")
+            print(f"serving {folder.root} on {url}", flush=True)
+            return _Answering(settings, listening, log).run()
 
 
 def only_service(folder: DataFolder) -> AbstractContextManager[object]:
     """Hold the lock of the data folder's one service: two would trace each other's questions."""
     problem = f"another service answers from data={folder.root}; name another folder"
     return locked(folder.service_lock, lambda: EnvironmentProblem(problem))
-
-
-def _serve(settings: ServeSettings, folder: DataFolder) -> int:
-    log = RequestLog(settings.log)
-    _raise_file_limit()
-    listening = listen(settings.host, settings.port, named=f"host={settings.host} port={settings.port}")
-    store = TraceStore(folder.service)
-    limits = TraceLimits(
-        str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
-    )
-    metrics_folder = tempfile.mkdtemp(prefix="gpufarm-metrics-")
-    os.environ[FOLDER_VARIABLE] = metrics_folder
-    host, port = listening.getsockname()[:2]
-    scheme = "http" if settings.certificate is None else "https"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    try:
-        with TracePool(store, limits, settings.traces, log.event):
-            print(f"serving {folder.root} on {url}", flush=True)
-            return _Answering(settings, listening, log).run()
-    finally:
-        listening.close()
-        store.close()
-        shutil.rmtree(metrics_folder, ignore_errors=True)
 
 
 def _raise_file_limit() -> None:
