@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -332,15 +333,18 @@ def _looks_ahead(task: Task) -> bool:
 
 
 class StopRequest:
-    """Signal handling: the first Ctrl-C or SIGTERM finishes running trials, the second raises `KeyboardInterrupt`."""
+    """Signal handling: the first Ctrl-C or SIGTERM finishes running trials, the second raises `KeyboardInterrupt`.
 
-    def __init__(self, announce: Callable[[], None]):
+    After `seconds` the running trials are finished as well.
+    """
+
+    def __init__(self, seconds: float | None = None):
         self.asked = False  # by a signal
-        self._announce = announce
+        self._until_s = None if seconds is None else time.monotonic() + seconds
 
     @property
     def requested(self) -> bool:
-        return self.asked
+        return self.asked or (self._until_s is not None and time.monotonic() >= self._until_s)
 
     def install(self) -> None:
         """Take over SIGINT and SIGTERM."""
@@ -366,7 +370,7 @@ class StopRequest:
             self.disarm()
             raise KeyboardInterrupt
         self.asked = True
-        self._announce()
+        print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
 
 
 _TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error

@@ -61,7 +61,7 @@ def work(
     service = service or Service()
     ran: dict[str, None] = {}
     with contextlib.ExitStack() as held:
-        stop = held.enter_context(TimedStop(seconds).installed())
+        stop = held.enter_context(StopRequest(seconds).installed())
         try:
             is_held = _take_lock(held, folder, stop, service, wait)
         except DispatcherBusy as busy:
@@ -156,22 +156,6 @@ def _take_lock(
         service.pulse.beat("standby")
         time.sleep(_LOOK_AGAIN_S)
     return False
-
-
-class TimedStop(StopRequest):
-    """A stop request on Ctrl-C, and when its time is over."""
-
-    def __init__(self, seconds: float | None):
-        self._until_s = None if seconds is None else time.monotonic() + seconds
-        super().__init__(_announce_stop)
-
-    @property
-    def requested(self) -> bool:
-        return self.asked or (self._until_s is not None and time.monotonic() >= self._until_s)
-
-
-def _announce_stop() -> None:
-    print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
+from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import TimedStop, run_job
+from farm.dispatch.working import run_job
 from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 GRACE_S = 3.0  # what runs at a Ctrl-C may take this long to end; then it is given back, and measured again
 
 
-class NightStop(TimedStop):
+class NightStop(StopRequest):
     """SIGTERM lets running trials finish, as for every dispatcher. Ctrl-C interrupts them after `GRACE_S`.
 
     A second signal of either kind raises `KeyboardInterrupt` at once.
