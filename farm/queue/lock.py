@@ -48,14 +48,11 @@ def hold_dispatcher_lock(path: Path) -> Iterator[None]:
 def dispatcher_of(path: Path) -> int | None:
     """Return the process id of the dispatcher that works on this folder, None if there is none.
 
-    A process of another boot or namespace cannot be looked at: it counts while somebody holds the lock.
+    It counts while the lock is held, also where its process is of another boot or namespace and cannot be looked at.
     """
     text = _holder_of(path)
     marker = parse_marker(text)
-    if marker is None:
-        return None
-    works = alive(str(text)) if marker.is_here else is_held(path)
-    return marker.pid if works else None
+    return marker.pid if marker is not None and alive(str(text)) and is_held(path) else None
 
 
 def _holder_of(path: Path) -> str | None:
