@@ -194,7 +194,7 @@ def _dry_run(settings: GrowSettings) -> int:
                 machine,
                 environment,
                 again,
-                progress=lambda done, of: status(f"choosing: {done:,} of {of:,} candidates"),
+                progress=lambda completed, total: status(f"choosing: {completed:,} of {total:,} candidates"),
             )
     print(device_line)
     if again:

@@ -38,7 +38,7 @@ from farm.submission.submitting import submit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import checked_name
+from warehouse.files.layout import check_name
 from workers.devices import choose_device
 
 SIMULATED = (
@@ -121,9 +121,9 @@ class Result:
 
 
 def run_comparison(
-    settings: CompareSettings, progress: Callable[[str, int, int], None] = lambda label, done, of: None
+    settings: CompareSettings, progress: Callable[[str, int, int], None] = lambda label, completed, total: None
 ) -> Result:
-    """Run the missing trials and compare. `progress(label, done, of)` is called while operators are traced.
+    """Run the missing trials and compare. `progress(label, completed, total)` is called while operators are traced.
 
     Raises `UsageError` for user mistakes, before anything is written, and `Interrupted`.
     """
@@ -194,7 +194,7 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
     """Return the side's runs, after running those that an environment lacks."""
     if isinstance(side, Recorded):
         return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
-    folder = DataFolder(home.environments / checked_name("environment", side.folder_name)).create()
+    folder = DataFolder(home.environments / check_name("environment", side.folder_name)).create()
     submission = _submission(settings)
     cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
     print(f"{side.label}: {side.python}, runs in {folder.root}")
@@ -234,8 +234,8 @@ def _operators(
     }
 
     def records(side: Environment, where: RunSet) -> dict[str, dict[str, Any]]:
-        def report_progress(done: int, of: int) -> None:
-            progress(f"tracing operators, {side.label}", done, of)
+        def report_progress(completed: int, total: int) -> None:
+            progress(f"tracing operators, {side.label}", completed, total)
 
         return traced(side, code, configs, spec, where.folder.root / "operators.jsonl", report_progress)
 

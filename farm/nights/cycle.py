@@ -320,7 +320,7 @@ class NightWork:
             seed=seed,
             policy="stratified",
             limits=self.settings.limits,
-            progress=lambda done, of: self.tell(f"forecasting pairs: {done:,} of {of:,}"),
+            progress=lambda completed, total: self.tell(f"forecasting pairs: {completed:,} of {total:,}"),
         )
         on_gpu = self.machine.choice.backend != "cpu"
         groups = Groups(pool, 2, self.machine.capacity_mib if on_gpu else None, seed)
@@ -413,7 +413,7 @@ class NightWork:
             self.machine,
             environment,
             again=stale_first(self.folder, self.machine, environment, self.settings.singles),
-            progress=lambda done, of: self.tell(f"{doing}: {done:,} of {of:,} candidates"),
+            progress=lambda completed, total: self.tell(f"{doing}: {completed:,} of {total:,} candidates"),
         )
 
     def stop(self, share: float = 1.0) -> NightStop:

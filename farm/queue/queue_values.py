@@ -17,7 +17,7 @@ from typing import Any
 from conf.errors import UsageError
 from conf.plain_text import shown
 from featurize.configs.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
-from warehouse.files.layout import checked_name
+from warehouse.files.layout import check_name
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 from workers.task import Lease, Task
@@ -297,7 +297,7 @@ def _family_of(mapping: Mapping[str, Any] | None, of_job: str) -> str:
     if isinstance(members, list) and members and isinstance(members[0], dict):
         mapping = members[0]  # as a group's task has the family of its first member
     try:
-        return checked_name("family", (mapping or {}).get("family"))
+        return check_name("family", (mapping or {}).get("family"))
     except ValueError:
         return of_job
 

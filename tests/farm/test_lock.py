@@ -12,13 +12,13 @@ import pytest
 import farm.grow
 import farm.work
 import warehouse.compact
-import warehouse.ingest
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import alive, identity
 from farm import status
 from farm.queue.leftovers import SESSION_VARIABLE, make_folder, record_processes, sweep_orphans
 from farm.queue.lock import DispatcherBusy, dispatcher_of, hold_dispatcher_lock
+from warehouse.exchange import ingesting
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.folder import DataFolder
 
@@ -168,7 +168,7 @@ LOCKS = {
     "dispatcher": hold_dispatcher_lock,
     "compaction": lambda path: compaction_lock(DataFolder(path.parent.parent)),
     "growth": lambda path: farm.grow._alone(DataFolder(path.parent.parent)),
-    "ingest": lambda path: warehouse.ingest._lock(DataFolder(path.parent.parent)),
+    "ingest": lambda path: ingesting._lock(DataFolder(path.parent.parent)),
 }
 
 
