@@ -269,8 +269,8 @@ class TraceStore:
         row = self._db.execute(f"SELECT {columns} FROM questions WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
-        *values, answer, problem = row
-        return QuestionRow(*values, None if answer is None else json.loads(answer), problem)
+        key, state, wanted_at, ended_at, answer, problem = row
+        return QuestionRow(key, state, wanted_at, ended_at, None if answer is None else json.loads(answer), problem)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
