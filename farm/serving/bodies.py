@@ -240,7 +240,7 @@ class EstimateFields(BaseModel):
     answered_by: dict[str, str]
 
 
-class Answer(BaseModel):
+class DoneAnswer(BaseModel):
     """What every answer to a question has."""
 
     id: str
@@ -248,7 +248,7 @@ class Answer(BaseModel):
     method: Literal["fast", "full"]
 
 
-class EstimateAnswer(Answer):
+class EstimateAnswer(DoneAnswer):
     """An estimate."""
 
     estimate: EstimateFields
@@ -281,13 +281,13 @@ class FieldError(BaseModel):
     detail: str
 
 
-class FitAnswer(Answer):
+class FitAnswer(DoneAnswer):
     """Devices or batches that fit, as `learn.devices_that_fit` and `learn.largest_batch` have it."""
 
     fit: dict[str, Any]
 
 
-class PlanAnswer(Answer):
+class PlanAnswer(DoneAnswer):
     """Layouts on several GPUs, the quickest first, as `learn.plan` has them."""
 
     plan: dict[str, Any]
