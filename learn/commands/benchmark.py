@@ -49,17 +49,17 @@ from warehouse.files.folder import DataFolder
 def benchmark(
     settings: BenchmarkSettings,
     *,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda completed, total: None,
     finished: Callable[[Sequence[Figures]], None] = lambda figures: None,
     widths_gb: Sequence[int] = (),
 ) -> Benchmark:
     """Ask every estimator for every row. A row without an answer is counted with its reason and stops nothing.
 
     Estimators that learn answer for rows that they, and near-copies, were not fitted on: `split` says which. Same
-    settings and rows, same figures, times aside. Raises `UsageError` for settings that fit no rows. `progress(done,
-    of)` is called for every traced step that is computed, every fit and every answer, `finished(figures)` for each
-    estimator's figures, one for each file, when it has answered; the slowest ones come last. `widths_gb` are widths of
-    further memory classes.
+    settings and rows, same figures, times aside. Raises `UsageError` for settings that fit no rows.
+    `progress(completed, total)` is called for every traced step that is computed, every fit and every answer,
+    `finished(figures)` for each estimator's figures, one for each file, when it has answered; the slowest ones come
+    last. `widths_gb` are widths of further memory classes.
     """
     from learn.commands.benchmark_steps import benchmark_steps, is_of_measured_steps
 

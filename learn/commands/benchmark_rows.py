@@ -214,11 +214,11 @@ class BenchmarkSettings(Checked):
 
     def _problems_of_paths(self) -> Iterator[str]:
         """Yield the problems of the files to write: now, not after an hour."""
-        from learn.estimation.requests import checked_path
+        from learn.estimation.requests import check_path
 
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:
-                yield from _refusal_of(partial(checked_path, getattr(self, name), name, like))
+                yield from _refusal_of(partial(check_path, getattr(self, name), name, like))
         if self.out is not None and self.out == self.report:
             yield f"out= and report= are the same file, {self.out}"
 

@@ -107,8 +107,8 @@ def fit(
     Args:
         settings: What to fit, on which rows.
         now: Time that names the version; time-zone aware. None is the current time.
-        progress: Is called as `progress(step, done, of)` before each step: the jobs while they are traced, then fits
-            and the report; 0 of 0 where the number is not known yet.
+        progress: Is called as `progress(step, completed, total)` before each step: the jobs while they are traced,
+            then fits and the report; 0 of 0 where the number is not known yet.
 
     Returns:
         The artifact's folder, its `meta.json`, and the evaluation behind the figures.

@@ -34,7 +34,7 @@ from learn.estimation.job_estimate import (
     uncertainty_of,
     widest,
 )
-from learn.estimation.known_runs import moved
+from learn.estimation.known_runs import move_by_runs
 from learn.estimation.notes import (
     AMD_GPU,
     INFO,
@@ -262,17 +262,17 @@ class Draft:
     def _place(self, traced: TracedStep) -> None:
         """Place the traced step on the machine, and bound memory that no fit covers by its causes."""
         described_mib = traced.step.peak_memory_mib
-        traced = self.platform.placed(traced, self.job, timeline=self._timeline)
+        traced = self.platform.place(traced, self.job, timeline=self._timeline)
         shift_mib = traced.step.peak_memory_mib - described_mib
         if self.platform.workspaces is not None:  # after what fitted models read: they know guessed workspaces only
-            traced = self.platform.placed(traced, self.job, timeline=self._timeline, workspaces=True)
+            traced = self.platform.place(traced, self.job, timeline=self._timeline, workspaces=True)
             if self.beyond_fit:  # there the trace's own figure stands
                 shift_mib = traced.step.peak_memory_mib - described_mib
         self.traced, step = traced, traced.step
         if self.memory is None:
             self._set("memory", step.peak_memory_mib, "trace", loop_named(self.alone.training_loop))
         elif self.by["memory"].endswith("(default)"):  # its rows were measured on another machine
-            self.memory = self.memory.moved(shift_mib)
+            self.memory = self.memory.shift(shift_mib)
         if self.beyond_fit or self.by["memory"] == "trace":
             assert self.memory is not None
             uncertainty = uncertainty_of(traced, self.device, self.platform.machine)
@@ -462,18 +462,18 @@ class Draft:
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
 
-        def traced_at(batch_size: int) -> TracedStep:
+        def trace_at(batch_size: int) -> TracedStep:
             if batch_size == self.job.batch_size:
                 return traced
             job = in_loop(self.request, self.job.with_samples(batch_size))
             workspaces = self.platform.workspaces is not None
-            return self.platform.placed(
+            return self.platform.place(
                 step_of(job, self.device, allocator=self.platform.allocator), job, workspaces=workspaces
             )
 
         without = uncertainty_of(traced, self.device, self.platform.machine)
         try:
-            by_runs = moved(estimate, runs, traced_at, self.request.options.coverage, without)
+            by_runs = move_by_runs(estimate, runs, trace_at, self.request.options.coverage, without)
         except CommandError as error:
             if own_runs is None or own_runs.asked_for:
                 raise

@@ -142,7 +142,7 @@ def estimate(
         return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
     from learn.estimation.answers import answer_and_write
 
-    files = StepFiles.checked(report, snapshot)
+    files = StepFiles.check(report, snapshot)
     return answer_and_write(lambda: (request_of(model, inputs, **options), ()), files)
 
 
@@ -204,7 +204,7 @@ def _bar(count: int) -> Iterator[Callable[[int, int], None]]:
         if update is None:
             yield lambda _done, _of: None
             return
-        yield lambda done, of: update(completed=done, total=of)
+        yield lambda completed, total: update(completed=completed, total=total)
         update(completed=count)
 
 
@@ -474,13 +474,13 @@ def devices_that_fit(
     return tuple(fits)
 
 
-def needed_mib(done: Estimate, by: str) -> float:
+def needed_mib(estimate: Estimate, by: str) -> float:
     """Return the MiB that have to fit: by the bound, where there is one, or by the point."""
-    return done.peak_memory_mib if by == POINT else done.needed_mib
+    return estimate.peak_memory_mib if by == POINT else estimate.needed_mib
 
 
-def _limit_mib(done: Estimate, spec: DeviceSpec) -> float:
-    return spec.memory_mib if done.limit_mib is None else done.limit_mib
+def _limit_mib(estimate: Estimate, spec: DeviceSpec) -> float:
+    return spec.memory_mib if estimate.limit_mib is None else estimate.limit_mib
 
 
 def _require_by(by: str) -> None:

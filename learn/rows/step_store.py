@@ -205,7 +205,7 @@ class StepStore:
         cases: Sequence[Case],
         *,
         workers: int | None = None,
-        progress: Callable[[int, int], None] = lambda done, of: None,
+        progress: Callable[[int, int], None] = lambda completed, total: None,
     ) -> int:
         """Have every case's record at hand, and in the data folder; return how many had to be computed.
 
@@ -216,7 +216,7 @@ class StepStore:
             cases: cases of trial configs; those of modules are left out
             workers: processes; 0: this one; None: this one, until as many as there are CPUs would be done sooner. What
                 ends one of them is the record of its case, and not kept
-            progress: `progress(done, of)` is called for every computed case
+            progress: `progress(completed, total)` is called for every computed case
         """
         self.recall(cases)
         missing = {case.key: case for case in cases if case.key is not None and self._at_hand(case) is None}
@@ -227,10 +227,10 @@ class StepStore:
         written_s = time.monotonic()
         try:
             computed = _compute(list(missing.items()), workers)
-            for done, (key, record) in enumerate(computed, start=1):
+            for completed, (key, record) in enumerate(computed, start=1):
                 self._records[key] = record, None
                 waiting.append((key, record))
-                progress(done, len(missing))
+                progress(completed, len(missing))
                 if time.monotonic() - written_s > _WRITTEN_EVERY_S:
                     self._write(waiting)
                     waiting, written_s = [], time.monotonic()

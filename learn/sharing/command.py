@@ -90,7 +90,7 @@ ESTIMATORS: dict[str, Callable[[Sequence[MeasuredGroup]], SlowdownEstimator]] = 
 
 
 def judged(
-    groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda done, of: None
+    groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda completed, total: None
 ) -> list[RowScores]:
     """Return the figures of every estimator for each source and series.
 
@@ -113,15 +113,15 @@ def judged(
     for group in groups:
         by_title[group.title, group.series].append(group)
     parts = {title: left_out_parts(of_title, split) for title, of_title in sorted(by_title.items())}
-    total, done = sum(map(len, parts.values())), 0
+    total, completed = sum(map(len, parts.values())), 0
     scores = []
     for (title, series), own_parts in parts.items():
         answers: dict[str, list[Answered]] = {name: [] for name in ESTIMATORS}
         for inside, outside in own_parts:
             for name, fit in ESTIMATORS.items():
                 answers[name] += _answers(fit, inside, outside)
-            done += 1
-            progress(done, total)
+            completed += 1
+            progress(completed, total)
         shown = f"{title} {series}".strip()
         for name, given in answers.items():
             together = [(group, answer) for group, answer in given if not group.is_apart]
@@ -268,7 +268,7 @@ class SlowdownBenchmark:
 
 
 def benchmark_slowdowns(
-    settings: BenchmarkSettings, progress: Callable[[int, int], None] = lambda done, of: None
+    settings: BenchmarkSettings, progress: Callable[[int, int], None] = lambda completed, total: None
 ) -> SlowdownBenchmark:
     """Judge every estimator on groups with a model, or a GPU model, that it was not fitted on."""
     groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
