@@ -28,8 +28,9 @@ from farm.comparison.pairs import (
     side_of,
     trial_environment,
 )
+from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import TimedStop, run_job
+from farm.dispatch.working import run_job
 from farm.queue.jobs import Queue
 from farm.submission.model_check import require_models_in_any
 from farm.submission.settings import SampledSettings, SubmitSettings
@@ -200,7 +201,7 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
     with Queue.open(folder.queue) as queue:
         job_id = submit(folder, queue, submission)
         if queue.pending(job_id):
-            if not run_job(folder, queue, cluster, job_id, TimedStop(None), Service()):
+            if not run_job(folder, queue, cluster, job_id, StopRequest(), Service()):
                 raise Interrupted
             from warehouse.files.compaction import compact
 

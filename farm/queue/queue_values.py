@@ -73,18 +73,13 @@ class Counts:
     queued: int = 0  # those that wait for their next attempt included
     waiting: int = 0  # those of the queued ones that are in backoff
     leased: int = 0  # those included whose attempts are exhausted and whose run is not landed yet
-    done: int = 0
+    done: int = 0  # those with a run in the warehouse
     cancelled: int = 0
     by_status: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         return self.queued + self.leased + self.done + self.cancelled
-
-    @property
-    def ended(self) -> int:
-        """Return the number of tasks with a run in the warehouse."""
-        return self.done
 
     @property
     def pending(self) -> int:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.jobs import Queue
-from farm.queue.lock import DispatcherLock
+from farm.queue.lock import hold_dispatcher_lock
 from warehouse.files.compaction import (
     CompactionReport,
     Unreadable,
@@ -78,7 +78,7 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
     `EnvironmentProblem` beside a compaction, and `UsageError` for a folder that is not a data folder.
     """
     folder.open()
-    with DispatcherLock(folder.dispatcher_lock), compaction_lock(folder) as got_it:
+    with hold_dispatcher_lock(folder.dispatcher_lock), compaction_lock(folder) as got_it:
         if not got_it:
             raise EnvironmentProblem(f"a compaction is at work on data={folder.root}; repair it when that is done")
         report = RepairReport()

@@ -8,7 +8,6 @@ new rows then land at once, so a kill leaves whole files' rows, and a repeat add
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ from warehouse.exchange.published_kernels import KERNEL_TABLES, NEUSIGHT, read_k
 from warehouse.exchange.published_tables import TABLES, group_members
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import land_batch
-from warehouse.files.plain_file import open_lock
+from warehouse.files.plain_file import locked
 from warehouse.files.writer import RunWriter, detail_table
 from warehouse.reading.connection import connect
 from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS
@@ -358,14 +357,7 @@ def _known_public_ids(folder: DataFolder) -> set[str]:
     }
 
 
-@contextlib.contextmanager
-def _lock(folder: DataFolder) -> Iterator[None]:
+def _lock(folder: DataFolder) -> contextlib.AbstractContextManager[object]:
     """Hold the folder's ingest lock, since two ingests at once would land rows twice. The kernel drops it at exit."""
-    with open_lock(folder.ingest_lock) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise EnvironmentProblem(
-                f"another ingest is at work on data={folder.root}; run this one when it is done"
-            ) from None
-        yield
+    problem = f"another ingest is at work on data={folder.root}; run this one when it is done"
+    return locked(folder.ingest_lock, lambda: EnvironmentProblem(problem))

@@ -7,13 +7,14 @@ the same by inode, size and time. `open_lock` lets no hostile or copied folder h
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 import struct
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -136,6 +137,20 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: Callable[[], Exception], *, written: bool = False) -> Iterator[BinaryIO]:
+    """Hold a lock file, which the kernel drops with the process.
+
+    Raises `busy()` where another process holds it, and what `open_lock` does.
+    """
+    with open_lock(path, written=written) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise busy() from error
+        yield file
 
 
 def read_lock(path: Path, limit_bytes: int) -> bytes:
