@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
 from conf.errors import CommandError, EnvironmentProblem
+from farm.queue.queue_file import QueueError
 from farm.serving.bodies import (
     MLP_EXAMPLE,
     AdmitAnswer,
@@ -216,8 +217,9 @@ def _add_problems(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         return _problem_response(request, Problem(error.status_code, name, str(error.detail), headers=headers))
 
+    @app.exception_handler(QueueError)
     @app.exception_handler(EnvironmentProblem)
-    async def of_environment(request: Request, _error: EnvironmentProblem) -> Response:
+    async def of_environment(request: Request, _error: Exception) -> Response:
         detail = "The service cannot use its data folder; its operator can see why."
         return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
 

@@ -25,6 +25,7 @@ from conf.children.running import Child, ChildServer, ServerLost, local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.leftovers import sweep_leftovers
+from farm.queue.queue_file import QueueError
 from farm.serving.problems import Scrubber
 from farm.serving.trace_store import TraceStore
 
@@ -36,6 +37,7 @@ _LOOK_EVERY_S = 0.05
 _END_S = 15.0  # for a child to end its own children, which takes milliseconds
 _BEAT_EVERY_S = 1.0
 _STARTS, _START_AGAIN_S = 40, 0.25
+_UNUSABLE = (EnvironmentProblem, QueueError)  # the file of questions, as on a full disk
 _RECEIVE_BYTES = 1 << 18
 
 
@@ -77,14 +79,14 @@ class TracePool:
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_EVERY_S):
-            with contextlib.suppress(EnvironmentProblem):  # a full disk: `/readyz` says that the pulse is old
+            with contextlib.suppress(*_UNUSABLE):  # a full disk: `/readyz` says that the pulse is old
                 self._store.beat()
 
     def _work(self) -> None:
         while not self._ended.is_set():
             try:
                 leased = self._store.lease(self._most_of_client)
-            except EnvironmentProblem as error:
+            except _UNUSABLE as error:
                 self._log("trace_store", problem=str(error))
                 leased = None
             if leased is None:
@@ -94,9 +96,10 @@ class TracePool:
             began = time.monotonic_ns()
             try:
                 outcome = self._run_question(key, question)
-            except EnvironmentProblem as error:  # the answer cannot be stored
-                outcome = str(error)
-                with contextlib.suppress(EnvironmentProblem):
+            except _UNUSABLE as error:
+                self._log("trace_store", problem=str(error))
+                outcome = "its answer could not be stored"
+                with contextlib.suppress(*_UNUSABLE):
                     self._store.interrupted(key, outcome)
             self._log("trace", key=key, outcome=outcome, seconds=round((time.monotonic_ns() - began) / 1e9, 3))
 
