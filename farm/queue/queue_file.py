@@ -204,6 +204,10 @@ class QueueFile:
         """Run a statement for each of `rows`; return how many rows changed in total."""
         return self._ask(lambda: self._db.executemany(sql, rows).rowcount) if rows else 0
 
+    def script(self, sql: str) -> None:
+        """Run statements to their end, outside of transactions."""
+        self._ask(lambda: self._db.executescript(sql))
+
     def _ask(self, question: Callable[[], Result]) -> Result:
         try:
             with self._guard:

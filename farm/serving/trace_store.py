@@ -35,13 +35,9 @@ CREATE TABLE IF NOT EXISTS questions (
     ended_at REAL, answer TEXT, problem TEXT, bytes INTEGER AS
     (500 + length(question) + ifnull(length(answer), 0) + ifnull(length(problem), 0)) STORED
 );
-
 CREATE INDEX IF NOT EXISTS waiting ON questions (state, client, asked_at, bytes);
-
 CREATE INDEX IF NOT EXISTS ended ON questions (state, ended_at, bytes);
-
 CREATE INDEX IF NOT EXISTS turns ON questions (client, started_at);
-
 CREATE TABLE IF NOT EXISTS pulse (place INTEGER PRIMARY KEY CHECK (place = 0), at REAL NOT NULL);
 """
 
@@ -90,8 +86,7 @@ def _prepare(file: QueueFile) -> None:
         file.change(f"PRAGMA user_version = {_VERSION}")
     file.change("PRAGMA synchronous = NORMAL")
     file.change(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-    for statement in _SCHEMA.split("\n\n"):
-        file.change(statement)
+    file.script(_SCHEMA)
 
 
 class TraceStore:
@@ -180,8 +175,8 @@ class TraceStore:
                     (DONE, FAILED, stored - limits.stored_bytes),
                 )
         if self._file.only("PRAGMA freelist_count")[0] > _FREE_PAGES:
-            self._file.all(f"PRAGMA incremental_vacuum({_GIVEN_BACK_PAGES})")
-            self._file.all("PRAGMA wal_checkpoint")
+            # A statement by itself would stop after the first page.
+            self._file.script(f"PRAGMA incremental_vacuum({_GIVEN_BACK_PAGES}); PRAGMA wal_checkpoint;")
 
     def answered(self, key: str, answer: dict[str, Any]) -> None:
         """Store an answer."""
