@@ -29,7 +29,7 @@ import select
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,7 +274,7 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         run_rank: Runs one rank in its own process, reporting over the socket.
     """
     link.wait_for_go()
-    store = _rendezvous()
+    store = os.memfd_create("ranks", 0)  # a file in memory, through which they meet: no port, and nothing on the disk
     ranks: list[_Rank] = []
     try:
         try:
@@ -287,11 +287,6 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         _dismiss(ranks)
     finally:
         _end(ranks)
-
-
-def _rendezvous() -> int:
-    """Return the descriptor of a file in memory through which the ranks meet: no port, and nothing is left on disk."""
-    return os.memfd_create("ranks", 0)
 
 
 def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank: RunRank) -> None:
@@ -455,21 +450,15 @@ def _end(ranks: Iterable[_Rank]) -> None:
 
 def _reap(rank: _Rank, within_s: float) -> None:
     """Record how a rank ended, if it does within the time."""
-    for _ in _until(within_s):
-        if rank.ended:
-            return
+    give_up = time.monotonic() + within_s
+    while not rank.ended:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
         if pid:
             rank.code = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() >= give_up:
             return
-
-
-def _until(within_s: float) -> Iterator[None]:
-    give_up = time.monotonic() + within_s
-    yield
-    while time.monotonic() < give_up:
-        time.sleep(_PAUSE_S)
-        yield
+        else:
+            time.sleep(_PAUSE_S)
 
 
 # The device's fault and not the trial's: another attempt, perhaps on another device, may succeed.
