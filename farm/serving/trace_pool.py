@@ -20,7 +20,7 @@ from multiprocessing.connection import wait  # as `select.select`, for any numbe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.children.keeper import MEMORY, TIME
+from conf.children.keeper import MEMORY, TIME, receive
 from conf.children.running import Child, ChildServer, ServerLost, local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem
@@ -167,7 +167,7 @@ class TracePool:
         reply = b""
         while not reply.endswith(b"\n") and not self._ended.is_set():
             if wait([channel], _LOOK_EVERY_S):
-                data = _receive(channel)
+                data = receive(channel, _RECEIVE_BYTES)
                 if not data:
                     break
                 reply += data
@@ -184,13 +184,6 @@ class TracePool:
             MEMORY: f"more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB",
         }
         return None if limit is None else f"the trace took {limits[limit]}"
-
-
-def _receive(channel: socket.socket) -> bytes:
-    try:
-        return channel.recv(_RECEIVE_BYTES)
-    except ConnectionResetError:
-        return b""
 
 
 _SCRIPT = "train.py"

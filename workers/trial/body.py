@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.children.containment import die_with_parent, kill, run_as_child
+from conf.children.keeper import receive
 from conf.errors import CommandError
 from conf.plain_text import shortened
 from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
@@ -128,10 +129,7 @@ class TrialLink:
     def _listen(self, timeout_s: float | None) -> None:
         if self.ended or not select.select([self._channel], [], [], timeout_s)[0]:
             return
-        try:
-            data = self._channel.recv(_WORD_BYTES)
-        except ConnectionResetError:
-            data = b""
+        data = receive(self._channel, _WORD_BYTES)
         self.ended = not data
         *words, self._buffer = (self._buffer + data).split(b"\n")
         self._words |= {word.decode() for word in words}
@@ -364,10 +362,7 @@ class _RankMonitor:
         return False
 
     def _hear(self, rank: _Rank) -> None:
-        try:
-            data = rank.channel.recv(_RECEIVE_BYTES)
-        except ConnectionResetError:
-            data = b""
+        data = receive(rank.channel, _RECEIVE_BYTES)
         if not data:
             rank.open = False
             _reap(rank, _SETTLE_S)
