@@ -207,7 +207,7 @@ def device_of(run: Mapping[str, Any]) -> DeviceSpec | None:
 def estimated_runs(
     data: str | os.PathLike[str],
     source: str = "measured",
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> EstimatedRuns:
     """Return the folder's runs that had their device to themselves, each with its estimates.
 
@@ -225,8 +225,8 @@ def estimated_runs(
     profiled = {_key(run) for run in rows if run["kernel_rows"]}
     known: dict[tuple, tuple[dict[str, Estimate], dict[str, float]]] = {}
     runs, left_out = [], Counter[str]()
-    for done, run in enumerate(rows):
-        progress(done, len(rows))
+    for completed, run in enumerate(rows):
+        progress(completed, len(rows))
         reason, device, key = _unusable(run, source), device_of(run), _key(run)
         if reason is None and device is None:
             reason = f"conf/device has no description of {run['device_name']}"
@@ -245,7 +245,7 @@ def estimated_runs(
 
 
 def _rows(connection: WarehouseConnection, source: str) -> list[dict[str, Any]]:
-    from warehouse.export import SOURCES
+    from warehouse.exchange.exporting import SOURCES
 
     columns = f"{', '.join(_COLUMNS)}, coalesce(quality, 'trusted') AS quality, {SOURCES[source]} AS is_of_source"
     query = f"SELECT {columns} FROM runs WHERE source <> 'imported'"
@@ -276,7 +276,7 @@ def _estimates(
     """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
     from featurize.configs.trial import config_of_row
     from featurize.timing.step_time import operator_costs
-    from learn.estimation.answers import answered
+    from learn.estimation.answers import make_estimate
     from learn.estimation.requests import request_of
 
     config = config_of_row(run["config"])
@@ -286,8 +286,8 @@ def _estimates(
     given = None if allocator == AllocatorSettings() else allocator
     traces: dict = {}
     request = request_of(config, device=device, allocator=given, data=data, known=NONE)
-    shipped, _ = answered(request, traces=traces)
-    alone, traced = answered(
+    shipped, _ = make_estimate(request, traces=traces)
+    alone, traced = make_estimate(
         replace(request, options=replace(request.options, estimator=TRACE, loop=RESIDENT)), traces=traces
     )
     by_operator: dict[str, float] = defaultdict(float)

@@ -57,7 +57,7 @@ from infra.offline.results import Series, newest, unpack
 from infra.offline.run_sections import OF_TARGET, bias_text, is_corrected, operator_ratio, pair_errors, spread_text
 from learn.estimation.platforms import machine_for
 from learn.rows.data import MIN_ROWS
-from warehouse.export import SOURCES, ExportSettings, export
+from warehouse.exchange.exporting import SOURCES, ExportSettings, export
 from warehouse.files.folder import DataFolder
 
 _LEAST = 5  # runs of a family, or members of groups
@@ -290,7 +290,7 @@ def work_folder(results: Path, out: Path) -> Path:
     return work
 
 
-def read_results(work: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> Results:
+def read_results(work: Path, progress: Callable[[int, int], None] = lambda completed, total: None) -> Results:
     """Return the work folder's runs with their estimates. Runs of the best kind count: measured before simulated."""
     calls, runs, source, problem = probe_sections.calls_of(work), EstimatedRuns(runs=(), left_out={}), None, ""
     names: list[str] = []

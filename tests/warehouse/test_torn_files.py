@@ -298,7 +298,7 @@ def test_an_open_connection_keeps_replaced_files_and_closing_one_of_two_does_not
 def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monkeypatch):
     fill(folder, range(2))
     monkeypatch.setattr(
-        "warehouse.files.damage.damaged_among", lambda *_args, **_options: pytest.fail("files are checked")
+        "warehouse.files.damage.find_damaged", lambda *_args, **_options: pytest.fail("files are checked")
     )
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for sql in (
@@ -445,7 +445,7 @@ def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monk
     checks = []
     plain = warehouse.files.damage.damaged_among
     monkeypatch.setattr(
-        "warehouse.files.damage.damaged_among", lambda paths, **how: checks.extend(paths) or plain(paths, **how)
+        "warehouse.files.damage.find_damaged", lambda paths, **how: checks.extend(paths) or plain(paths, **how)
     )
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for _ in range(3):
