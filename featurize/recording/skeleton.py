@@ -207,8 +207,11 @@ class _Construction(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FILLS and args[0].is_meta and not torch.is_grad_enabled():
             return args[0]
-        if func in _INITIALISERS and _only_fills(func, kwargs["tensor"], kwargs):
-            return kwargs["tensor"]
+        if func in _INITIALISERS and kwargs["tensor"].is_meta:
+            filled: Tensor = kwargs["tensor"]
+            fan = kwargs.get("mode", "fan_in"), kwargs.get("nonlinearity", "leaky_relu")
+            if func is init.uniform_ or (filled.dim() > 1 and fan == ("fan_in", "leaky_relu")):  # others may be refused
+                return filled
         if func in _NOISE:
             return _make(func, args, kwargs, _REAL_NOISE)
         if func in _VALUES:
@@ -228,14 +231,6 @@ class _Construction(TorchFunctionMode):
                 return args[0]  # there are no values to write: it keeps its own
             args, kwargs = _all_meta(args), {key: _all_meta(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
-
-
-def _only_fills(func: Callable[..., Any], tensor: Tensor, given: dict[str, Any]) -> bool:
-    """Return whether an initialiser fills a meta tensor, and refuses none of its arguments."""
-    if func is init.uniform_:
-        return tensor.is_meta and given["a"] <= given["b"]
-    usual = given["mode"] in ("fan_in", "fan_out") and given["nonlinearity"] == "leaky_relu"
-    return tensor.is_meta and tensor.dim() > 1 and usual
 
 
 def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Any:

@@ -221,9 +221,8 @@ def test_seven_billion_parameters_take_less_than_a_gib():
     [
         lambda weight: nn.init.kaiming_uniform_(weight, nonlinearity="cosine"),
         lambda weight: nn.init.kaiming_uniform_(weight[0]),
-        lambda weight: nn.init.uniform_(weight, 1.0, -1.0),
     ],
 )
 def test_what_an_initialiser_refuses_is_refused_on_meta(fill):
-    with pytest.raises((ValueError, RuntimeError)):
+    with pytest.raises(ValueError):
         build_on_meta(lambda: fill(nn.Linear(8, 4).weight))
