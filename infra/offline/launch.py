@@ -18,7 +18,7 @@ import tempfile
 
 FORMAT = 2
 STEPS = ("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
-PATH_KEYS = ("results", "previous", "work")  # the steps' keys that are paths: a step runs in another folder
+PATH_KEYS = ("results", "work")  # the steps' keys that are paths: a step runs in another folder
 MANIFEST = "manifest.json"
 INSTALLED = "bundle.json"  # in the target: which bundle it is
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 20
 USAGE = """usage: python3 offline.py install [target=DIR] [parts=DIR,DIR...]
        python3 offline.py STEP[,STEP...] [target=DIR] [parts=DIR,DIR...] [KEY=VALUE...]
 steps: {steps}
-A step installs first where the target is empty. Common keys: minutes=8 results=DIR previous=DIR device=cuda
+A step installs first where the target is empty. Common keys: minutes=8 results=DIR device=cuda
 target: {target} by default; parts: the folders beside this script by default"""
 
 

@@ -53,7 +53,8 @@ from infra.offline.estimated_runs import (
     spread_of,
 )
 from infra.offline.probe_sections import NUMBERS, Absent, fitted_machine, measured_workspaces
-from infra.offline.results import Series, newest, unpack
+from infra.offline.recorded_tests import json_lines, outcomes_of
+from infra.offline.results import CALLS, DATA, SUMMARY, TESTS, Series, newest, unpack
 from infra.offline.run_sections import OF_TARGET, bias_text, is_corrected, operator_ratio, pair_errors, spread_text
 from learn.estimation.platforms import machine_for
 from learn.rows.data import MIN_ROWS
@@ -94,7 +95,7 @@ RULES = (
 )
 Found = Iterator[tuple[str, str]]  # (command, finding)
 PAGE = "page.html"
-_WORK_MARKS = ("data", "probes", "calls.jsonl")  # any of them makes a folder a work folder
+_WORK_MARKS = (DATA, "probes", CALLS)  # any of them makes a folder a work folder
 _OF_KIND = {
     "measured": "",
     "cpu": "Measured on a CPU, as a rehearsal: no figure here is of a GPU, and estimates are for another device.",
@@ -279,8 +280,8 @@ def work_folder(results: Path, out: Path) -> Path:
     if any((results / name).exists() for name in _WORK_MARKS):
         return results
     archive = newest(results)
-    if archive.note:
-        print(f"{results}: {archive.note}", file=sys.stderr)
+    if archive is None:
+        raise UsageError(f"{results} holds no results of a lent machine: there is no {SUMMARY}")
     work = out / f"work-{archive.series.generation}"
     there = Series.of_work(work)
     if there is None:
@@ -292,7 +293,7 @@ def work_folder(results: Path, out: Path) -> Path:
 
 def read_results(work: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> Results:
     """Return the work folder's runs with their estimates. Runs of the best kind count: measured before simulated."""
-    calls, runs, source, problem = probe_sections.calls_of(work), EstimatedRuns(runs=(), left_out={}), None, ""
+    calls, runs, source, problem = json_lines(work / CALLS), EstimatedRuns(runs=(), left_out={}), None, ""
     names: list[str] = []
     if DataFolder.resolve(work / "data").format_marker.is_file():
         try:
@@ -414,14 +415,6 @@ def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
     return page, lines
 
 
-def _tests(results: Results) -> tuple[str, bool]:
-    """Return how the tests on the machine ended, empty if none is known, and whether somebody has to look at it."""
-    try:
-        return probe_sections.tests_line(results.work)
-    except (Absent, AttributeError, TypeError, ValueError):  # the section on tests says why
-        return "", False
-
-
 def _shown_device(results: Results) -> str:
     return results.device_name or "an unknown device"
 
@@ -445,9 +438,10 @@ def _head(results: Results, to_refit: Mapping[str, Sequence[str]], *, is_judged:
             tiles.append(Tile(f"{FIGURES[name].title.partition(',')[0]}, median error", form, f"{spread.pairs} runs"))
     finding_count = sum(map(len, to_refit.values()))
     tiles.append(Tile("to refit", f"{finding_count}", "findings"))
-    tests, has_failed_tests = _tests(results)
-    level: Level = "look" if to_refit or warning or has_failed_tests or not is_judged else "good"
-    sentence = f"{results.device_text}; tests: {tests}" if has_failed_tests else results.device_text
+    tests = outcomes_of(results.work / TESTS)
+    is_tested = tests is None or not (tests.counts["failed"] or tests.not_run)
+    level: Level = "good" if is_tested and is_judged and not (to_refit or warning) else "look"
+    sentence = results.device_text if is_tested else f"{results.device_text}; tests: {tests}"
     left_out = tuple(f"{count_of(count, 'run')} left out: {reason}" for reason, count in runs.left_out.items())
     return (
         *((Callout(warning, "bad"),) if warning else ()),
@@ -482,7 +476,7 @@ def _summary(results: Results, to_refit: Mapping[str, Sequence[str]], absent: Ma
         lines.append(f"note: {warning}")
     if results.problem:
         lines.append(f"runs cannot be read: {results.problem}")
-    if tests := _tests(results)[0]:
+    if tests := outcomes_of(results.work / TESTS):
         lines.append(f"tests: {tests}")
     lines += [f"left out: {count_of(count, 'run')}: {reason}" for reason, count in runs.left_out.items()]
     for name, figure in FIGURES.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,11 +41,14 @@ from conf.reports.page_text import MISSING, count_of, duration
 from conf.units import MIB
 from featurize.device.device_spec import CURRENT, EAGER, PARTS, DeviceSpec, MachineProfile
 from infra.offline.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
+from infra.offline.recorded_tests import json_lines, outcomes_of
+from infra.offline.results import CALLS, LOG, TESTS
 from learn.calibrate import Calibration, calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
 
 _MARGINS = Margins(width=400, height=210, left=52, right=10, top=12, bottom=28)
 _MOST_COLUMNS = 200  # columns of a curve
+_DOCTOR = re.compile(r"^-- -m farm\.doctor.*\n((?:(?!--? |== ).*\n)*)", re.MULTILINE)  # what the log holds of it
 _SHOWN = 12  # rows of a table that can be long
 _MEASURED_CSS, _TRACED_CSS = "k1", "k5"
 NUMBERS = "numbers.csv"  # numbers of lazy loading
@@ -301,63 +305,27 @@ def questions_blocks(work: Path) -> tuple[Block, ...]:
 def tests_blocks(work: Path) -> tuple[Block, ...]:
     """Return the blocks on the tests that ran there, and what the doctor said."""
     blocks: list[Block] = []
-    doctor = work / "probes" / "doctor.txt"
-    try:
-        outcomes = contents(work / "tests.json")
-    except Absent as absent:
-        if not doctor.is_file():
-            raise
-        blocks.append(Lead(str(absent)))
-    else:
-        if outcomes.get("reason"):
-            blocks.append(Callout(f"The tests did not end: {outcomes['reason']}"))
-        blocks.append(Tiles(tuple(Tile(name, f"{n:,}", "tests") for name, n in _test_counts(outcomes).items())))
-        for name in ("failed", "skipped"):
-            if isinstance(outcomes.get(name), list) and outcomes[name]:
-                texts = tuple(_outcome_text(outcome) for outcome in outcomes[name])
-                blocks.append(Fold(f"{name}: {len(texts)}", (Bullets(texts),), is_open=name == "failed"))
-    if doctor.is_file():
-        blocks.append(Fold("farm.doctor", (Preformatted(doctor.read_text(errors="replace")),)))
+    if (outcomes := outcomes_of(work / TESTS)) is not None:
+        if outcomes.not_run:
+            blocks.append(Callout("The tests did not end."))
+        blocks.append(Tiles(tuple(Tile(name, f"{n:,}", "tests") for name, n in outcomes.counts.items())))
+        for kind in ("failed", "skipped"):
+            texts = tuple(f"{test}: {reason}" for test, (ended, reason) in outcomes.tests.items() if ended == kind)
+            if texts:
+                blocks.append(Fold(f"{kind}: {len(texts)}", (Bullets(texts),), is_open=kind == "failed"))
+    log = work / LOG
+    if doctors := _DOCTOR.findall(log.read_text(errors="replace") if log.is_file() else ""):
+        blocks.append(Fold("farm.doctor", (Preformatted(doctors[-1]),)))
+    if not blocks:
+        raise Absent("The results have no outcomes of tests (step test).")
     return tuple(blocks)
-
-
-def tests_line(work: Path) -> tuple[str, bool]:
-    """Return how the tests ended, and whether one failed or they did not end. Raises `Absent`."""
-    outcomes = contents(work / "tests.json")
-    counts, reason = _test_counts(outcomes), outcomes.get("reason")
-    line = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return f"{line}; {reason}" if reason else line, bool(reason or counts["failed"])
-
-
-def _test_counts(outcomes: Mapping[str, Any]) -> dict[str, int]:
-    values = {name: outcomes.get(name) or 0 for name in ("passed", "failed", "skipped", "not_run")}
-    counts = {name: len(value) if isinstance(value, list) else int(value) for name, value in values.items()}
-    return {name.replace("_", " "): count for name, count in counts.items() if count or name != "not_run"}
-
-
-def _outcome_text(outcome: Any) -> str:
-    return f"{outcome.get('test')}: {outcome.get('reason')}" if isinstance(outcome, Mapping) else str(outcome)
-
-
-def calls_of(work: Path) -> list[dict[str, Any]]:
-    """Return the calls that were made on the machine; a line that a kill has cut off is left out."""
-    path = work / "calls.jsonl"
-    calls = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
-            call = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(call, dict):
-            calls.append(call)
-    return calls
 
 
 def calls_blocks(work: Path) -> tuple[Block, ...]:
     """Return the blocks on what was run when, under which versions."""
-    calls = calls_of(work)
+    calls = json_lines(work / CALLS)
     if not calls:
-        raise Absent("The results have no record of calls (calls.jsonl).")
+        raise Absent(f"The results have no record of calls ({CALLS}).")
     rows: list[dict[str, Cell]] = [
         {
             "step": str(call.get("step")),

@@ -20,7 +20,7 @@ from infra.offline.page import make_page, read_results, refits
 from infra.offline.results import Series, pack
 from infra.offline.run_sections import is_corrected, memory_blocks, pair_blocks, protocol_blocks
 from learn.estimation.notes import PIPELINE
-from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
+from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, record_tests, write_pair
 from tests.parsed_page import ParsedPage
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -75,7 +75,8 @@ def test_every_kind_of_result_is_on_the_page(shown):
         "aten::addmm 7",
         "TF32 changes nothing there",
         "GPM is not supported",
-        "test_ranks: one GPU",
+        "test_skipped: one GPU",
+        "all sensors",
         "nvml, power 9 1.020",
         "10.0 x on 1 trials",
         "hybrid (default)",
@@ -177,15 +178,14 @@ def test_rows_that_cannot_be_read_cost_only_the_sections_on_runs(planted, tmp_pa
 def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
-    failed = {"passed": 40, "failed": [{"test": "test_gpm", "reason": "no samples"}], "skipped": []}
-    (work / "tests.json").write_text(json.dumps(failed))
+    record_tests(work, passed=40, failed="no samples")
     made_page, lines = make_page(read_results(work), None)
     assert "tests: 40 passed, 1 failed, 0 skipped" in lines
     assert any(getattr(block, "level", "") == "look" for block in made_page.head)
-    (work / "tests.json").write_text(json.dumps({"passed": 0, "failed": [], "skipped": [], "reason": "time is up"}))
+    record_tests(work, passed=0, selected=3)
     made_page, lines = make_page(read_results(work), None)
-    assert "tests: 0 passed, 0 failed, 0 skipped; time is up" in lines
-    assert "The tests did not end: time is up" in ParsedPage(render_page(made_page)).text
+    assert "tests: 0 passed, 0 failed, 0 skipped, 3 not run" in lines
+    assert "The tests did not end" in ParsedPage(render_page(made_page)).text
 
 
 def test_pairs_show_errors_of_memory_and_count_those_that_ran_apart(planted, tmp_path):
@@ -282,20 +282,20 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
 def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, capsys):
     work, results, out = tmp_path / "work", tmp_path / "results", tmp_path / "out"
     Series.begun(work)
-    shutil.copy(planted / "tests.json", work)
+    shutil.copy(planted / "tests.jsonl", work)
     results.mkdir()
-    pack(work, results)
+    pack(work, results, {})
     for _ in range(2):
         code, summary, _ = made(capsys, f"results={results}", f"out={out}")
-        assert code == 0 and "Tests:" not in summary and (out / "work-1" / "tests.json").is_file()
-    pack(work, results)
+        assert code == 0 and "Tests:" not in summary and (out / "work-1" / "tests.jsonl").is_file()
+    pack(work, results, {})
     code, _, _ = made(capsys, f"results={results}", f"out={out}")
-    assert code == 0 and (out / "work-2" / "tests.json").is_file(), "the next call of the same series"
+    assert code == 0 and (out / "work-2" / "tests.jsonl").is_file(), "the next call of the same series"
     shutil.rmtree(work)
     Series.begun(work)
     others = tmp_path / "others"
     others.mkdir()
-    pack(work, others)
+    pack(work, others, {})
     code, _, error = made(capsys, f"results={others}", f"out={out}")
     assert code == 2 and "name another out=" in error
 
