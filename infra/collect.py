@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_USAGE, exit_code
+from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
@@ -34,7 +34,7 @@ from featurize.families import family_names
 from featurize.job.training_settings import Optimizer
 from warehouse.export import ExportSettings, export
 from warehouse.files.folder import DataFolder
-from workers.devices import DeviceUnavailable, choose_device
+from workers.devices import choose_device
 
 # Sampled where a family's space leaves them constant.
 TRAINING = {
@@ -90,11 +90,6 @@ class CollectSettings(Checked):
     def problems(self) -> Iterator[str]:
         if self.export and self.device != "cuda" and self.out is None:
             yield "out=... is missing: only what a GPU measured goes into datasets/"
-
-
-def settings_of(argv: Sequence[str]) -> CollectSettings:
-    """Return KEY=VALUE arguments as settings. Raises `UsageError`."""
-    return load_settings(CollectSettings, "collect", argv)
 
 
 def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, SubmitSettings]]]:
@@ -300,15 +295,10 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Measure; 130 where it was asked to stop before all was done, except by the end of its minutes."""
 
-    def collected() -> int:
-        settings = settings_of(argv)
+    def collected(settings: CollectSettings) -> int:
         return 0 if collect(settings) or settings.minutes is not None else EXIT_INTERRUPTED
 
-    try:
-        return exit_code(collected)
-    except DeviceUnavailable as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    return developer_command("infra.collect:CollectSettings", collected, argv)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from conf.cli.command_line import exit_code
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.plain_text import truncated
@@ -87,7 +86,8 @@ class BundleSettings(Checked):
 
 def main(argv: Sequence[str]) -> int:
     """Make the bundle that the arguments describe, print what its parts hold, and return the exit code."""
-    return exit_code(lambda: print("\n".join(bundle(load_settings(BundleSettings, "bundle", argv)))))
+    name = "infra.offline.bundle:BundleSettings"
+    return developer_command(name, lambda settings: print("\n".join(bundle(settings))), argv)
 
 
 def bundle(settings: BundleSettings) -> list[str]:

@@ -28,8 +28,7 @@ from typing import Any
 import duckdb
 
 from conf.children.containment import die_with_parent
-from conf.cli.command_line import EXIT_INTERRUPTED, exit_code
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line, one_line, truncated
@@ -202,6 +201,9 @@ STEPS = {
 }
 
 
+_PLAN = ", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items())
+
+
 @dataclass(kw_only=True)
 class Call:
     """A call at work: its folders, what it packed, and a row for each step of this call and those before it."""
@@ -279,37 +281,37 @@ class Call:
         return [name for name in STEPS if name not in finished]
 
 
-USAGE = f"""usage: python -m infra.offline.steps STEP[,STEP...] results=DIR [KEY=VALUE ...]
-
-STEP: {", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items())}
-  minutes=8       for the whole call, shared in proportion to the planned minutes; default: their sum
-  results=DIR     at most 8 files of at most 16 MiB, renewed every 30 s; those of an earlier call are continued
-  device=cuda     or cpu, simulated: rehearsals without a GPU
-  work=work       the work folder
-  families=[cnn,gpt] n=10     fewer trials, of these families
-
-All of the plan in three calls of ten minutes, each with minutes=9 and the results of the one before:
-  test,calibrate,allocator      bench,kernels      collect,pairs,power"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepsSettings(Checked):
-    """One call. Raises `UsageError`."""
+    """One call: `STEP[,STEP...] results=DIR [KEY=VALUE ...]`.
 
-    minutes: float | None = key(None, "default: the steps' own", "number > 0")
-    results: str = key(help="the folder that comes back from this machine", kind="new path")
-    work: str = key("work", kind="new path")
-    device: str = key("cuda", choices=tuple(DEVICES))
-    families: tuple[str, ...] = key((), kind="text | list of text", choices=family_names())
-    n: int | None = key(None, kind="int >= 1")
-    steps: tuple[str, ...] = key(help="what the call runs", kind="list of text", choices=tuple(STEPS))
+    All of the plan in three calls of ten minutes, each with minutes=9 and the results of the one before:
+      test,calibrate,allocator      bench,kernels      collect,pairs,power
+    """
+
+    steps: tuple[str, ...] = key(
+        help=f"first of all, without the key: {_PLAN}",
+        kind="list of text",
+        choices=tuple(STEPS),
+    )
+    minutes: float | None = key(
+        None, "for the call, shared in proportion to the planned minutes; default: their sum", "number > 0"
+    )
+    results: str = key(
+        help="at most 8 files of at most 16 MiB, renewed every 30 s; those of an earlier call are continued",
+        kind="new path",
+    )
+    work: str = key("work", "the work folder", "new path")
+    device: str = key("cuda", "or a rehearsal without a GPU", choices=tuple(DEVICES))
+    families: tuple[str, ...] = key((), "those to measure", kind="text | list of text", choices=family_names())
+    n: int | None = key(None, "trials of each family", "int >= 1")
 
 
-def settings_of(argv: Sequence[str]) -> StepsSettings:
-    """Return `STEP,STEP KEY=VALUE...` as settings. Raises `UsageError`."""
+def _steps_as_key(argv: Sequence[str]) -> list[str]:
+    """Return `STEP,STEP KEY=VALUE...` with the key of the steps. Raises `UsageError`."""
     if not argv or "=" in argv[0]:
         raise UsageError(f"name the steps first, e.g. test,calibrate; known: {', '.join(STEPS)}")
-    return load_settings(StepsSettings, "steps", [f"steps=[{argv[0]}]", *argv[1:]])
+    return [f"steps=[{argv[0]}]", *argv[1:]]
 
 
 def run(settings: StepsSettings) -> int:
@@ -509,10 +511,7 @@ def _signals(call: Call) -> Iterator[None]:
 
 def main(argv: Sequence[str]) -> int:
     """Run one call and return its exit code."""
-    if {"-h", "--help"} & set(argv):
-        print(USAGE)
-        return 0
-    return exit_code(lambda: run(settings_of(argv)))
+    return developer_command("infra.offline.steps:StepsSettings", run, argv, rewrite=_steps_as_key)
 
 
 if __name__ == "__main__":

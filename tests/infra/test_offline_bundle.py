@@ -19,8 +19,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from conf.errors import EnvironmentProblem, UsageError
+from infra import collect
 from infra.offline import bundle as bundles
-from infra.offline import launch, steps
+from infra.offline import launch, page, probes, steps
 from infra.offline.bundle import BundleSettings, Target, needed_wheels
 
 PYTHON = "{}.{}".format(*sys.version_info)
@@ -319,6 +320,16 @@ def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monk
     assert bundles.main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("program", "key"),
+    [(bundles, "python=null"), (page, "results=(required)"), (probes, "out="), (steps, "minutes="), (collect, "n=420")],
+)
+def test_a_command_of_no_table_explains_itself_and_its_keys(program, key, capsys):
+    assert program.main(["--help"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == program.__doc__.splitlines()[0] and any(line.startswith(f"  {key}") for line in lines)
 
 
 def test_make_offline_runs_it_as_a_program():

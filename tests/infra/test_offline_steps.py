@@ -17,6 +17,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job
 from infra.offline import probe_sections, results, steps
+from infra.offline.estimated_runs import read_results
 from infra.offline.recorded_tests import outcomes_of
 from infra.offline.results import Series
 from infra.offline.steps import STEPS
@@ -183,7 +184,7 @@ def test_results_and_work_of_different_calls_are_not_mixed(work, packed, tmp_pat
         (["collect"], "missing results=..."),
         (
             ["collect", "results=r", "minuts=8"],
-            "unknown key 'minuts'; did you mean minutes? valid keys: minutes, results",
+            "unknown key 'minuts'; did you mean minutes? valid keys: steps, minutes, results",
         ),
         (["collect", "results=r", "minutes=-1"], "minutes must be a number > 0"),
         (["collect", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
@@ -216,7 +217,7 @@ def test_a_step_that_cannot_run_here_is_data_and_later_calls_know_of_it(tmp_path
 
 def test_a_call_without_its_gpu_is_one_line(tmp_path, capsys):
     try:
-        steps._place(steps.settings_of(["collect", f"results={tmp_path / 'new'}"]))
+        steps._place(steps.StepsSettings(steps=("collect",), results=str(tmp_path / "new")))
     except (EnvironmentProblem, UsageError):
         assert "device=cuda" in refused(capsys, "collect", f"results={tmp_path / 'new'}", f"work={tmp_path / 'w'}")
         assert not os.listdir(tmp_path)
@@ -376,9 +377,8 @@ def test_without_a_gpu_its_tests_are_skipped_with_their_reasons_as_data(tmp_path
     assert all(reason.startswith("no usable GPU") for _, reason in outcomes.tests.values())
     (row,) = (json.loads(line) for line in (work / "calls.jsonl").read_text().splitlines())
     assert row["counts"]["skipped"] == len(outcomes.tests)
-    assert "telemetry" in str(probe_sections.tests_blocks(work)[-1]) and "test_cuda" not in str(
-        probe_sections.tests_blocks(work)[-1]
-    )
+    doctor = str([*probe_sections.tests(read_results(work))][-1])
+    assert "telemetry" in doctor and "test_cuda" not in doctor
 
 
 @pytest.mark.slow
