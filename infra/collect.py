@@ -129,7 +129,7 @@ def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitS
         job = dataclasses.replace(composed, seed=settings.seed * len(SHARES) + offset)
         if share == PAIRS:
             job = dataclasses.replace(job, batch_sizes=pair_sizes(own_space(family)))
-        elif share != 1.0:
+        elif isinstance(share, float) and share != 1.0:
             if settings.device == "cpu":
                 continue
             job = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_fraction=share))
@@ -192,8 +192,10 @@ def pair_sizes(space: Space) -> tuple[int, ...]:
     if isinstance(dimension, Range):
         low, high = dimension.low, dimension.high
     elif isinstance(dimension, Choice):
-        low, high = min(dimension.choices), max(dimension.choices)
+        sizes = [choice for choice in dimension.choices if isinstance(choice, int)]
+        low, high = min(sizes), max(sizes)
     else:
+        assert isinstance(dimension.fixed, int), "a batch size is a whole number"
         low, high = max(1, dimension.fixed // 4), dimension.fixed * 2
     steps = range(_PAIR_SIZES)
     return tuple(sorted({round(low * (high / low) ** (i / (_PAIR_SIZES - 1))) for i in steps}))

@@ -276,7 +276,7 @@ def estimated_runs(
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = _rows(connection, source)
     profiled = {_key(run) for run in rows if run["kernel_rows"]}
-    known: dict[tuple, tuple[dict[str, Estimate], dict[str, float]]] = {}
+    known: dict[tuple[object, ...], tuple[dict[str, Estimate], dict[str, float]]] = {}
     runs, left_out = [], Counter[str]()
     for done, run in enumerate(rows):
         progress(done, len(rows))
@@ -316,7 +316,7 @@ def _unusable(run: Mapping[str, Any], source: str) -> str | None:
     return f"status {run['status']}"
 
 
-def _key(run: Mapping[str, Any]) -> tuple:
+def _key(run: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the properties that decide a run's estimates."""
     return (run["config"], run["device_name"], run["allocator_settings"], run["memory_fraction"])
 
@@ -330,7 +330,7 @@ def _estimates(
     if run["memory_fraction"] is not None:
         allocator = replace(allocator, per_process_memory_fraction=run["memory_fraction"])
     given = None if allocator == AllocatorSettings() else allocator
-    traces: dict = {}
+    traces: dict[Any, Any] = {}
     request = request_of(config, device=device, allocator=given, data=data, known=NONE)
     shipped, _ = answered(request, traces=traces)
     alone, traced = answered(

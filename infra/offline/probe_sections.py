@@ -114,10 +114,10 @@ def contexts(results: Results) -> Iterator[Part]:
     """Memory outside the allocator; profiles are fitted where the GPU has a description."""
     device, probes = results.device, results.work / "probes"
     fitted: dict[str, MachineProfile] = {}
-    for name, numbers_file in _NUMBERS_OF.items() if device is not None else ():
-        if (probes / numbers_file).is_file() and (numbers := measured_in_csv(probes / numbers_file, device)):
-            fitted[name] = calibrate(numbers, device).profile
     if device is not None:
+        for name, numbers_file in _NUMBERS_OF.items():
+            if (probes / numbers_file).is_file() and (numbers := measured_in_csv(probes / numbers_file, device)):
+                fitted[name] = calibrate(numbers, device).profile
         yield from _context_finding(results, device, fitted.get(CURRENT))
     rows: list[dict[str, Cell]] = []
     reasons: Counter[str] = Counter()

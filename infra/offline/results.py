@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.outputs import TEMPORARY_SUFFIX
@@ -34,7 +34,7 @@ FULL_BYTES = 40 * 2**20  # size of an archive: one more generation of three slic
 SUMMARY, LOG = "summary.json", "log.txt"
 SERIES = "series.json"  # in the work folder: which series of calls this is, and how often it was packed
 DATA, CALLS, TESTS = "data", "calls.jsonl", "tests.jsonl"  # there too: runs, a line for each step, outcomes of tests
-_XZ_PRESET = 1  # 20 times smaller than the small Parquet files, whose footers resemble each other
+_XZ_PRESET: Final = 1  # 20 times smaller than the small Parquet files, whose footers resemble each other
 _LEFT_OUT = ("locks", "features", "warehouse.duckdb")  # parts of the data folder that are made again
 _QUEUE = "queue.sqlite"
 _SLICE = ".slice"
@@ -200,7 +200,7 @@ def unpack(archive: Archive, work: Path) -> None:
 def _archive(work: Path) -> bytes:
     """Return the work folder as a compressed tar archive."""
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:xz", preset=_XZ_PRESET) as packed, contextlib.ExitStack() as held:
+    with tarfile.open(None, "w:xz", content, preset=_XZ_PRESET) as packed, contextlib.ExitStack() as held:
         if (work / DATA / "format.json").is_file():
             held.enter_context(compaction_lock(DataFolder.resolve(work / DATA), wait=True))
         for name, path in _files(work, Path(held.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-pack-")))):

@@ -426,26 +426,27 @@ def pairs(results: Results) -> Iterator[Part]:
     for way, members in sorted(of_sharing.items()):
         slowdowns = np.array([member[:2] for member in members])
         speeds = 1 / np.maximum(slowdowns, 1.0)
-        error = np.abs(speeds[:, 1] - speeds[:, 0])
-        medians, memory = np.median(slowdowns, axis=0), memory_of.get(way)
+        speed_errors = np.abs(speeds[:, 1] - speeds[:, 0])
+        median_error, p90_error = np.quantile(speed_errors, [0.5, 0.9])
+        medians, of_memory = np.median(slowdowns, axis=0), memory_of.get(way)
         rows.append(
             {
                 "sharing": way,
                 "members": len(members),
                 "measured slowdown, median": f"{medians[0]:.2f}",
                 "expected, median": f"{medians[1]:.2f}",
-                "error of the speed, median / p90": f"{np.median(error):.3f} / {np.quantile(error, 0.9):.3f}",
-                "error of the memory, median / p90": f"{memory['median']:.1%} / {memory['p90']:.1%}"
-                if memory
+                "error of the speed, median / p90": f"{median_error:.3f} / {p90_error:.3f}",
+                "error of the memory, median / p90": f"{of_memory['median']:.1%} / {of_memory['p90']:.1%}"
+                if of_memory
                 else MISSING,
             }
         )
         picture = against(f"slowdown, {way}", members, is_log=True, axes=("measured", "expected"))
         pictures.append((way.replace("_", " "), picture))
-        if len(members) >= LEAST and np.median(error) > SPEED:
+        if len(members) >= LEAST and median_error > SPEED:
             yield Finding(
                 f"python -m learn.fit target=slowdown {results.data_key}",
-                f"speed beside others, {way}: {np.median(error):.2f} ({count_of(len(members), 'member')})",
+                f"speed beside others, {way}: {median_error:.2f} ({count_of(len(members), 'member')})",
             )
     yield Lead(
         "Slowdowns are expected by the packaged model from the measured figures of each job alone. Speed is 1 / "
