@@ -32,7 +32,7 @@ from farm.submission.submitting import submit
 from featurize.configs.trial import OPTIMIZERS, PRECISIONS
 from featurize.families import family_names
 from featurize.job.training_settings import Optimizer
-from warehouse.export import ExportSettings, export
+from warehouse.exchange.exporting import ExportSettings, export
 from warehouse.files.folder import DataFolder
 from workers.devices import choose_device
 

@@ -334,8 +334,8 @@ class StepBar:
         if self._running is not None:
             self._running[0].stop()
 
-    def update(self, step: str, done: int, of: int) -> None:
-        """Show the running step and its progress, `done` of `of`; 0 of 0 where the number is unknown."""
+    def update(self, step: str, completed: int, total: int) -> None:
+        """Show the running step and its progress, `completed` of `total`; 0 of 0 where the number is unknown."""
         if not self._console.is_terminal:
             return
         if self._running is None:  # not before there is something to show: another bar may be on the screen until then
@@ -343,7 +343,7 @@ class StepBar:
 
             self._running = start_bar(self._console, self._label, TimeElapsedColumn())
         bar, task = self._running
-        bar.update(task, description=f"{self._label}: {step}", completed=done, total=of or None)
+        bar.update(task, description=f"{self._label}: {step}", completed=completed, total=total or None)
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ TABLE = {
     ),
     "query": Command(
         "warehouse.query",
-        "warehouse.query:QuerySettings",
+        "warehouse.reading.query_answer:QuerySettings",
         "Query the warehouse in SQL: its views runs, attempts, telemetry, jobs, stale; read-only, also while "
         "the farm writes.",
     ),
@@ -124,18 +124,18 @@ TABLE = {
     ),
     "ingest": Command(
         "warehouse.ingest",
-        "warehouse.ingest:IngestSettings",
+        "warehouse.exchange.ingesting:IngestSettings",
         "Read published measurements into `runs`, with source = 'imported'. Ingesting twice adds nothing twice.",
     ),
     "export": Command(
         "warehouse.export",
-        "warehouse.export:ExportSettings",
+        "warehouse.exchange.exporting:ExportSettings",
         "Write measured runs as a data set that others can load: a pair of Parquet files for each family, "
         "device and day.",
     ),
     "publish": Command(
         "warehouse.publish",
-        "warehouse.publish:PublishSettings",
+        "warehouse.exchange.publishing:PublishSettings",
         "Write a snapshot as a data set that others can use: Parquet by table, a card, Croissant metadata, a "
         "loading example.",
     ),

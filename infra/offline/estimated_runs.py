@@ -26,12 +26,12 @@ from featurize.timing.step_time import operator_costs
 from infra.offline.block_comparison import read_history
 from infra.offline.recorded_tests import json_lines
 from infra.offline.results import CALLS, DATA, SUMMARY, Series, newest, unpack
-from learn.estimation.answers import answered
+from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE
 from learn.estimation.notes import RESIDENT
 from learn.estimation.requests import request_of
-from warehouse.export import SOURCES
+from warehouse.exchange.exporting import SOURCES
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.pairing import Pair, Shift, summed_up
@@ -262,7 +262,7 @@ def device_of(run: Mapping[str, Any]) -> DeviceSpec | None:
 def estimated_runs(
     data: str | os.PathLike[str],
     source: str = "measured",
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> EstimatedRuns:
     """Return the folder's runs that had their device to themselves, each with its estimates.
 
@@ -270,7 +270,7 @@ def estimated_runs(
 
     Args:
         data: The data folder.
-        source: Source of the runs, one of `warehouse.export.SOURCES`.
+        source: Source of the runs, one of `warehouse.exchange.exporting.SOURCES`.
         progress: Called before each run with the number of runs done and their total.
     """
     with contextlib.closing(warehouse.connect(data)) as connection:
@@ -278,8 +278,8 @@ def estimated_runs(
     profiled = {_key(run) for run in rows if run["kernel_rows"]}
     known: dict[tuple[object, ...], tuple[dict[str, Estimate], dict[str, float]]] = {}
     runs, left_out = [], Counter[str]()
-    for done, run in enumerate(rows):
-        progress(done, len(rows))
+    for completed, run in enumerate(rows):
+        progress(completed, len(rows))
         reason, device, key = _unusable(run, source), device_of(run), _key(run)
         if reason is None and device is None:
             reason = f"conf/device has no description of {run['device_name']}"
@@ -332,8 +332,8 @@ def _estimates(
     given = None if allocator == AllocatorSettings() else allocator
     traces: dict[Any, Any] = {}
     request = request_of(config, device=device, allocator=given, data=data, known=NONE)
-    shipped, _ = answered(request, traces=traces)
-    alone, traced = answered(
+    shipped, _ = make_estimate(request, traces=traces)
+    alone, traced = make_estimate(
         replace(request, options=replace(request.options, estimator=TRACE, loop=RESIDENT)), traces=traces
     )
     by_operator: dict[str, float] = defaultdict(float)
@@ -456,7 +456,7 @@ def work_folder(results: Path, out: Path) -> Path:
     return work
 
 
-def read_results(work: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> Results:
+def read_results(work: Path, progress: Callable[[int, int], None] = lambda completed, total: None) -> Results:
     """Return the work folder's runs with their estimates. Runs of the best kind count: measured before simulated."""
     calls, runs, source, problem = json_lines(work / CALLS), EstimatedRuns(runs=(), left_out={}), None, ""
     names: list[str] = []

@@ -50,7 +50,7 @@ from infra.offline.estimated_runs import (
 from infra.offline.recorded_tests import outcomes_of
 from infra.offline.results import TESTS
 from infra.offline.run_sections import spread_text
-from warehouse.export import ExportSettings, export
+from warehouse.exchange.exporting import ExportSettings, export
 
 PAGE = "page.html"
 _OF_KIND = {
