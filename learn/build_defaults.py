@@ -73,7 +73,7 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
 
 def _ingest(path: str, data: str) -> None:
     from warehouse.exchange.dataset import find_parts, repository_folder
-    from warehouse.ingest import IngestSettings, ingest
+    from warehouse.exchange.ingesting import IngestSettings, ingest
 
     try:
         ingest(IngestSettings(source="gpumemnet", path=path, data=data))

@@ -54,7 +54,7 @@ from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, Servi
 from farm.serving.kubernetes import reviewed
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_store import DONE, FAILED, LocalQuestions, QuestionLimits, QuestionRow, TraceStore
+from farm.serving.trace_store import DONE, FAILED, QuestionLimits, QuestionRow, RemoteQuestions, TraceStore
 from learn.estimation.job_estimate import Estimate
 from warehouse.files.folder import DataFolder
 
@@ -81,7 +81,7 @@ _POLLED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_application(settings: ServeSettings, questions: LocalQuestions | None = None) -> Any:
+def make_application(settings: ServeSettings, questions: RemoteQuestions | None = None) -> Any:
     """Return the ASGI application of one process. questions: those for traces; default the data folder's own."""
     service = EstimationService(settings, questions)
     pages = ExplorerPages(DataFolder.resolve(settings.data), settings.limits, service.scrubber)
@@ -256,12 +256,12 @@ class EstimationService:
     A request holds a place of `working`, or of `waiting` while it waits for a trace.
     """
 
-    def __init__(self, settings: ServeSettings, questions: LocalQuestions | None = None) -> None:
+    def __init__(self, settings: ServeSettings, questions: RemoteQuestions | None = None) -> None:
         folder = DataFolder.resolve(settings.data)
         self.settings = settings
         self.scrubber = Scrubber(folder.root)
         self.log = RequestLog(settings.log)
-        self.questions = questions or LocalQuestions(TraceStore(folder.service))
+        self.questions = questions or TraceStore(folder.service)
         self.metrics = ServiceMetrics()
         self.data = str(folder.root)
         self._thread = ThreadPoolExecutor(1, "estimates")

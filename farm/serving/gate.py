@@ -156,7 +156,8 @@ class Gate:
             detail = f"No answer within {self._rules.inline_s:g} s{advice}."
             await answer.problem(Problem(HTTPStatus.SERVICE_UNAVAILABLE, "too-slow", detail))
         except Exception as error:
-            self._log.failure(request_id, "".join(traceback.format_exception(error)))
+            trace = "".join(traceback.format_exception(error))
+            self._log.event("failure", request_id=request_id, traceback=trace)
             detail = "The service failed on this request; its log has the reason."
             await answer.problem(Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
         finally:
@@ -342,15 +343,11 @@ class RequestLog:
             return
         moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": moment, "event": name, "pid": os.getpid(), **fields})
-        try:
+        with contextlib.suppress(OSError, ValueError):  # a full disk stops no answers
             self._file.write(f"{line}\n")
-        except (OSError, ValueError):  # a full disk stops no answers
-            pass
 
     def request(self, request_id: str, scope: Mapping[str, Any], status: int, seconds: float, sent_bytes: int) -> None:
         """Write a line of one request: neither its body nor its token."""
-        if self._file is None:
-            return
         self.event(
             "request",
             request_id=request_id,
@@ -360,10 +357,6 @@ class RequestLog:
             ms=round(1e3 * seconds, 3),
             bytes=sent_bytes,
         )
-
-    def failure(self, request_id: str, trace: str) -> None:
-        """Write the traceback of a request that failed."""
-        self.event("failure", request_id=request_id, traceback=trace)
 
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"

@@ -2,7 +2,7 @@
 
 Start reading at `TraceStore`. A question is kept until its answer is stored, so that none is lost with a process.
 Clients take turns, and have a share each of what may wait. Answers are forgotten when they are old, and what nobody
-asks for any more. The processes that answer ask through `LocalQuestions`, or `RemoteQuestions` on Ray Serve.
+asks for any more. The processes that answer await what they ask, which on Ray Serve goes through `RemoteQuestions`.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class QuestionRow:
 
     key: str
     state: str
-    asked_at: float
     wanted_at: float
-    started_at: float | None
     ended_at: float | None
     answer: dict[str, Any] | None
     problem: str | None
@@ -102,7 +100,7 @@ class TraceStore:
             self._db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
             self._db.executescript(_SCHEMA)
 
-    def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
+    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
         """Return the question's row, added where it is new, or where its answer is too old.
 
         Returns None where the client's share of what may wait is used up.
@@ -122,7 +120,7 @@ class TraceStore:
             )
             return self._row(key)
 
-    def get(self, key: str) -> QuestionRow | None:
+    async def get(self, key: str) -> QuestionRow | None:
         """Return the question's row, or None."""
         with self._guard, self._explained():
             row = self._row(key)
@@ -150,11 +148,14 @@ class TraceStore:
             ).fetchone()
             return None if row is None else (row[0], row[1])
 
-    def forget(self, limits: QuestionLimits) -> None:
+    async def forget(self, limits: QuestionLimits) -> None:
         """Delete what is old: answers, and questions that nobody asks for. Gives their space back to the disk.
 
         Beyond `stored_bytes`, the oldest answers go first, however young.
         """
+        await asyncio.to_thread(self._forget, limits)
+
+    def _forget(self, limits: QuestionLimits) -> None:
         ends = self._clock() - limits.kept_s
         with self._transaction():
             self._db.execute(
@@ -198,13 +199,13 @@ class TraceStore:
         with self._guard, self._explained():
             self._db.execute("INSERT OR REPLACE INTO pulse VALUES (0, ?)", (self._clock(),))
 
-    def pulse_age_s(self) -> float | None:
+    async def pulse_age_s(self) -> float | None:
         """Return the seconds since the pool's last sign of life; None where there was none."""
         with self._guard, self._explained():
             row = self._db.execute("SELECT at FROM pulse").fetchone()
         return None if row is None else max(0.0, self._clock() - row[0])
 
-    def counts(self) -> dict[str, int]:
+    async def counts(self) -> dict[str, int]:
         """Return how many questions are in each state."""
         with self._guard, self._explained():
             rows = self._db.execute("SELECT state, count(*) FROM questions GROUP BY state").fetchall()
@@ -264,13 +265,12 @@ class TraceStore:
             )
 
     def _row(self, key: str) -> QuestionRow | None:
-        columns = "key, state, asked_at, wanted_at, started_at, ended_at, answer, problem"
+        columns = "key, state, wanted_at, ended_at, answer, problem"
         row = self._db.execute(f"SELECT {columns} FROM questions WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
-        key, state, asked_at, wanted_at, started_at, ended_at, answer, problem = row
-        parsed = None if answer is None else json.loads(answer)
-        return QuestionRow(key, state, asked_at, wanted_at, started_at, ended_at, parsed, problem)
+        key, state, wanted_at, ended_at, answer, problem = row
+        return QuestionRow(key, state, wanted_at, ended_at, None if answer is None else json.loads(answer), problem)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -291,39 +291,8 @@ class TraceStore:
             raise EnvironmentProblem(f"{self._path.name} cannot be used: {error}") from error
 
 
-class LocalQuestions:
-    """The questions of a service on one machine."""
-
-    def __init__(self, store: TraceStore) -> None:
-        self._store = store
-
-    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
-        """Return the question's row, added where it is new; None where the client's share is used up."""
-        return self._store.ask(key, question, client, limits)
-
-    async def get(self, key: str) -> QuestionRow | None:
-        """Return the question's row, or None."""
-        return self._store.get(key)
-
-    async def forget(self, limits: QuestionLimits) -> None:
-        """Delete old answers, and questions that nobody asks for."""
-        await asyncio.to_thread(self._store.forget, limits)
-
-    async def counts(self) -> dict[str, int]:
-        """Return the number of questions by state."""
-        return self._store.counts()
-
-    async def pulse_age_s(self) -> float | None:
-        """Return how long ago the pool of traces was alive; None where it never was."""
-        return self._store.pulse_age_s()
-
-    def close(self) -> None:
-        """Give back what was opened."""
-        self._store.close()
-
-
-class RemoteQuestions(LocalQuestions):
-    """The questions of a service on Ray Serve. handle: of the deployment `Traces`."""
+class RemoteQuestions:
+    """The questions of a service on Ray Serve, as a `TraceStore` is asked. handle: of the deployment `Traces`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle

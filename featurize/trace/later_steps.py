@@ -253,8 +253,14 @@ class SecondStep:
 
 
 def kept_by(step: TrainingStep) -> State | None:
-    """Return the state that the model and the loss of a step keep."""
-    return state_of(step.model, step.loss)
+    """Return the state that the model and the loss of a step keep, and that of the generators of random numbers."""
+    state = state_of(step.model, step.loss)
+    if state is not None:
+        # PyTorch's generator on the CPU, Python's, and NumPy's: a model may draw which of its layers run.
+        of_numpy: Any = np.random.get_state()
+        state.parts += (torch.default_generator.get_state().numpy().tobytes(), random.getstate())
+        state.parts += (part.tobytes() if isinstance(part, np.ndarray) else part for part in of_numpy)
+    return state
 
 
 Left: TypeAlias = tuple[tuple[str, str, str], ...]  # kind, operator and module of each block that a step leaves alive
@@ -446,7 +452,7 @@ _CACHED = type(functools.cache(lambda: None))
 
 
 class State:
-    """All that objects hold at a moment, and the states of random generators. Tensors count by where they lie."""
+    """All that objects hold at a moment. Tensors count by where they lie."""
 
     def __init__(self) -> None:
         self.parts: list[object] = []
@@ -503,10 +509,6 @@ def state_of(*roots: object) -> State | None:
                 return None
             made.append(held)
             waiting += held
-    # PyTorch's generator on the CPU, Python's, and NumPy's: a model may draw which of its layers run.
-    of_numpy: Any = np.random.get_state()
-    parts += (torch.default_generator.get_state().numpy().tobytes(), random.getstate())
-    parts += (part.tobytes() if isinstance(part, np.ndarray) else part for part in of_numpy)
     return state
 
 

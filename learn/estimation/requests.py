@@ -297,7 +297,7 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
     return hidden_size_of(getattr(model, "config", None))
 
 
-def checked_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
+def check_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
     """Return the path of a file that is wanted, checked to be writable before the work.
 
     Raises `UsageError`, which names `key` and the file name `like` as an example.
@@ -316,19 +316,19 @@ class StepFiles(NamedTuple):
     snapshot: Path | None
 
     @classmethod
-    def checked(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
+    def check(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
         """Return the paths, checked to be writable before the work. Raises `UsageError`."""
         return cls(
-            None if report is None else checked_path(Path(report)),
-            None if snapshot is None else checked_path(Path(snapshot), "snapshot", "snapshot.pickle"),
+            None if report is None else check_path(Path(report)),
+            None if snapshot is None else check_path(Path(snapshot), "snapshot", "snapshot.pickle"),
         )
 
-    def write(self, request: Request, done: Estimate, traced: TracedStep | None) -> None:
+    def write(self, request: Request, estimate: Estimate, traced: TracedStep | None) -> None:
         """Write each file in one step, in place of what was there.
 
         Args:
             request: What was asked.
-            done: Its answer.
+            estimate: Its answer.
             traced: The step, with its timeline; None: the model could not be traced.
 
         Raises:
@@ -337,7 +337,7 @@ class StepFiles(NamedTuple):
         from learn.estimation.step_report import write_step_report
 
         if self.report is not None:
-            write_step_report(self.report, request.job, request.platform, done, traced)
+            write_step_report(self.report, request.job, request.platform, estimate, traced)
         if self.snapshot is not None:
             if traced is None:
                 raise UsageError(f"snapshot={self.snapshot} cannot be written: the model could not be traced")

@@ -90,7 +90,7 @@ ESTIMATORS: dict[str, Callable[[Sequence[MeasuredGroup]], SlowdownEstimator]] = 
 
 
 def judged(
-    groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda done, of: None
+    groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda completed, total: None
 ) -> list[RowScores]:
     """Return the figures of every estimator for each source and series.
 
@@ -113,15 +113,15 @@ def judged(
     for group in groups:
         by_title[group.title, group.series].append(group)
     parts = {title: left_out_parts(of_title, split) for title, of_title in sorted(by_title.items())}
-    total, done = sum(map(len, parts.values())), 0
+    total, completed = sum(map(len, parts.values())), 0
     scores = []
     for (title, series), own_parts in parts.items():
         answers: dict[str, list[Answered]] = {name: [] for name in ESTIMATORS}
         for inside, outside in own_parts:
             for name, fit in ESTIMATORS.items():
                 answers[name] += _answers(fit, inside, outside)
-            done += 1
-            progress(done, total)
+            completed += 1
+            progress(completed, total)
         shown = f"{title} {series}".strip()
         for name, given in answers.items():
             together = [(group, answer) for group, answer in given if not group.is_apart]
@@ -268,7 +268,7 @@ class SlowdownBenchmark:
 
 
 def benchmark_slowdowns(
-    settings: BenchmarkSettings, progress: Callable[[int, int], None] = lambda done, of: None
+    settings: BenchmarkSettings, progress: Callable[[int, int], None] = lambda completed, total: None
 ) -> SlowdownBenchmark:
     """Judge every estimator on groups with a model, or a GPU model, that it was not fitted on."""
     groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
@@ -311,19 +311,19 @@ def benchmark_entry(settings: BenchmarkSettings) -> int:
 
 
 def _print(benchmark: SlowdownBenchmark) -> None:
-    from learn.judging.benchmark_view import print_table, screen_of
+    from conf.reports.blocks import Lead
+    from conf.reports.terminal import print_blocks
+    from learn.judging.benchmark_view import table_blocks
 
     for title, scores in itertools.groupby(benchmark.scores, key=lambda score: score.rows):
         table = score_table(list(scores), {"estimator": "by", "groups": "count"})
-        print_table((f"{title}: groups with a {benchmark.split} left out", *table))
-    screen = screen_of(140)
+        print_blocks(*table_blocks(f"{title}: groups with a {benchmark.split} left out", *table))
+    lines = [
+        f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
+        f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)"
+        for title, of in benchmark.memory_errors.items()
+    ]
     if not benchmark.scores:
-        screen.print(f"no estimator was judged: of one {benchmark.split} alone there are no groups to learn from")
-    for title, of in benchmark.memory_errors.items():
-        screen.print(
-            f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
-            f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)",
-            soft_wrap=True,
-        )
-    for reason, count in benchmark.left_out.items():
-        screen.print(f"left out: {count:,} groups: {reason}", soft_wrap=True)
+        lines.insert(0, f"no estimator was judged: of one {benchmark.split} alone there are no groups to learn from")
+    lines += [f"left out: {count:,} groups: {reason}" for reason, count in benchmark.left_out.items()]
+    print_blocks(*map(Lead, lines))

@@ -30,7 +30,7 @@ from learn.sharing.slowdowns import (
     packaged_slowdowns,
 )
 from tests.learn.learn_rows import restamp
-from warehouse.ingest import IngestSettings, ingest
+from warehouse.exchange.ingesting import IngestSettings, ingest
 
 TRUTH = ContentionFormula(own=0.9, others=0.8, sharpness=6.0, bandwidth=0.3)
 MODELS = ("Alpha", "Beta", "Gamma", "Delta", "Epsilon", "Zeta")

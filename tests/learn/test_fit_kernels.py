@@ -18,7 +18,7 @@ from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, held_out_by
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.fitting.kernel_formulas import judged, score_of, score_text
 from learn.fitting.kernel_rows import kernel_times, measured_times
-from warehouse.ingest import IngestSettings, ingest
+from warehouse.exchange.ingesting import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
 SLOWER = 1.7  # than the model that comes along says: what a fit has to find

@@ -8,9 +8,9 @@ from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from learn.fitting.constants_fit import fitted_links
+from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.files.folder import DataFolder
-from warehouse.ingest import IngestSettings, ingest
 
 TRUE = LinkConstants(launch_us=40.0, reached=0.7, copy_gb_s=600.0)
 SIZES = [2**20, 2**24, 2**28]

@@ -10,8 +10,8 @@ import pytest
 import learn.fitting.constants_fit as power_fit
 import warehouse
 from featurize.timing.step_time import load_efficiencies
+from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_tables import TABLES
-from warehouse.ingest import IngestSettings, ingest
 
 LIMITS = {"A40": (300, 200, 125), "V100": (250, 175, 125)}
 

@@ -10,11 +10,11 @@ from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.families import gpt
 from learn import estimate
-from learn.benchmark import BenchmarkSettings, benchmark
+from learn.commands.benchmark import BenchmarkSettings, benchmark
 from learn.commands.benchmark_steps import rank_job_of
 from learn.estimators.kernel_fitting import TimeFit
 from learn.fitting.published_jobs import fused_mpt_loss
-from warehouse.ingest import IngestSettings, ingest
+from warehouse.exchange.ingesting import IngestSettings, ingest
 
 H100 = load_device("H100-SXM5-80GB")
 ROW = LLM_FOUNDRY | {"Sharding Strategy": "FULL_SHARD", "MP Mode": "PURE", "SeqLen (T)": "256"}

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from conf.reports.page_text import clean_text
-from warehouse.tables.columns import described
+from warehouse.tables.columns import describe
 from warehouse.tables.schema import DETAILS, METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
 
 _ENVIRONMENT = (
@@ -312,7 +312,7 @@ _SUMMARIES: Mapping[str, Callable[[pa.Table], str]] = {
 def _column_table(table: str, rows: pa.Table) -> str:
     """Return a line for each column with a value."""
     lines = [
-        (f"`{field.name}`", str(field.type), described(table, field.name), f"{len(column) - column.null_count:,}")
+        (f"`{field.name}`", str(field.type), describe(table, field.name), f"{len(column) - column.null_count:,}")
         for field, column in zip(rows.schema, rows.columns, strict=True)
         if column.null_count < len(column)
     ]
@@ -436,7 +436,7 @@ def _record_set(table: str, schema: pa.Schema) -> dict[str, Any]:
                 "@type": "cr:Field",
                 "@id": f"{table}/{field.name}",
                 "name": field.name,
-                "description": described(table, field.name),
+                "description": describe(table, field.name),
                 "dataType": _data_type(field.type),
                 "source": {"fileSet": {"@id": f"{table}-files"}, "extract": {"column": field.name}},
             }

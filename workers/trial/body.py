@@ -241,7 +241,7 @@ def _free_device_mib(trial: dict[str, Any], place: Place | None) -> float | None
 
 @dataclass
 class _Rank:
-    """One rank's process. `result` and `failure` are what it reported; `code` and `signal` how it ended."""
+    """One rank's process. `result` and `failure` are what it reported; `code` is its exit, negative for a signal."""
 
     number: int
     pid: int
@@ -251,11 +251,10 @@ class _Rank:
     result: dict[str, Any] | None = None
     failure: dict[str, Any] | None = None
     code: int | None = None
-    signal: int | None = None
 
     @property
     def ended(self) -> bool:
-        return self.code is not None or self.signal is not None
+        return self.code is not None
 
     @property
     def silent(self) -> bool:
@@ -411,7 +410,7 @@ class _RankMonitor:
         if rank.failure is not None:
             self.link.report("failed", **{**rank.failure, "rank": rank.number})
         else:
-            self.link.report("rank_ended", rank=rank.number, code=rank.code, signal=rank.signal)
+            self.link.report("rank_ended", rank=rank.number, code=rank.code)
 
     def _report_results(self) -> None:
         for rank in self.ranks:
@@ -461,8 +460,7 @@ def _reap(rank: _Rank, within_s: float) -> None:
             return
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
         if pid:
-            code = os.waitstatus_to_exitcode(status)
-            rank.code, rank.signal = (code, None) if code >= 0 else (None, -code)
+            rank.code = os.waitstatus_to_exitcode(status)
             return
 
 

@@ -72,13 +72,12 @@ class RunningTrial:
 
     def exit_of(self, ended: Ended, timed_out: bool) -> TrialExit:
         """Return how the trial ended."""
-        code, killed_for = ended.code, None
+        killed_for = None
         if ended.used_bytes is not None:
             limit = f"trial.host_memory_limit_mib={self.memory_limit_mib:.0f}"
             killed_for = f"its {ended.used_bytes / 2**20:.0f} MiB of host memory exceed {limit}"
         return TrialExit(
-            code=code if code is not None and code >= 0 else None,
-            signal=-code if code is not None and code < 0 else None,
+            code=ended.code,
             timed_out=timed_out,
             killed_for=killed_for,
             output=safe_text(ended.output).strip(),
