@@ -1,6 +1,6 @@
 """`python -m learn.benchmark`: every estimator on the same rows, in one table, or the tables of arXiv 2602.17817.
 
-Start reading at `entry`. `learn.commands.benchmark` asks, `learn.judging.benchmark_view` prints, and
+Start reading at `entry`. `learn.commands.benchmark` asks, `learn.judging.benchmark_view` makes the page, and
 `learn.commands.paper_tables` has the paper's tables.
 """
 
@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from conf.cli.command_line import command
 from conf.reports.blocks import write_page
+from conf.reports.terminal import print_page
 from learn.commands.benchmark import benchmark
 from learn.commands.benchmark_rows import BenchmarkSettings
 from learn.commands.paper_tables import paper_entry
-from learn.judging.benchmark_view import BenchmarkProgress, benchmark_page, print_benchmark, write_json
+from learn.judging.benchmark_view import BenchmarkProgress, benchmark_page, write_json
 from learn.judging.scores import Benchmark
 from learn.rows.data import SLOWDOWN
 
@@ -32,11 +33,12 @@ def entry(settings: BenchmarkSettings) -> int:
     if settings.paper:
         return paper_entry(settings, ask)
     result = ask(settings)
-    print_benchmark(result, by=settings.by, worst=settings.worst)
+    page = benchmark_page(result, settings)
+    print_page(page)
     if settings.out is not None:
         write_json(settings.out, result, settings)
     if settings.report is not None:
-        write_page(settings.report, benchmark_page(result, settings))
+        write_page(settings.report, page)
     return 0
 
 

@@ -16,8 +16,9 @@ from conf.errors import UsageError
 from conf.files.outputs import write_output
 from conf.reports.blocks import Block, Callout, Drawn, Lead, Legend, Page, Section, write_page
 from conf.reports.charts import LETTER_PX, Axis, Margins, Plot
+from conf.reports.terminal import print_page
 from learn.commands.benchmark_rows import NEVER_FITTED_ON, BenchmarkSettings
-from learn.judging.benchmark_view import OTHERS, TableText, print_table, table_blocks
+from learn.judging.benchmark_view import OTHERS, table_blocks
 from learn.judging.report import colours_of
 from learn.judging.scores import GPUMEMNET, PUBLISHED_FIGURES, TRUSTED_ALONE, Benchmark, Scored, mean, median
 from learn.rows.data import BIN_WIDTHS_GB
@@ -53,9 +54,8 @@ class PaperTable:
     rows: tuple[Mapping[str, Any], ...]
 
     @property
-    def text(self) -> TableText:
-        columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        return self.title, columns, [[_text(row.get(name)) for name in columns] for row in self.rows]
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row))
 
 
 @dataclass(frozen=True)
@@ -222,17 +222,15 @@ def _text(value: Any) -> str:
 def paper_entry(settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, Sequence[int]], Benchmark]) -> int:
     """Print the tables, and write the files that are asked for. Returns the exit code."""
     paper = reproduce(settings, ask)
-    for table in paper.tables:
-        print_table(table.text)
-    for note in paper.notes:
-        print(f"note: {note}")
+    page = paper_page(paper)
+    print_page(page)
     if settings.out is not None:
         report = {"source": GPUMEMNET, "settings": asdict(settings), "notes": paper.notes} | {
             table.name: table.rows for table in paper.tables
         }
         write_output(settings.out, (json.dumps(report, indent=1, default=asdict) + "\n").encode())
     if settings.report is not None:
-        write_page(settings.report, paper_page(paper))
+        write_page(settings.report, page)
     return 0
 
 
@@ -245,10 +243,9 @@ def paper_page(paper: Paper) -> Page:
     }
     sections = []
     for table in paper.tables:
-        blocks = list(table_blocks(table.text))
-        if table.name in draws:
-            blocks += draws[table.name](table)
-        sections.append(Section(table.name, "", tuple(blocks)))
+        rows = [[_text(row.get(name)) for name in table.columns] for row in table.rows]
+        drawn = draws[table.name](table) if table.name in draws else ()
+        sections.append(Section(table.name, "", (*table_blocks(table.title, table.columns, rows), *drawn)))
     return Page(
         title="The tables of arXiv 2602.17817",
         head=(Lead("Ours beside theirs; theirs are on their own rows and splits"), *map(Callout, paper.notes)),
@@ -258,7 +255,7 @@ def paper_page(paper: Paper) -> Page:
 
 def _draw_accuracy(table: PaperTable) -> tuple[Block, ...]:
     """Draw grouped bars: an estimator a colour, the published range as a grey band over its group."""
-    kinds = colours_of(name for name in table.text[1] if name not in ("family", "bins", "target", "n", "theirs"))
+    kinds = colours_of(name for name in table.columns if name not in ("family", "bins", "target", "n", "theirs"))
     plot = Plot(Axis(0.0, len(table.rows)), Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0)), _BARS)
     plot.grid()
     width = 0.8 / max(len(kinds), 1)
@@ -277,7 +274,7 @@ def _draw_accuracy(table: PaperTable) -> tuple[Block, ...]:
 
 def _draw_errors(table: PaperTable) -> tuple[Block, ...]:
     """Draw each model's error as a point and the mean as a bar, an estimator a line."""
-    kinds = [name for name in table.text[1] if name not in ("model", "actual [MiB]")]
+    kinds = [name for name in table.columns if name not in ("model", "actual [MiB]")]
     limit = 1.5
     left = max(map(len, kinds), default=0) * LETTER_PX + 14
     margins = Margins(width=left + 620, height=60 + 22 * len(kinds), left=left, top=8, bottom=44)

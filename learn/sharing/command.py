@@ -311,19 +311,19 @@ def benchmark_entry(settings: BenchmarkSettings) -> int:
 
 
 def _print(benchmark: SlowdownBenchmark) -> None:
-    from learn.judging.benchmark_view import print_table, screen_of
+    from conf.reports.blocks import Lead
+    from conf.reports.terminal import print_blocks
+    from learn.judging.benchmark_view import table_blocks
 
     for title, scores in itertools.groupby(benchmark.scores, key=lambda score: score.rows):
         table = score_table(list(scores), {"estimator": "by", "groups": "count"})
-        print_table((f"{title}: groups with a {benchmark.split} left out", *table))
-    screen = screen_of(140)
+        print_blocks(*table_blocks(f"{title}: groups with a {benchmark.split} left out", *table))
+    lines = [
+        f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
+        f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)"
+        for title, of in benchmark.memory_errors.items()
+    ]
     if not benchmark.scores:
-        screen.print(f"no estimator was judged: of one {benchmark.split} alone there are no groups to learn from")
-    for title, of in benchmark.memory_errors.items():
-        screen.print(
-            f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
-            f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)",
-            soft_wrap=True,
-        )
-    for reason, count in benchmark.left_out.items():
-        screen.print(f"left out: {count:,} groups: {reason}", soft_wrap=True)
+        lines.insert(0, f"no estimator was judged: of one {benchmark.split} alone there are no groups to learn from")
+    lines += [f"left out: {count:,} groups: {reason}" for reason, count in benchmark.left_out.items()]
+    print_blocks(*map(Lead, lines))
