@@ -124,7 +124,6 @@ class RayExecutor:
         self._joined = cluster.address is not None
         self._waiting: list[_Waiting] = []  # on each node GPUs are gathered for the first one
         self._free: Counter[str] = Counter()  # node -> GPUs whose workers have made room
-        self._nodes: dict[str, RayNode] = {}
         self._workers_of: dict[str, int] = {}  # node -> its workers, while each has one GPU
         self._added = 0  # tasks that waited, and workers that took the place of others
         self._head: HeadWatch | None = None
@@ -233,7 +232,6 @@ class RayExecutor:
             keys: list[str | None] = [None] * min(node.gpus, self._choice.count or node.gpus)
         else:
             keys = [str(slot.index) for slot in make_device(self._choice).slots()]
-        self._nodes[node.node_id] = node
         self._workers_of[node.node_id] = len(keys)
         for index, slot_key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
@@ -331,7 +329,7 @@ class RayExecutor:
         ]
         for seat in gone:
             self._end_worker(seat)
-        del self._free[node.node_id], self._nodes[node.node_id]
+        del self._free[node.node_id]
         if gone:
             rest = "" if self._seats else "; no worker is left, waiting for a node to join"
             self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{rest}")
@@ -349,7 +347,7 @@ class RayExecutor:
             self._run(fitting, task, upcoming)
             return
         near = next((seat.node for seat in idle if self._gpus_of(seat.node) >= gpus), None)
-        node = near or max(self._nodes.values(), key=self._gpus_of)
+        node = near or max(self._watch.nodes.values(), key=self._gpus_of)
         self._added += 1
         self._waiting.append(_Waiting(f"waiting-{self._added}", node, task))
         self._make_room(node)
@@ -388,7 +386,7 @@ class RayExecutor:
     def most_gpus(self) -> int | None:
         if self._choice.backend != "cuda":
             return None
-        return max(map(self._gpus_of, self._nodes.values()), default=None)
+        return max(map(self._gpus_of, self._watch.nodes.values()), default=0) or None
 
     def restart(self, worker: str) -> None:
         self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails, as any lost worker's does
