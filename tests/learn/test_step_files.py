@@ -6,11 +6,9 @@ import pytest
 from torch import nn
 from torch.cuda import _memory_viz
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.families import mlp
 from learn import estimate, estimate_many
-from learn.commands.estimate import entry
 
 
 def net():
@@ -30,11 +28,10 @@ def test_a_snapshot_and_a_report_are_of_the_same_step(tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_the_command_writes_the_snapshot_and_names_it(tmp_path, capsys):
+def test_the_command_writes_the_snapshot_and_names_it(tmp_path, shown):
     path = tmp_path / "snapshot.pickle"
     argv = ["model=torch.nn:Linear", "arguments={in_features: 64, out_features: 8}", "input=[32,64]"]
-    assert cli.run("estimate", entry, [*argv, "trust=[torch]", f"snapshot={path}"]) == 0
-    assert f"snapshot: {path}" in capsys.readouterr().out
+    assert f"snapshot: {path}" in shown(*argv, "trust=[torch]", f"snapshot={path}")
     assert reserved_bytes(path) > 0
 
 
