@@ -1,22 +1,21 @@
-"""The worth of samples and runs: what a reading stands for, and every reason, alone, in a run that is trusted without it."""
+"""The worth of samples and runs: what a reading stands for, and each reason in a run that is trusted without it."""
 
 import dataclasses
 import itertools
 import os
+from itertools import pairwise
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from recorded_nvml import A100_UUID, RecordedNvml
+
 from warehouse.tables.schema import QUALITIES, RUN_SCHEMA, SAMPLE_QUALITIES
 from workers.labels.quality import REASONS, judge
 from workers.labels.run_labels import counter_growth, label_run, peak_memory_mib
-from workers.telemetry.base import Sample, WatchTarget
+from workers.telemetry.base import REACH, Sample, WatchTarget, share, window_mean
 from workers.telemetry.nvml import NvmlSensor
 from workers.trial.reports import Observed
-from itertools import pairwise
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from workers.telemetry.base import REACH, Sample, share, window_mean
-
-
 
 S = 1_000_000_000
 PERIOD_NS = S // 10
@@ -368,7 +367,6 @@ def test_a_peak_between_two_samples_counts():
     assert peak_memory_mib(samples, None) == (1500.0, False)
 
 
-
 SPOILS = {"profiling_zero": {"smact", "smocc"}}
 
 
@@ -541,4 +539,3 @@ def test_the_mean_is_the_integral_over_the_instants_that_readings_stand_for(draw
         assert measured.mean in (0.0, 0.25, 1.0)
     else:
         assert measured.mean == (None if mean is None else pytest.approx(mean))
-

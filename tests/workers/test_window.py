@@ -1,21 +1,20 @@
 """Warm-up, the measured window, and when figures are steady: on scripted steps and signals; then the loop itself."""
 
+import bisect
 import itertools
+import math
 import random
 import statistics
+
 import pytest
+
 from conf.errors import UsageError
 from featurize.families import get_family
 from workers.devices.cpu import CpuMeter
+from workers.devices.steadiness import TARGETS, TargetFollower, mean_half_width, student_t
 from workers.devices.training import MemoryWatch, StepPace, measure_training, measure_window, warm_up
 from workers.settings import TrialSettings, WindowSettings
-import bisect
-import math
-from workers.devices.steadiness import TARGETS, TargetFollower, mean_half_width, student_t
-from workers.settings import WindowSettings
 from workers.telemetry.base import Sample
-
-
 
 ADAPTIVE = WindowSettings(kind="adaptive")
 
@@ -207,7 +206,6 @@ def test_the_loop_reports_its_events_and_labels(ahead):
     assert events["result"]["window_ended"] == "steady"
     assert events["result"]["window_end_ns"] - events["window"]["t_ns"] >= 0.2e9
     assert events["built"]["parameters"] > 0
-
 
 
 WINDOW = WindowSettings(kind="adaptive")
@@ -465,4 +463,3 @@ def test_blocks_that_resemble_their_neighbours_widen_the_interval():
     mixed, sorted_ = [1, 4, 2, 5, 3, 6], [1, 2, 3, 4, 5, 6]
     assert mean_half_width(sorted_, [1.0] * 6) > 1.3 * mean_half_width(mixed, [1.0] * 6)
     assert mean_half_width([1.0], [1.0]) == math.inf
-
