@@ -1,27 +1,26 @@
 """`learn.benchmark target=step_time` on measured steps: formulas and estimators on the same rows."""
 
 import json
+from dataclasses import replace
 from functools import partialmethod
+
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_batch, write_llm_foundry
+from learn_rows import LLM_FOUNDRY, make_configs, write_batch, write_llm_foundry
+
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
+from featurize.families import gpt
 from featurize.timing.step_time import load_efficiencies, time_step
 from featurize.trace.tracer import trace_config
 from learn import benchmark as benchmark_command
-from learn.benchmark import BenchmarkSettings, benchmark
-from learn.estimators.kernel_fitting import TimeFit
-from warehouse.ingest import IngestSettings, ingest
-from dataclasses import replace
-from learn_rows import LLM_FOUNDRY, make_configs, write_batch, write_llm_foundry
-from featurize.families import gpt
 from learn import estimate
+from learn.benchmark import BenchmarkSettings, benchmark
 from learn.commands.benchmark_steps import rank_job_of
+from learn.estimators.kernel_fitting import TimeFit
 from learn.fitting.published_jobs import fused_mpt_loss
-
-
+from warehouse.ingest import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")
 CONFIGS = make_configs(20, seed=3)
@@ -131,7 +130,6 @@ def test_formulas_are_for_measured_steps_only(tmp_path):
         asked(tmp_path, estimators=("habitat",))
 
 
-
 H100 = load_device("H100-SXM5-80GB")
 ROW = LLM_FOUNDRY | {"Sharding Strategy": "FULL_SHARD", "MP Mode": "PURE", "SeqLen (T)": "256"}
 
@@ -194,4 +192,3 @@ def test_the_benchmark_asks_each_published_row_with_its_ranks(tmp_path, monkeypa
     refused = figures["llm_foundry", "ranks"].refusals
     assert sum(refused.values()) == 2 and any("Sharding Strategy None" in reason for reason in refused)
     assert heard[-1][0] == heard[-1][1]
-

@@ -1,8 +1,12 @@
 """Constants of hosts, of NVLink and of power, fitted to imported rows."""
 
 import csv
+import dataclasses
 import math
+
 import pytest
+
+import warehouse
 from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import EAGER, MEGATRON
@@ -15,11 +19,6 @@ from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.exchange.published_tables import TABLES
 from warehouse.files.folder import DataFolder
 from warehouse.ingest import IngestSettings, ingest
-import dataclasses
-import warehouse
-from featurize.timing.step_time import load_efficiencies
-
-
 
 PACKAGED = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRON)}
 
@@ -157,7 +156,6 @@ def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_wa
     assert left_out[0].count == 3 and left_out[0].figures["mean_error"] < 0.05
 
 
-
 LIMITS = {"A40": (300, 200, 125), "V100": (250, 175, 125)}
 
 
@@ -213,4 +211,3 @@ def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(folder, monke
     judged = {(score.by, score.rows): score for score in scores}
     assert judged["learned from", "lower"].count == 4  # the job that waits for its input is not learned from
     assert judged["GPU models left out", "the board's own"].figures["power_median"] < 0.5
-

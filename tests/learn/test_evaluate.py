@@ -1,20 +1,18 @@
 """Splits, bins, distributions and figures by themselves."""
 
 from dataclasses import replace
+
 import numpy as np
 import pytest
 from learn_rows import make_configs
+
 from conf.errors import UsageError
-from learn.judging.evaluate import parts_of
-from learn.judging.scores import bound_scores, class_scores
-from tests.learn.learn_rows import make_rows
 from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
 from learn.estimators.tabular import group_folds
-from learn.judging.evaluate import classes_of, metrics_of
-from learn.judging.scores import Given, Scored, described, figures_of
+from learn.judging.evaluate import classes_of, metrics_of, parts_of
+from learn.judging.scores import Given, Scored, bound_scores, class_scores, described, figures_of
 from learn.rows.data import TARGETS, get_target, make_bins, memory_bins
-
-
+from tests.learn.learn_rows import make_rows
 
 
 def rows_of(n=60, copies=2):
@@ -79,7 +77,6 @@ def test_a_job_that_ran_out_of_memory_is_above_a_bound_below_the_card():
     assert found.excess == pytest.approx(0.175)
     assert bound_scores(label[2:], label[2:], censored[2:], "log") is None
     assert class_scores(label[:0], label[:0], ()) is None
-
 
 
 def test_memory_bins_are_gb_wide_and_open_at_the_top():
@@ -187,4 +184,3 @@ def test_folds_keep_groups_whole_and_are_about_equal():
     assert set(fold) == set(range(5)) and np.bincount(fold).max() <= 30
     with pytest.raises(UsageError, match="near-copies of one configuration"):
         group_folds(np.array(["same"] * 9), 5, seed=1)
-

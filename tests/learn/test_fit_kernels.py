@@ -1,29 +1,25 @@
-"""Fitting the kernel model and what kernels keep busy: made-up measurements are explained, what cannot be learned from is said."""
+"""Fits of the kernel model and of what kernels keep busy to made-up measurements; what cannot be learned is said."""
 
+import dataclasses
 import json
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from learn_rows import make_configs, write_batch, write_llm_foundry
+
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.timing.calls import kernel_calls
-from featurize.timing.step_time import efficiencies_text, read_efficiencies, time_step
+from featurize.timing.step_time import efficiencies_text, load_efficiencies, read_efficiencies, time_step
 from featurize.trace.tracer import trace_config
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting.kernel_formulas import score_of, score_text
-from learn.fitting.kernel_rows import kernel_times, measured_times
-from warehouse.ingest import IngestSettings, ingest
-import dataclasses
-from learn_rows import make_configs, write_batch
-from featurize.timing.step_time import load_efficiencies, time_step
 from learn.fitting.constants_fit import ActivityFit, judged_activity
-from learn.fitting.kernel_formulas import score_text
-from learn.fitting.kernel_rows import MeasuredActivity, measured_activity
-
-
+from learn.fitting.kernel_formulas import score_of, score_text
+from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
+from warehouse.ingest import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
 SLOWER = 1.7  # than the model that comes along says: what a fit has to find
@@ -169,7 +165,6 @@ def test_too_few_measured_steps_are_refused_and_nothing_is_written(tmp_path):
     assert not settings.path.exists()
 
 
-
 A100 = load_device("A100-SXM4-40GB")
 LEARNED = load_efficiencies()
 
@@ -236,4 +231,3 @@ def test_measured_jobs_are_traced_and_simulated_ones_never_count(tmp_path):
     assert all(0 < job.smocc <= job.smact <= 1 for job in jobs)
     write_batch(tmp_path / "simulated", make_configs(32), source="simulated")
     assert measured_activity(str(tmp_path / "simulated"), silent) == ([], {})
-

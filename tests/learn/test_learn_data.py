@@ -1,19 +1,19 @@
 """Which rows of a real warehouse are learnt from, and which mistakes are said how."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from learn_rows import labels_of, make_configs, write_batch, write_runs
+
 from conf.errors import UsageError
+from conf.units import MIB_PER_GIB
+from featurize.families.cnn import Config
 from learn.judging.evaluate import classes_of
 from learn.judging.scores import Scored, described, estimated_classes
 from learn.rows.data import load_rows, memory_bins
-from dataclasses import replace
-from conf.units import MIB_PER_GIB
-from featurize.families.cnn import Config
 from learn.rows.step_store import StepStore, with_suspects
 from tests.learn.learn_rows import make_rows
-
-
 
 
 @pytest.fixture
@@ -218,7 +218,6 @@ def test_rows_in_doubt_are_told_apart_and_not_trusted(data):
     assert rows.subset(rows.doubt != "").fingerprint() != rows.fingerprint() != rows.trusted.fingerprint()
 
 
-
 BATCHES = (4, 8, 16, 32)
 CNN = Config(batch_size=1, image_size=64, channels=3, depth=3, base_filters=32, classes=10)
 
@@ -283,4 +282,3 @@ def test_rows_that_ran_out_of_memory_of_other_targets_or_without_a_trace_are_lef
     assert doubts_of(steps, label, censored=[False, False, False, True]) == [""] * 4
     assert doubts_of(steps, [0.1, 0.9, 0.1, 0.9], target="smact") == [""] * 4
     assert doubts_of(StepStore(), [90_000.0, 1.0, 2.0, 3.0]) == [""] * 4
-

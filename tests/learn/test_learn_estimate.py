@@ -449,15 +449,12 @@ def test_what_only_the_trace_knows_is_missing_where_it_fails_and_the_rest_is_ans
 
 
 def test_the_allocators_settings_reach_the_trace_and_nobody_else():
-    shape = (4500, 256)  # 4.4 MiB a tensor: of a segment of 20 MiB the last 2.4 are lost
-    default = estimate(blocks, shape, estimator="trace")
-    expandable = estimate(blocks, shape, estimator="trace", allocator="expandable_segments:True")
-    assert expandable.peak_memory_mib < default.peak_memory_mib
-    same = estimate(blocks, shape, allocator=AllocatorSettings(expandable_segments=True))
-    assert same.breakdown == expandable.breakdown
+    text, settings = "expandable_segments:True", AllocatorSettings(expandable_segments=True)
+    by_text, by_settings = (estimate(blocks, (4500, 256), estimator="trace", allocator=one) for one in (text, settings))
+    assert by_text.breakdown == by_settings.breakdown
     for other in ("horus", None):
-        done = estimate(blocks, shape, estimator=other, allocator="expandable_segments:True")
-        assert any("allocator= changes the trace's figures only" in text for text in done.warnings)
+        done = estimate(blocks, (4500, 256), estimator=other, allocator=text)
+        assert any("allocator= changes the trace's figures only" in warning for warning in done.warnings)
 
 
 def test_a_job_beyond_its_share_of_the_memory_does_not_fit():

@@ -1,24 +1,23 @@
-"""Unmodified training scripts are estimated as the same job given as a module is, with all that they do beside a loop."""
+"""Unmodified training scripts are estimated as the same job given as a module is, with what they do beside a loop."""
 
 import importlib.util
 import os
 import runpy
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+
 import pytest
 from torch import nn
+
+from conf.errors import UsageError
 from featurize.nets.vision import mend_torchvision
 from featurize.recording.block_record import GRAPHED
 from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
+from learn.script import saved_files
 from tests.featurize.published_models import detections
 from tests.learn.test_step_report import reserved_bytes
-import shutil
-from conf.errors import UsageError
-from learn import estimate_script
-from learn.script import saved_files
-
-
 
 SCRIPTS = Path(__file__).parent / "training_scripts"
 
@@ -377,7 +376,6 @@ def test_cuda_graphs_of_a_script_cost_one_launch_each(tmp_path):
     assert [GRAPHED in one.warnings for one in (plain, by_mode, by_option)] == [False, True, True]
 
 
-
 def test_a_hydra_application_imports_its_own_packages_of_this_projects_names():
     command = ["python", str(SCRIPTS / "hydra_app" / "train.py"), "batch=16"]
     script = estimate_script(command, estimator="trace")
@@ -429,4 +427,3 @@ def test_evaluations_torchscript_and_an_optimizer_of_its_own_are_followed(tmp_pa
 def test_a_detector_may_be_evaluated_before_it_trains():
     script = run("mask_rcnn_evaluated", estimator="trace")
     assert script.warnings[0] == "the script trains with momentum, fp32, 2 samples in a forward pass"
-

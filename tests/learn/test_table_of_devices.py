@@ -1,7 +1,6 @@
 """One job on many GPU models: the figures are those of single answers, from one trace where no GPU differs."""
 
 import dataclasses
-import threading
 
 import pytest
 from torch import nn
@@ -65,21 +64,3 @@ def test_gpus_share_a_trace_where_none_can_differ(monkeypatch):
     assert len(traced) == 4  # with flash attention, and without
     devices_that_fit(stem, (16, 3, 32, 32), devices=device_names(), precision="fp16")
     assert len(traced) == 5
-
-
-def test_a_factory_that_nobody_can_pickle_is_built_and_traced_once_for_all(monkeypatch):
-    called = []
-
-    def unpicklable():
-        called.append("build")
-        model = stem()
-        model.lock = threading.Lock()
-        return model
-
-    def counting(*args, **kwargs):
-        called.append("trace")
-        return trace_step(*args, **kwargs)
-
-    monkeypatch.setattr("featurize.trace.tracer.trace_step", counting)
-    devices_that_fit(unpicklable, (2, 3, 32, 32), devices=NAMES[:3], workspaces="auto")
-    assert called == ["build", "trace"]

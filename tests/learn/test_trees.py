@@ -3,16 +3,15 @@
 import lightgbm
 import numpy as np
 import pytest
+from learn_rows import DEVICE, labels_of, make_configs
 from sklearn.ensemble import ExtraTreesRegressor
+from torch import nn
+
+from learn.estimators.protocol import make_estimator
 from learn.estimators.trees import Boosters, Trees
 from learn.fitting.artifacts import DEFAULT_MODELS
-from learn_rows import DEVICE, labels_of, make_configs
-from torch import nn
-from learn.estimators.protocol import make_estimator
 from learn.job.training_job import Case, of_module
 from tests.learn.learn_rows import make_rows
-
-
 
 SHIPPED = [
     (DEFAULT_MODELS / target / "model", name) for target in ("memory", "smact") for name in ("correction", "scale")
@@ -156,7 +155,6 @@ def test_forests_that_read_one_table_are_followed_together():
         assert all(np.array_equal(one.predict(rows), alone) for one, alone in zip(forests, sums, strict=True))
 
 
-
 @pytest.fixture(scope="module")
 def rows():
     configs = make_configs(80)
@@ -180,4 +178,3 @@ def test_a_module_is_refused_and_the_others_are_answered(name, rows):
     answer = make_estimator(name).fit(rows).predict([rows.cases[0], Case(device=DEVICE, module=job)])
     assert list(answer.refusals) == [1] and "module" in answer.refusals[1]
     assert np.isfinite(answer.point[0]) and np.isnan(answer.point[1])
-
