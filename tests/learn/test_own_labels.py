@@ -83,10 +83,10 @@ def test_a_benchmark_on_labels_of_the_trace_says_not_informative(traced, capsys)
 
     settings = BenchmarkSettings(target="memory", data=str(traced), estimators=["trace", "dnnmem"], workers=0)
     done = benchmark(settings)
-    for title, columns, rows in (errors_table(done), classes_table(done)):
-        of = {row[1]: row for row in rows}
-        assert "not informative" in of["trace"] and "not informative" not in of["dnnmem"], title
-        assert {len(row) for row in rows} == {len(columns)}
+    for heading, table in (errors_table(done), classes_table(done)):
+        of = {row.cells[1]: row.cells for row in table.rows}
+        assert "not informative" in of["trace"] and "not informative" not in of["dnnmem"], heading.text
+        assert {len(cells) for cells in of.values()} == {len(table.columns)}
 
 
 def test_rounding_noise_does_not_keep_a_newer_model_back(traced):
