@@ -443,7 +443,7 @@ def test_a_file_whose_doubled_runs_were_left_out_is_not_read_whole_once_its_name
 def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch):
     fill(folder, range(3))
     checks = []
-    plain = warehouse.files.damage.damaged_among
+    plain = warehouse.files.damage.find_damaged
     monkeypatch.setattr(
         "warehouse.files.damage.find_damaged", lambda paths, **how: checks.extend(paths) or plain(paths, **how)
     )
