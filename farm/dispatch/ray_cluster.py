@@ -63,7 +63,6 @@ class Head(Protocol):
 
     def lost(self) -> str | None:
         """Return a sentence about the process that ended; None while all run. Used from one thread."""
-        ...
 
 
 class OwnHead:

@@ -85,19 +85,13 @@ class _Seat:
     group: Any = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Waiting:
-    """A task that waits for as many GPUs of a node as it has ranks.
-
-    worker  the worker that it was handed to, which takes no other task in the meantime; None: it has made room
-    freed   GPUs whose workers have made room for it
-    """
+    """A task that waits for as many GPUs of a node as it has ranks."""
 
     name: str
     node: RayNode
     task: Task
-    worker: str | None
-    freed: int = 0
 
 
 class RayExecutor:
@@ -123,7 +117,9 @@ class RayExecutor:
         self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
         self._idle: list[str] = []
-        self._waiting: list[_Waiting] = []  # on each node the first one gathers GPUs
+        self._waiting: list[_Waiting] = []  # on each node GPUs are gathered for the first one
+        self._free: Counter[str] = Counter()  # node -> GPUs whose workers have made room
+        self._nodes: dict[str, RayNode] = {}
         self._workers_of: dict[str, int] = {}  # node -> its workers, while each has one GPU
         self._added = 0  # tasks that waited, and workers that took the place of others
         self._head: HeadWatch | None = None
@@ -232,6 +228,7 @@ class RayExecutor:
             keys: list[str | None] = [None] * min(node.gpus, self._choice.count or node.gpus)
         else:
             keys = [str(slot.index) for slot in make_device(self._choice).slots()]
+        self._nodes[node.node_id] = node
         self._workers_of[node.node_id] = len(keys)
         for index, slot_key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
@@ -268,52 +265,38 @@ class RayExecutor:
             remove_placement_group(seat.group)  # a joined cluster would keep its GPUs
         if worker in self._idle:
             self._idle.remove(worker)
-        for trial in self._waiting:
-            trial.worker = None if trial.worker == worker else trial.worker
         return seat
 
     def _gpus_of(self, node: RayNode) -> int:
         """Return the GPUs of a node that workers have, or that are gathered for a task."""
         held = sum(seat.gpus for seat in self._seats.values() if seat.node.node_id == node.node_id)
-        return held + sum(trial.freed for trial in self._waiting if trial.node.node_id == node.node_id)
+        return held + self._free[node.node_id]
 
     def _run(self, worker: str, task: Task, upcoming: Task | None) -> None:
         self._running[self._seats[worker].actor.run.remote(task, upcoming)] = (worker, task)
 
-    def _wait_for_gpus(self, worker: str | None, task: Task) -> None:
-        """Make a task wait for GPUs of one node: that of its worker, or the largest."""
-        nodes = {seat.node.node_id: seat.node for seat in self._seats.values()}
-        nodes |= {trial.node.node_id: trial.node for trial in self._waiting}
-        node = max(nodes.values(), key=self._gpus_of)
-        if worker is not None and self._gpus_of(self._seats[worker].node) >= task.config.ranks:
-            node = self._seats[worker].node
-        self._added += 1
-        self._waiting.append(_Waiting(f"waiting-{self._added}", node, task, worker))
-        self._make_room(node)
-
     def _make_room(self, node: RayNode) -> None:
-        """Start the task that is first on a node, on an idle worker of as many GPUs or on those of workers that end."""
-        waiting = [trial for trial in self._waiting if trial.node.node_id == node.node_id]
-        if not waiting:
-            return
-        first, size = waiting[0], waiting[0].task.config.ranks
-        here = [name for name in self._idle if self._seats[name].node.node_id == node.node_id]
-        worker = next((name for name in here if self._seats[name].gpus == size), None)
-        if worker is None:
-            for name in [*(trial.worker for trial in waiting if trial.worker is not None), *here]:
-                if first.freed < size and self._seats[name].node.node_id == node.node_id:
-                    first.freed += self._end_worker(name).gpus
-            if first.freed < size:
-                return
-            worker, first.freed = self._replace(node, size), first.freed - size
-        else:
-            self._idle.remove(worker)
-        self._waiting.remove(first)
-        self._run(worker, first.task, None)
-        self._add_single_workers(node, first.freed)
-        if first.worker is not None:
-            self._now_idle(first.worker)
-        self._make_room(node)
+        """Start the tasks that wait on a node, in turn, on an idle worker of as many GPUs or on those of idle ones.
+
+        Once none waits, GPUs that are left get a worker each.
+        """
+        while waiting := [trial for trial in self._waiting if trial.node.node_id == node.node_id]:
+            task = waiting[0].task
+            here = [name for name in self._idle if self._seats[name].node.node_id == node.node_id]
+            worker = next((name for name in here if self._seats[name].gpus == task.config.ranks), None)
+            if worker is not None:
+                self._idle.remove(worker)
+            else:
+                for name in here:
+                    if self._free[node.node_id] < task.config.ranks:
+                        self._free[node.node_id] += self._end_worker(name).gpus
+                if self._free[node.node_id] < task.config.ranks:
+                    return
+                self._free[node.node_id] -= task.config.ranks
+                worker = self._replace(node, task.config.ranks)
+            self._waiting.remove(waiting[0])
+            self._run(worker, task, None)
+        self._add_single_workers(node, self._free.pop(node.node_id, 0))
 
     def _replace(self, node: RayNode, gpus: int) -> str:
         """Start a worker where others have ended; return its name."""
@@ -331,9 +314,7 @@ class RayExecutor:
         lost = [trial for trial in self._waiting if self._gpus_of(trial.node) < trial.task.config.ranks]
         self._waiting = [trial for trial in self._waiting if trial not in lost]
         for trial in lost:
-            self._add_single_workers(trial.node, trial.freed)
-            if trial.worker is not None:
-                self._now_idle(trial.worker)
+            self._make_room(trial.node)
         return [
             Completion(
                 worker=trial.name, task=trial.task, lost=f"its node has fewer than {trial.task.config.ranks} GPUs left"
@@ -354,8 +335,7 @@ class RayExecutor:
         self._unreached = [worker for worker in self._unreached if worker not in gone]
         for worker in gone:
             self._end_worker(worker)
-        for trial in self._waiting:
-            trial.freed = 0 if trial.node.node_id == node.node_id else trial.freed
+        del self._free[node.node_id], self._nodes[node.node_id]
         if gone:
             rest = "" if self._seats else "; no worker is left, waiting for a node to join"
             self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{rest}")
@@ -369,13 +349,16 @@ class RayExecutor:
         gpus = task.config.ranks if self._choice.backend == "cuda" else 1
         idle = sorted(self._idle, key=lambda name: name != worker)  # itself first, unless it has made room since
         fitting = next((name for name in idle if self._seats[name].gpus == gpus), None)
-        taken = fitting or next(iter(idle), None)
-        if taken is not None:
-            self._idle.remove(taken)
-        if fitting is None:
-            self._wait_for_gpus(taken, task)
-        else:
+        if fitting is not None:
+            self._idle.remove(fitting)
             self._run(fitting, task, upcoming)
+            return
+        near = [self._seats[name].node for name in idle]
+        node = next((node for node in near if self._gpus_of(node) >= gpus), None)
+        self._added += 1
+        node = node or max(self._nodes.values(), key=self._gpus_of)
+        self._waiting.append(_Waiting(f"waiting-{self._added}", node, task))
+        self._make_room(node)
 
     def wait(self, timeout_s: float) -> list[Completion]:
         import ray
@@ -411,7 +394,7 @@ class RayExecutor:
     def most_gpus(self) -> int | None:
         if self._choice.backend != "cuda":
             return None
-        return max((self._gpus_of(seat.node) for seat in self._seats.values()), default=None)
+        return max(map(self._gpus_of, self._nodes.values()), default=None)
 
     def restart(self, worker: str) -> None:
         self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails, as any lost worker's does
@@ -501,7 +484,7 @@ class RayExecutor:
             if seat.gpus > 1:  # one of them may be broken: the others continue as workers of one GPU
                 self._add_single_workers(seat.node, seat.gpus)
             # Of a cluster that did work, another node may still join.
-            held = bool(self._seats) or any(trial.freed for trial in self._waiting)
+            held = bool(self._seats) or bool(self._free.total())
             if not held and not (self._joined and self._was_ready):
                 raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:

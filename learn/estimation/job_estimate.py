@@ -304,7 +304,7 @@ class Memory:
             least_card_mib=upper_mib if bound.least_card_mib is None else bound.least_card_mib,
         )
 
-    def moved(self, mib: float) -> Self:
+    def shift(self, mib: float) -> Self:
         """Return a copy with the estimate and its bound raised by `mib`."""
         bound: dict[str, Any] = {
             name: None if (bound_mib := getattr(self, name)) is None else bound_mib + mib

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli.command_line import EXIT_USAGE, exit_code
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import EXIT_USAGE, developer_command
 from conf.cli.settings import Checked, key
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.working import work
@@ -53,11 +52,6 @@ class BenchSettings(Checked):
     seed: int = key(0, kind="int >= 0")
     data: str = key("data/bench-gpu", kind="new path")
     out: str | None = key(None, kind="new path")
-
-
-def settings_of(argv: Sequence[str]) -> BenchSettings:
-    """KEY=VALUE arguments as settings. Raises `UsageError`."""
-    return load_settings(BenchSettings, "bench_gpu", argv)
 
 
 def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
@@ -140,11 +134,11 @@ def _round(plan: Plan, folder: DataFolder, queue: Queue, k: int, seconds_left: C
 
 
 def main(argv: Sequence[str]) -> int:
-    def benchmarked() -> None:
-        run(settings_of(argv))
+    def benchmarked(settings: BenchSettings) -> None:
+        run(settings)
 
     try:
-        return exit_code(benchmarked)
+        return developer_command("tests.bench.bench_gpu:BenchSettings", benchmarked, argv)
     except DeviceUnavailable as reason:
         print(f"bench-gpu needs an NVIDIA GPU: {reason}")
         return EXIT_USAGE

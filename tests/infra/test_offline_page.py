@@ -14,13 +14,22 @@ from farm.queue.jobs import Queue
 from farm.submission.settings import SubmitSettings
 from farm.submission.submitting import submit
 from featurize.families import cnn, mlp
-from infra.offline import page
-from infra.offline.estimated_runs import SHIPPED, EstimatedRuns, estimated_runs, spread_of
-from infra.offline.page import make_page, read_results, refits
+from infra.offline import page, run_sections
+from infra.offline.estimated_runs import (
+    NO_COMMAND,
+    SHIPPED,
+    EstimatedRuns,
+    Finding,
+    Results,
+    estimated_runs,
+    read_results,
+    spread_of,
+)
+from infra.offline.page import make_page
 from infra.offline.results import Series, pack
-from infra.offline.run_sections import is_corrected, memory_blocks, pair_blocks, protocol_blocks
+from infra.offline.run_sections import is_corrected
 from learn.estimation.notes import PIPELINE
-from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
+from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, record_tests, write_pair
 from tests.parsed_page import ParsedPage
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -35,9 +44,15 @@ CONFIGS = [
 
 def made(capsys, *arguments):
     """Exit code, and what was printed on both streams."""
-    code = page.exit_code(lambda: page.run(arguments))
+    code = page.main(arguments)
     printed = capsys.readouterr()
     return code, printed.out, printed.err
+
+
+def results_of(data):
+    """The results of a work folder whose data folder this is, without estimates."""
+    runs = EstimatedRuns(runs=(), left_out={})
+    return Results(work=data.parent, kind="measured", has_runs=True, device_name="", device=None, runs=runs)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +90,8 @@ def test_every_kind_of_result_is_on_the_page(shown):
         "aten::addmm 7",
         "TF32 changes nothing there",
         "GPM is not supported",
-        "test_ranks: one GPU",
+        "test_skipped: one GPU",
+        "all sensors",
         "nvml, power 9 1.020",
         "10.0 x on 1 trials",
         "hybrid (default)",
@@ -117,13 +133,14 @@ def test_what_no_command_changes_is_listed_without_one(shown):
     assert any(line.startswith("to refit: kernels, modelled over measured") for line in unfitted)
 
 
-def test_reserved_memory_that_is_off_is_listed(of_planted, tmp_path):
+def test_reserved_memory_that_is_off_is_listed(of_planted):
     runs = [
         replace(one, run={**one.run, "peak_reserved_mib": 1.5 * one.run["peak_reserved_mib"]})
         for one in of_planted.runs.solo
     ]
-    findings, _ = refits(tmp_path, of_planted.device, EstimatedRuns(runs=tuple(runs), left_out={}), [])
-    assert any(text.startswith("reserved memory, MiB: mlp -33") for text in findings[""])
+    parts = run_sections.memory(replace(of_planted, runs=EstimatedRuns(runs=tuple(runs), left_out={})))
+    findings = [part for part in parts if isinstance(part, Finding) and part.command == NO_COMMAND]
+    assert any(finding.text.startswith("reserved memory, MiB: mlp -33") for finding in findings)
 
 
 def test_a_corrected_model_of_another_training_loop_is_not_judged_on_these_runs(of_planted):
@@ -155,14 +172,14 @@ def test_probes_of_an_undescribed_gpu_are_shown_and_not_judged_for_another(plant
     assert "context lazy" in html and "cannot be shown" not in html and "A100" not in ParsedPage(html).text
 
 
-def test_rules_that_cannot_be_judged_cost_neither_the_others_nor_the_page(of_planted, planted, tmp_path):
+def test_a_section_that_cannot_be_judged_costs_neither_the_others_nor_the_page(of_planted, planted, tmp_path):
     work = tmp_path / "work"
     shutil.copytree(planted / "probes", work / "probes")
     (work / "probes" / "numbers.csv").write_text("kind,mib\ncontext,many\n")
     shutil.copytree(planted / "data", work / "data")
     _, lines = make_page(replace(of_planted, work=work), str(tmp_path / "sets"))
     text = "\n".join(lines)
-    assert "context: cannot be judged: " in text and "step time, ms: mlp -33.3%" in text and "11 runs added" in text
+    assert "Contexts: cannot be shown: " in text and "step time, ms: mlp -33.3%" in text and "11 runs added" in text
 
 
 def test_rows_that_cannot_be_read_cost_only_the_sections_on_runs(planted, tmp_path, capsys):
@@ -177,15 +194,14 @@ def test_rows_that_cannot_be_read_cost_only_the_sections_on_runs(planted, tmp_pa
 def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
-    failed = {"passed": 40, "failed": [{"test": "test_gpm", "reason": "no samples"}], "skipped": []}
-    (work / "tests.json").write_text(json.dumps(failed))
+    record_tests(work, passed=40, failed="no samples")
     made_page, lines = make_page(read_results(work), None)
     assert "tests: 40 passed, 1 failed, 0 skipped" in lines
     assert any(getattr(block, "level", "") == "look" for block in made_page.head)
-    (work / "tests.json").write_text(json.dumps({"passed": 0, "failed": [], "skipped": [], "reason": "time is up"}))
+    record_tests(work, passed=0, selected=3)
     made_page, lines = make_page(read_results(work), None)
-    assert "tests: 0 passed, 0 failed, 0 skipped; time is up" in lines
-    assert "The tests did not end: time is up" in ParsedPage(render_page(made_page)).text
+    assert "tests: 0 passed, 0 failed, 0 skipped, 3 not run" in lines
+    assert "The tests did not end" in ParsedPage(render_page(made_page)).text
 
 
 def test_pairs_show_errors_of_memory_and_count_those_that_ran_apart(planted, tmp_path):
@@ -193,7 +209,7 @@ def test_pairs_show_errors_of_memory_and_count_those_that_ran_apart(planted, tmp
     run = {"family": "mlp", "status": "ok", "source": "measured", "task_index": 0, "attempt": 1}
     write_pair(RunWriter(data), run, "pairs-1", doubt=NOT_TOGETHER)
     write_pair(RunWriter(data), run, "pairs-2", solo_memory_mib=1000.0, joint_memory_mib=1600.0)
-    shown_blocks = str(pair_blocks(data.root))
+    shown_blocks = str([*run_sections.pairs(results_of(data.root))])
     assert "1 group left out: its members did not train at the same time" in shown_blocks
     assert "25.0% / 25.0%" in shown_blocks and "('mps', 4, '3.00'" in shown_blocks
 
@@ -202,15 +218,15 @@ def test_a_benchmark_with_published_trials_only_is_shown(tmp_path):
     data = DataFolder.resolve(tmp_path / "data").create()
     trial = {"key": "ab", "family": "mlp", "k": 0, "status": "oom", "wall_s": 9.0, "window_s": None, "labels": {}}
     (data.root / "bench-published.jsonl").write_text(json.dumps(trial) + "\n")
-    shown_blocks = str(protocol_blocks(data.root))
+    shown_blocks = str([*run_sections.protocols(results_of(data.root))])
     assert "('published', '1', 'oom 1', '400'" in shown_blocks and "nan" not in shown_blocks
 
 
 def test_an_out_of_memory_run_that_does_not_know_its_card_is_judged_by_the_described_one(of_planted):
     (first, *_) = of_planted.runs.solo
     full = replace(first, run={**first.run, "status": "oom", "device_memory_mib": None})
-    blocks = memory_blocks(EstimatedRuns(runs=(*of_planted.runs.solo, full), left_out={}))
-    assert "'0 of 1'" in str(blocks)
+    runs = EstimatedRuns(runs=(*of_planted.runs.solo, full), left_out={})
+    assert "'0 of 1'" in str([*run_sections.memory(replace(of_planted, runs=runs))])
 
 
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
@@ -282,20 +298,20 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
 def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, capsys):
     work, results, out = tmp_path / "work", tmp_path / "results", tmp_path / "out"
     Series.begun(work)
-    shutil.copy(planted / "tests.json", work)
+    shutil.copy(planted / "tests.jsonl", work)
     results.mkdir()
-    pack(work, results)
+    pack(work, results, {})
     for _ in range(2):
         code, summary, _ = made(capsys, f"results={results}", f"out={out}")
-        assert code == 0 and "Tests:" not in summary and (out / "work-1" / "tests.json").is_file()
-    pack(work, results)
+        assert code == 0 and "Tests:" not in summary and (out / "work-1" / "tests.jsonl").is_file()
+    pack(work, results, {})
     code, _, _ = made(capsys, f"results={results}", f"out={out}")
-    assert code == 0 and (out / "work-2" / "tests.json").is_file(), "the next call of the same series"
+    assert code == 0 and (out / "work-2" / "tests.jsonl").is_file(), "the next call of the same series"
     shutil.rmtree(work)
     Series.begun(work)
     others = tmp_path / "others"
     others.mkdir()
-    pack(work, others)
+    pack(work, others, {})
     code, _, error = made(capsys, f"results={others}", f"out={out}")
     assert code == 2 and "name another out=" in error
 

@@ -3,23 +3,20 @@
 import csv
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from learn import benchmark as benchmark_module
-from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
+from learn.benchmark import entry
+from learn.commands import benchmark as benchmark_module
+from learn.commands.benchmark import BenchmarkSettings, benchmark, cache_folder
 from learn.estimators import protocol as estimators
 from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
 from learn.rows.data import memory_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 FAKES = ("hundreds", "endless", "hoarder")
 
 
@@ -51,7 +48,7 @@ def settings(path, **values):
 
 
 def run(*argv):
-    return cli.run("benchmark", benchmark_module.entry, list(argv))
+    return cli.run("benchmark", entry, list(argv))
 
 
 OK = "SUCCESSFUL"
@@ -284,35 +281,3 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
     for target, said in ((out, f"there is no folder {out.parent}"), (tmp_path, "is a folder"), ("/proc/x.json", "")):
         error = refused(*asked, f"out={target}", run=run)
         assert f"out={target}" in error and said in error
-
-
-ORPHAN = """
-import sys, threading, time
-from multiprocessing import Pipe
-from learn.commands.benchmark_rows import PoolItem, answer
-from learn.rows.processes import _serve
-from featurize.families.mlp import Config
-from learn.job.training_job import Case
-from featurize.device.device_spec import describe_device
-
-ours, theirs = Pipe()
-case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1), described=describe_device("A100-SXM4-40GB"))
-job = PoolItem("fake_methods:HundredsEstimator", case, "memory")
-
-def die():
-    ours.send(sys.path)
-    ours.send((answer, (), None))
-    ours.recv()
-    ours.send(job)
-    ours.close()
-
-threading.Thread(target=die).start()
-_serve(theirs)
-"""
-
-
-def test_a_worker_whose_parent_is_gone_leaves_without_a_word():
-    done = subprocess.run(
-        [sys.executable, "-c", ORPHAN], cwd=Path(__file__).parent, env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,7 @@ import pytest
 from learn_rows import make_configs, write_batch
 
 from conf.errors import UsageError
-from learn.benchmark import BenchmarkSettings, benchmark
+from learn.commands.benchmark import BenchmarkSettings, benchmark
 from learn.estimators import protocol as estimators
 from learn.estimators.protocol import Estimator
 from learn.job.traced import step_of
@@ -22,7 +22,7 @@ OK = "SUCCESSFUL"
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
     monkeypatch.setitem(estimators.ESTIMATORS, "hundreds", "fake_methods:HundredsEstimator")
-    monkeypatch.setattr("learn.benchmark.TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
+    monkeypatch.setattr("learn.commands.benchmark.TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
 
 
 def mlp(batch, topology="uniform", depth=1):

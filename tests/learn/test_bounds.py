@@ -217,7 +217,7 @@ def test_a_measured_batch_that_cannot_be_traced_is_a_note(measured_folder, monke
             raise traced.CannotTrace("a batch of 32 is too odd", limit=False)
         return real(job, *args, **kwargs)
 
-    monkeypatch.setattr("learn.estimation.answers.step_of", only_the_asked)
+    monkeypatch.setattr("learn.estimation.draft.step_of", only_the_asked)
     done = estimate(MLP, data=measured_folder)
     assert done.warnings[-1] == "the data folder's measured runs are left out: a batch of 32 is too odd"
     with pytest.raises(UsageError, match="too odd"):

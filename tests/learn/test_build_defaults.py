@@ -22,7 +22,7 @@ from learn.estimators.protocol import get_estimator
 from learn.job.training_job import of_configs
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
-from warehouse.export import ExportSettings, export
+from warehouse.exchange.exporting import ExportSettings, export
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 36

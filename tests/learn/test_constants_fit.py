@@ -15,10 +15,10 @@ from featurize.timing.step_time import load_efficiencies, overlapped
 from featurize.timing.times import HostTime
 from learn.fitting import constants_fit
 from learn.fitting.constants_fit import fitted_hosts, fitted_links
+from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.exchange.published_tables import TABLES
 from warehouse.files.folder import DataFolder
-from warehouse.ingest import IngestSettings, ingest
 
 PACKAGED = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRON)}
 

@@ -19,7 +19,7 @@ from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.fitting.constants_fit import ActivityFit, judged_activity
 from learn.fitting.kernel_formulas import score_of, score_text
 from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
-from warehouse.ingest import IngestSettings, ingest
+from warehouse.exchange.ingesting import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
 SLOWER = 1.7  # than the model that comes along says: what a fit has to find

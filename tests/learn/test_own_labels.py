@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from learn import FitSettings, fit
-from learn.benchmark import BenchmarkSettings, benchmark
+from learn.commands.benchmark import BenchmarkSettings, benchmark
 from learn.estimators.protocol import make_estimator
 from learn.fitting.promotion import refit
 from learn.judging.report import metric_rows
@@ -82,10 +82,10 @@ def test_a_benchmark_on_labels_of_the_trace_says_not_informative(traced, capsys)
 
     settings = BenchmarkSettings(target="memory", data=str(traced), estimators=["trace", "dnnmem"], workers=0)
     done = benchmark(settings)
-    for title, columns, rows in (errors_table(done), classes_table(done)):
-        of = {row[1]: row for row in rows}
-        assert "not informative" in of["trace"] and "not informative" not in of["dnnmem"], title
-        assert {len(row) for row in rows} == {len(columns)}
+    for heading, table in (errors_table(done), classes_table(done)):
+        of = {row.cells[1]: row.cells for row in table.rows}
+        assert "not informative" in of["trace"] and "not informative" not in of["dnnmem"], heading.text
+        assert {len(cells) for cells in of.values()} == {len(table.columns)}
 
 
 def test_a_promotion_on_labels_of_the_trace_says_not_informative(traced, tmp_path):

@@ -6,7 +6,9 @@ import json
 import pytest
 
 from conf.cli import command_line as cli
-from learn import benchmark as benchmark_module
+from learn.benchmark import entry
+from learn.commands import benchmark as benchmark_module
+from learn.commands import paper_tables
 from learn.estimators import protocol as estimators
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
@@ -27,7 +29,7 @@ def folder(tmp_path, monkeypatch):
         ("smact", True, False, ("lightgbm",)),
         ("drama", True, False, ("lightgbm",)),
     )
-    monkeypatch.setattr(benchmark_module, "RUNS", runs)
+    monkeypatch.setattr(paper_tables, "RUNS", runs)
     place = tmp_path / "a'; echo foo"
     place.mkdir()
     with open(place / "perceptrons.csv", "w", newline="") as file:
@@ -41,7 +43,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*argv):
-    return cli.run("benchmark", benchmark_module.entry, list(argv))
+    return cli.run("benchmark", entry, list(argv))
 
 
 def test_the_papers_tables_hold_ours_beside_theirs(folder, tmp_path, capsys):

@@ -48,8 +48,11 @@ def booster_of(seed=1, **about):
 )
 def test_trees_answer_as_lightgbm_does(about):
     booster = booster_of(**about)
-    table = table_of(6, rows=3000, seed=2)
-    assert np.array_equal(Trees.of_lightgbm([booster]).predict(table), booster.predict(table))
+    trees, table = Trees.of_lightgbm([booster]), table_of(6, rows=5000, seed=2)
+    assert np.array_equal(trees.predict(table), booster.predict(table))
+    table[:, 4], table[:, 5] = np.nan, np.where(np.arange(5000) % 2, np.nan, 5.0)
+    for rows in (table[:1], table[:300]):
+        assert np.array_equal(trees.predict(rows), booster.predict(rows))
 
 
 @pytest.mark.parametrize("categories", [2, 5, 90])
@@ -126,6 +129,7 @@ def with_first(value):
         ("children", lambda array: array[:, 0], "shapes"),
         ("root", with_first(10**6), "do not exist"),
         ("root", lambda array: array[:0], "do not exist"),
+        ("root", lambda array: np.append(array[1:], array[1]), "two trees"),
         ("first", with_first(3), "no tree"),
         ("feature", with_first(-1), "do not exist"),
         ("feature", lambda array: array.astype(float), "type float64"),

@@ -7,8 +7,8 @@ import pytest
 
 from conf.errors import UsageError
 from tests.warehouse.warehouse_rows import ask
+from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_kernels import KERNEL_TABLES
-from warehouse.ingest import IngestSettings, ingest
 
 CELLS = {
     "gpu": "A100-SXM4",

@@ -6,13 +6,13 @@ import duckdb
 import pyarrow as pa
 from warehouse_rows import ask, ranks, run_row, samples
 
-from warehouse.export import ExportSettings, export
+from warehouse.exchange.exporting import ExportSettings, export
+from warehouse.exchange.ingesting import IngestSettings, ingest
+from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
-from warehouse.ingest import IngestSettings, ingest
-from warehouse.publish import PublishSettings, publish
 from warehouse.reading.checks import check
 
 NOW_S = 4_000_000_000.0
