@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
-from conf.errors import UsageError
 from conf.files.disk_cache import DiskCache, user_cache
 from featurize.device.device_spec import load_device
 from featurize.families import cnn
@@ -125,9 +124,8 @@ def test_modules_that_are_made_alike_have_one_key():
 def test_whatever_a_trace_follows_from_is_in_the_key(monkeypatch):
     keys = [key(net), key(net, (3, 4)), key(net, target=(2,)), key(net, loss=lambda output, target: output.sum())]
     monkeypatch.setitem(globals(), "WIDTH", 16)  # a global that the factory reads
-    keys.append(key(net))
     module = net()
-    keys.append(key(module))
+    keys += [key(net), key(module)]
     module[0] = nn.Linear(4, 16, bias=False)
     keys.append(key(module))
     module.forward = lambda x: module[2](module[0](x))
@@ -202,11 +200,6 @@ def test_what_a_deepspeed_file_leaves_open_is_said_of_that_file_only(cache):
 
     model, left_open = net(), {"gradient_clipping": "auto"}
     assert [len(noted(**more)) for more in ({}, left_open, {})] == [0, 1, 0]
-
-
-def test_a_trial_config_has_its_own_inputs():
-    with pytest.raises(UsageError, match="leave input_dtype out"):
-        estimate(CONFIG, input_dtype="int64")
 
 
 def test_what_no_text_stands_for_has_no_key(tmp_path):

@@ -75,8 +75,7 @@ def answers_of(done, estimator):
 
 
 def test_by_cross_validation_every_row_has_one_answer(warehouse_folder):
-    chosen = BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0)
-    done = benchmark(chosen)
+    done = benchmark(BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0))
     asked = [row.name for (_, name), rows in done.scored.items() if name == "lightgbm" for row in rows]
     assert sorted(asked) == sorted(load_rows(str(warehouse_folder), "memory").run_ids)
     own = next(f for f in done.figures if (f.file, f.estimator) == ("mlp", "lightgbm"))

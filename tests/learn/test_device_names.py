@@ -12,7 +12,6 @@ from torch import nn
 import conf
 import warehouse
 from conf.cli import command_line as cli
-from conf.device_names import resolve_device
 from conf.errors import UsageError
 from conf.files.identity import version_of
 from farm.serving.bodies import device_at
@@ -75,12 +74,6 @@ def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(refused):
     assert f"[{' | '.join(device_names())}]" in listed
     for backend in ("cpu", "auto", "cuda", "simulated"):
         assert "an estimate is for a GPU model" in refused(f"device={backend}", config)
-
-
-@pytest.mark.parametrize("name", ["", None, 7, "h1000"])
-def test_what_is_no_name_lists_the_known(name):
-    with pytest.raises(UsageError, match=r"unknown device .*; known: A10, A100-PCIE-40GB, "):
-        resolve_device(name, device_names())
 
 
 def test_the_card_s_memory_and_whether_the_job_fits_stand_in_table_and_json(shown, answer, tmp_path, monkeypatch):

@@ -170,6 +170,7 @@ def test_fast_says_how_a_job_is_unlike_what_it_was_fitted_on():
         (lambda: estimate(CONFIG, method="fast", channels_last=True), "the trial config has channels_last=False"),
         (lambda: estimate(CONFIG, method="fast", target=(3,), loss=print), "leave target, loss out"),
         (lambda: estimate(CONFIG, target=(3,), loss=print), "its own inputs, target and loss; leave target, loss out"),
+        (lambda: estimate(CONFIG, input_dtype="int64"), "leave input_dtype out"),
         (lambda: estimate_many([CONFIG], method="fast", estimator="hybrid"), "leave estimator out"),
         (
             lambda: estimate(timm.Config(model="resnet18", batch_size=8), method="fast"),

@@ -1,5 +1,6 @@
 """Kernels of a trial: from the profiler's trace to rows, over the trial's socket, and what costs them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -248,8 +249,7 @@ def test_a_trial_lands_the_operators_of_its_steps_after_its_labels(worker):
 
 
 def test_a_trial_that_dies_under_the_profiler_keeps_its_labels(monkeypatch):
-    running = Worker(DeviceChoice(backend="cpu"), "0", "dies")
-    try:
+    with contextlib.closing(Worker(DeviceChoice(backend="cpu"), "0", "dies")) as running:
         running.ready()
         server = running._server
         tell = server.tell
@@ -262,7 +262,5 @@ def test_a_trial_that_dies_under_the_profiler_keeps_its_labels(monkeypatch):
 
         monkeypatch.setattr(server, "tell", kill_instead)
         result = running.run(task(2))
-    finally:
-        running.close()
     assert result.run.status == "ok" and result.run.step_time_ms > 0 and result.kernels is None
     assert "SIGKILL" in result.run.telemetry_missing["kernels"]
