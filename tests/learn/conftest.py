@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from learn.estimators import hybrid, tabular
+from learn.estimators import hybrid, protocol, tabular
 from tests.learn.learn_rows import run_estimate
 
 
@@ -45,3 +45,12 @@ def refused(capsys):
         return said.err
 
     return line
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """The estimators of `fake_methods` are known by name, and need no fit."""
+    names = ("hundreds", "endless", "hoarder")
+    for name in names:
+        monkeypatch.setitem(protocol.ESTIMATORS, name, f"fake_methods:{name.capitalize()}Estimator")
+    monkeypatch.setattr("learn.commands.benchmark.TRAINING_FREE", (*protocol.TRAINING_FREE, *names))

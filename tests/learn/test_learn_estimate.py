@@ -268,6 +268,8 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(data, tmp_path
         (lambda: estimate(CONFIG, estimator="xgb"), "unknown estimator 'xgb'; known: .*trace"),
         (lambda: estimate(CONFIG, device="A1000"), "unknown device 'A1000'; known: A10, A100-PCIE-40GB"),
         (lambda: estimate(CONFIG, optimizer="sgd"), "the trial config has optimizer=adam"),
+        (lambda: estimate(CONFIG, accumulation=2), "accumulation is for modules"),
+        (lambda: estimate(CONFIG, loop="endless"), "unknown loop 'endless'; known: pipeline, resident"),
         (lambda: estimate(CONFIG, (3, 4)), "leave inputs out"),
         (lambda: estimate(nn.Linear(3, 4)), "a module needs inputs"),
         (lambda: estimate(nn.Linear(3, 4), (2, 3), optimizer="ftrl"), "unknown optimizer 'ftrl'; known: adafactor"),
