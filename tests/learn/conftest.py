@@ -19,7 +19,7 @@ def few_trees():
 
 @pytest.fixture
 def shown(capsys):
-    """What a command prints that ends well: `shown("config=...")`, of `learn.estimate` or of `run=`."""
+    """Run a command that ends well, `learn.estimate` or `run`, and return what it prints."""
 
     def printed(*argv, run=run_estimate):
         assert run(*argv) == 0
@@ -30,13 +30,13 @@ def shown(capsys):
 
 @pytest.fixture
 def answer(shown):
-    """The same as JSON."""
+    """Run such a command and return its answer, from JSON."""
     return lambda *argv, **of: json.loads(shown(*argv, "format=json", **of))
 
 
 @pytest.fixture
 def refused(capsys):
-    """The one line in which a command refuses its arguments, with exit code 2."""
+    """Run a command that refuses its arguments and return the one line that says so."""
 
     def line(*argv, run=run_estimate):
         assert run(*argv) == 2

@@ -132,14 +132,10 @@ def test_a_lost_server_has_the_whole_group_run_again(worker):
     assert result.retryable and {run.error_type for run in runs_of(result).values()} == {"ServerLost"}
 
 
-def test_memory_that_a_partner_holds_is_named_as_what_a_member_died_of():
-    small = Worker(DeviceChoice(backend="cpu", memory_limit_mib=1500), "0", "small")
+def test_memory_that_a_partner_holds_is_named_as_what_a_member_died_of(small):
     large = mlp(batch_size=8, input_size=16384, depth=2, topology="uniform")
-    try:
-        result = small.run(group(NET, large))
-        hopeless = small.run(group(NET, large, alone=(KNOWN, dataclasses.replace(KNOWN, status="oom"))))
-    finally:
-        small.close()
+    result = small.run(group(NET, large))
+    hopeless = small.run(group(NET, large, alone=(KNOWN, dataclasses.replace(KNOWN, status="oom"))))
     run = runs_of(result)["-with-1"]
     assert (run.status, run.oom_kind) == ("oom", "device")
     assert [row["died_of"] for row in rows_of(result)] == [None, 0]

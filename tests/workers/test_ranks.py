@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,8 +16,6 @@ from workers.devices import DeviceChoice
 from workers.settings import KernelSettings
 from workers.trial.reports import BROKEN, ReportReader
 from workers.worker import Worker
-
-HERE = str(Path(__file__).parent)
 
 
 def of_two(spec):
@@ -117,14 +114,11 @@ def test_ranks_past_the_deadline_are_killed(worker):
     assert nothing_is_left(worker)
 
 
-def test_out_of_memory_of_one_rank_names_it():
-    with contextlib.closing(
-        Worker(DeviceChoice(backend="cpu", memory_limit_mib=2000), "0", "small", {"PYTHONPATH": HERE})
-    ) as small:
-        result = small.run(of_two(hostile("second_rank_takes_all_memory")))
-        assert (result.run.status, result.run.oom_kind, result.run.worst_rank) == ("oom", "device", 1)
-        assert result.run.error.startswith("rank 1 of 2: ")
-        assert not result.retryable and nothing_is_left(small)
+def test_out_of_memory_of_one_rank_names_it(small):
+    result = small.run(of_two(hostile("second_rank_takes_all_memory")))
+    assert (result.run.status, result.run.oom_kind, result.run.worst_rank) == ("oom", "device", 1)
+    assert result.run.error.startswith("rank 1 of 2: ")
+    assert not result.retryable and nothing_is_left(small)
 
 
 @pytest.mark.parametrize(
