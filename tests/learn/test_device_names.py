@@ -47,12 +47,11 @@ def test_case_a_beginning_and_the_driver_s_name_are_enough_in_python(given, name
     assert estimate(CONFIG, device=given, estimator="trace").device == name
 
 
-@pytest.mark.parametrize(("given", "name"), NAMES)
+@pytest.mark.parametrize(("given", "name"), NAMES[:3])
 def test_case_and_a_beginning_are_enough_on_the_command_line(given, name):
     assert cli.load_config("estimate", [f"device={given}"]).device.name == name
-    if given != "a":  # of a trial: auto
-        assert cli.load_config("submit", ["+arch=mlp", "n=1", f"device={given}"]).device.name == name
-        assert cli.load_config("grow", ["n=1", f"device='{given}'"]).device.name == name
+    assert cli.load_config("submit", ["+arch=mlp", "n=1", f"device={given}"]).device.name == name
+    assert cli.load_config("grow", ["n=1", f"device='{given}'"]).device.name == name
 
 
 def test_an_ambiguous_beginning_lists_its_candidates(refused):
