@@ -115,7 +115,7 @@ def test_ranks_past_the_deadline_are_killed(worker):
 
 
 def test_out_of_memory_of_one_rank_names_it(small):
-    result = small.run(of_two(hostile("second_rank_takes_all_memory")))
+    result = small.run(of_two(hostile("second_rank_takes_all_memory", timeout_s=120.0)))
     assert (result.run.status, result.run.oom_kind, result.run.worst_rank) == ("oom", "device", 1)
     assert result.run.error.startswith("rank 1 of 2: ")
     assert not result.retryable and nothing_is_left(small)
