@@ -105,7 +105,9 @@ def pack(work: Path, results: Path, summary: Mapping[str, Any]) -> Archive:
             f"{work} packs to {len(content) / 2**20:.0f} MiB, more than {MOST_SLICES} files of "
             f"{SLICE_BYTES // 2**20} MiB; begin a new series with an empty work="
         )
-    older = newest(results)
+    older = None
+    with contextlib.suppress(UsageError):  # results that have been damaged meanwhile are replaced
+        older = newest(results)
     # With no room for both, the older one goes first; this does not happen to those who stop at `FULL_BYTES`.
     _clear(results, older if older is not None and len(pieces) + len(older.slices) <= MOST_SLICES else None)
     digests = {}

@@ -324,12 +324,13 @@ def run(settings: StepsSettings) -> int:
     """
     began_s = time.monotonic()
     place = _place(settings)
-    results.prepare(place.work, Path(settings.results))
-    call = Call(place=place, results=Path(settings.results).resolve(), rows=_earlier_rows(place.work))
-    before = len(call.rows)
     planned = {name: STEPS[name].minutes for name in settings.steps}
     minutes = sum(planned.values()) if settings.minutes is None else settings.minutes
-    with call.stop.installed():
+    with StopRequest().installed() as stop:
+        results.prepare(place.work, Path(settings.results))
+        rows = _earlier_rows(place.work)
+        call = Call(place=place, results=Path(settings.results).resolve(), rows=rows, stop=stop)
+        before = len(rows)
         call.pack()
         for name in settings.steps:
             # What earlier steps have left of their time is the later ones'; packing once more is left out of all.
@@ -338,7 +339,7 @@ def run(settings: StepsSettings) -> int:
             _run_step(call, name, left_s * share)
         call.pack()
     print("\n".join(call.lines(before, time.monotonic() - began_s)))
-    if call.stop.requested:
+    if stop.requested:
         return EXIT_INTERRUPTED
     return int(call.problem is not None or any(row["outcome"] == "failed" for row in call.rows[before:]))
 
