@@ -161,14 +161,14 @@ def time_step(
     Raises:
         EnvironmentProblem: The file of efficiencies is missing or damaged.
     """
-    framework = framework_of(trace, settings)
-    efficiencies = learned or load_efficiencies()
+    framework, efficiencies = framework_of(trace, settings), learned or load_efficiencies()
+    gathers = trace.remembered("gathers", lambda: any(block.kind == GATHERED for block in trace.blocks))
+    make = functools.partial(_time_without_input, trace, spec, settings, efficiencies, framework, gathers)
     if learned is None:  # an estimate asks again for what fitted models read, also in a loop, which runs the same
-        choices = settings.precision, settings.channels_last, settings.cudnn_benchmark, framework
-        make = functools.partial(_time_without_input, trace, spec, settings, efficiencies, framework)
-        step = (trace.in_a_loop or trace).remembered(("timed step", spec, *choices), make)
+        choices = settings.precision, settings.channels_last, settings.cudnn_benchmark, framework, gathers
+        step = _keeper(trace).remembered(("timed step", spec, *choices), make)
     else:
-        step = _time_without_input(trace, spec, settings, efficiencies, framework)
+        step = make()
     if not input_ms:
         return step
     step_ms = input_ms + overlapped(step.busy_ms, step.host_ms)
@@ -176,16 +176,24 @@ def time_step(
     return replace(step, step_time_ms=step_ms, input_ms=input_ms, activity=activity)
 
 
+def _keeper(trace: StepTrace) -> StepTrace:
+    """Return the trace that remembers what follows from operators: of the same steps in a loop, where it is known."""
+    looped = trace.in_a_loop
+    return looped if looped is not None and looped.operators is trace.operators else trace
+
+
 def _time_without_input(
-    trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, learned: LearnedEfficiencies, framework: str
+    trace: StepTrace,
+    spec: DeviceSpec,
+    settings: TrainingSettings,
+    learned: LearnedEfficiencies,
+    framework: str,
+    gathers: bool,
 ) -> TimedStep:
     flags = uses_tf32(settings.precision)
-    gathers = framework != MEGATRON and any(block.kind == GATHERED for block in trace.blocks)
-    calls = (trace.in_a_loop or trace).remembered(
-        ("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags)
-    )
+    calls = _keeper(trace).remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
     timed = timed_kernels(calls, spec, settings, learned)
-    timed = replace(timed, seconds=timed.seconds * (learned.sharded if gathers else 1.0))
+    timed = replace(timed, seconds=timed.seconds * (learned.sharded if gathers and framework != MEGATRON else 1.0))
     total_ms = calls.count * timed.seconds * 1e3
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
