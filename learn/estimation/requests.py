@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -266,6 +267,8 @@ def _with_file(layout: Parallel | None, training: Mapping[str, Any]) -> dict[str
 def _require_whole(model: object) -> None:
     """Raise `UsageError` for a module whose parameters are spread over ranks already: FSDP2 makes no copies of such a
     one, and its steps would run in the caller's own process groups."""
+    if sys.modules.keys().isdisjoint(("torch.distributed.tensor", "torch.distributed._tensor")):  # none can be
+        return
     parameters = None if isinstance(model, type) else getattr(model, "parameters", None)  # a class is a factory
     meshes = (getattr(parameter, "device_mesh", None) for parameter in (parameters() if callable(parameters) else ()))
     if (mesh := next((known for known in meshes if known is not None), None)) is not None:
