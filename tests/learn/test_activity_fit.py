@@ -11,8 +11,8 @@ from featurize.timing.calls import kernel_calls
 from featurize.timing.step_time import load_efficiencies, time_step
 from featurize.trace.tracer import trace_config
 from learn.fitting.constants_fit import ActivityFit, judged_activity
-from learn.fitting.kernel_formulas import score_text
 from learn.fitting.kernel_rows import MeasuredActivity, measured_activity
+from learn.judging.scores import score_table
 
 A100 = load_device("A100-SXM4-40GB")
 LEARNED = load_efficiencies()
@@ -73,7 +73,7 @@ def test_every_family_is_judged_and_printed(rows):
     assert {(one.rows, one.by) for one in scores} == {
         (family, split) for family in ("cnn", "mlp") for split in ("learned from", "groups left out")
     }
-    assert "occupancy" in score_text(scores)
+    assert "occupancy, median" in {column.name for column in score_table(scores).columns}
     assert 0 <= learned.single["gap"] <= 1
 
 

@@ -16,8 +16,9 @@ from featurize.timing.step_time import efficiencies_text, read_efficiencies, tim
 from featurize.trace.tracer import trace_config
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, held_out_by
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting.kernel_formulas import judged, score_of, score_text
+from learn.fitting.kernel_formulas import judged, score_of
 from learn.fitting.kernel_rows import kernel_times, measured_times
+from learn.judging.scores import score_table
 from warehouse.exchange.ingesting import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
@@ -85,13 +86,16 @@ def test_every_split_is_judged_and_printed(fit):
     }
     assert {"one", "two", *DEVICES} == {score.rows for score in scores}
     assert np.isfinite(held_out).all() and len(held_out) == 12
-    assert "families left out" in score_text(scores)
+    assert "families left out" in {row.cells[0] for row in score_table(scores).rows}
 
 
 def test_rows_that_nobody_answers_are_printed_beside_those_with_figures():
     answered, without = score_of("fit", "one", np.array([0.1, -0.2])), score_of("fit", "two", np.array([np.nan]))
     for scores in ([answered, without], [without, answered]):
-        assert score_text(scores).count("nan") == 4  # two factors, estimated over measured, mean error
+        cells = [cell for row in score_table(scores).rows for cell in row.cells]
+        assert (
+            sum(str(cell).startswith("nan") for cell in cells) == 4
+        )  # two factors, estimated over measured, mean error
 
 
 @pytest.fixture(scope="module")
