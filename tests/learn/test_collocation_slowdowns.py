@@ -1,8 +1,10 @@
 """Slowdowns of jobs that share a GPU: learned from made-up pairs in Lucid's format, judged, kept and asked for."""
 
 import csv
+import datetime
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +33,8 @@ from learn.sharing.slowdowns import (
 )
 from tests.learn.learn_rows import restamp
 from warehouse.exchange.ingesting import IngestSettings, ingest
+from warehouse.files.folder import DataFolder
+from warehouse.tables.schema import NOT_TOGETHER
 
 TRUTH = ContentionFormula(own=0.9, others=0.8, sharpness=6.0, bandwidth=0.3)
 MODELS = ("Alpha", "Beta", "Gamma", "Delta", "Epsilon", "Zeta")
@@ -186,10 +190,6 @@ def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
 
 
 def test_groups_that_were_not_together_are_never_learned_from(groups):
-    from dataclasses import replace
-
-    from warehouse.tables.schema import NOT_TOGETHER
-
     wrong = [
         replace(g, group_id=f"x{g.group_id}", slowdowns=(9.0, 9.0), joint_memory_mib=None, doubt=NOT_TOGETHER)
         for g in groups[:40]
@@ -222,8 +222,6 @@ def test_the_command_fits_to_imported_pairs_and_its_artifact_answers(pairs_folde
 
 
 def test_a_damaged_artifact_is_named_and_an_older_one_answers(pairs_folder, capsys):
-    import datetime
-
     now = datetime.datetime(2025, 1, 2, tzinfo=datetime.UTC)
     older = fit_slowdowns(pairs_folder, now=now)
     newer = fit_slowdowns(pairs_folder, now=now + datetime.timedelta(days=1))
@@ -269,8 +267,6 @@ def test_keys_that_do_not_belong_to_slowdowns_are_one_clear_message(make, words)
 
 
 def test_a_folder_without_groups_names_what_brings_some(tmp_path):
-    from warehouse.files.folder import DataFolder
-
     folder = DataFolder(tmp_path / "data").create()
     with pytest.raises(UsageError, match=r"collocations holds no groups; .*source=lucid"):
         measured_groups(folder.root)
