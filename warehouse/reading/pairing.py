@@ -373,8 +373,8 @@ def difference_blocks(difference: Difference, most: int | None = None) -> list[B
     if difference.changed_columns:
         named = ", ".join(f"{name} ({counted(n, 'run', 'runs')})" for name, n in difference.changed_columns.items())
         blocks.append(Lead(f"Changed in: {named}."))
-    what = "Labels of the same configuration and environment"
-    blocks += _shift_blocks(what, ("family", "device", "configurations"), difference.shifts, most)
+    title = "Labels of the same configuration and environment"
+    blocks += _shift_blocks(title, ("family", "device", "configurations"), difference.shifts, most)
     blocks += _shift_blocks("Kernels", ("operator", "device", "kernels"), difference.kernel_shifts, most)
     for change in difference.schema:
         kinds = {kind: getattr(change, kind) for kind in ("added", "removed", "retyped")}
@@ -383,10 +383,10 @@ def difference_blocks(difference: Difference, most: int | None = None) -> list[B
     return blocks
 
 
-def _shift_blocks(what: str, heads: Sequence[str], shifts: Sequence[Shift], most: int | None) -> Iterator[Block]:
+def _shift_blocks(title: str, heads: Sequence[str], shifts: Sequence[Shift], most: int | None) -> Iterator[Block]:
     """Yield the shifts of what was measured again, those with a pair beyond the tolerance marked."""
     if not shifts:
-        yield Lead(f"{what}, measured again: none.")
+        yield Lead(f"{title}, measured again: none.")
         return
     shown = sorted(shifts, key=lambda shift: -abs(shift.largest))[:most]
     rows = [
@@ -402,7 +402,7 @@ def _shift_blocks(what: str, heads: Sequence[str], shifts: Sequence[Shift], most
         for shift in shown
     ]
     beyond = [place for place, shift in enumerate(shown) if shift.beyond]
-    yield Heading(f"{what}, measured again")
+    yield Heading(f"{title}, measured again")
     yield table(("label", *heads, "moved", "median", "largest", "*the furthest"), rows, words=3, marked=beyond)
     if len(shown) < len(shifts):
         yield Lead(f"And {len(shifts) - len(shown):,} more, which moved less.")
