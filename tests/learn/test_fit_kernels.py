@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from learn_rows import make_configs, write_batch, write_llm_foundry
 
-from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.timing.calls import kernel_calls
 from featurize.timing.step_time import efficiencies_text, load_efficiencies, read_efficiencies, time_step
@@ -157,14 +156,6 @@ def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path):
         trace_config(make_configs(1)[0]), load_device("H100-SXM5-80GB"), make_configs(1)[0], learned=learned
     )
     assert step.step_time_ms > 0
-
-
-def test_too_few_measured_steps_are_refused_and_nothing_is_written(tmp_path):
-    write_batch(tmp_path / "few", make_configs(2), source="measured", statuses=["ok"] * 2)
-    settings = FitKernelsSettings(data=str(tmp_path / "few"), out=str(tmp_path / "parameters.json"))
-    with pytest.raises(UsageError, match="2 measured steps can be learned from, and 20 are needed"):
-        fit_kernels(settings, silent)
-    assert not settings.path.exists()
 
 
 A100 = load_device("A100-SXM4-40GB")
