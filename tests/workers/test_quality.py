@@ -431,30 +431,12 @@ def test_an_average_stands_for_the_interval_that_it_names_and_for_no_more():
     assert (mean.coverage, mean.largest_gap_s) == (pytest.approx(20 / 60), pytest.approx(30e-9))
 
 
-def test_a_repeated_reading_weighs_nothing_and_the_next_one_stands_for_its_time():
-    samples = [
-        Sample(10, {"smact": 1.0}),
-        Sample(20, {"smact": 1.0}, quality="repeated"),
-        Sample(30, {"smact": 1.0}, quality="repeated"),
-        Sample(40, {"smact": 0.0}),
-    ]
-    mean = window_mean(samples, "smact", 0, 40)
-    assert (mean.mean, mean.readings, mean.coverage) == (pytest.approx(0.25), 2, 1.0)
-
-
 def test_a_spoiled_reading_is_left_out_for_its_metrics_only_and_its_time_is_not_covered():
     stalled = Sample(20, {"smact": 0.0, "power_w": 300.0}, "suspect", ("power_cap", "profiling_zero"))
     samples = [Sample(10, {"smact": 1.0, "power_w": 200.0}), stalled, Sample(30, {"smact": 0.8, "power_w": 200.0})]
     mean = window_mean(samples, "smact", 0, 30, SPOILS)
     assert (mean.mean, mean.coverage) == (pytest.approx(0.9), pytest.approx(2 / 3))
     assert window_mean(samples, "power_w", 0, 30, SPOILS).mean == pytest.approx(700 / 3)
-
-
-def test_a_reading_after_a_gap_stands_for_a_few_usual_intervals_only():
-    samples = samples_of(*((t, 1.0) for t in range(10, 110, 10)), (1000, 0.0))
-    mean = window_mean(samples, "smact", 0, 1000)
-    assert mean.mean == pytest.approx(100 / (100 + REACH * 10))
-    assert mean.largest_gap_s == pytest.approx((900 - REACH * 10) / 1e9)
 
 
 def test_a_reading_around_a_short_window_counts_if_the_window_is_most_of_its_time():
